@@ -1,0 +1,166 @@
+"""Write the quickstart's data sets: orders in plain English, to be turned into one line of JSON.
+
+    python examples/make_data.py [OUT_DIR]        (default: examples/data)
+
+SFT teaches the format from complete messages. DPO then teaches what those rows never show: a value that is not in the
+message becomes null and is not invented. Every file is a pure function of SEED, so a change here shows as a diff there.
+
+Held out from both training sets, in every `heldout_*.jsonl` row: the combination of values. In rows with
+`"kind": "new"` also the item, the colour, the city and the wording of the sentence; counts are always known.
+"""
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SEED = 7
+INSTRUCTION = "Reply with JSON (item, color, count, city): "
+FIELDS_THAT_MAY_LACK = ("color", "count", "city")
+Order = dict[str, str | int | None]
+Words = dict[str, tuple[str, ...]]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+COUNTS = dict(zip((*range(2, 11), 12), _words("two three four five six seven eight nine ten twelve"), strict=True))
+
+KNOWN_WORDS: Words = {
+    "item": _words(
+        "mug chair lamp table plate pillow towel blanket pen notebook backpack jacket shirt hat helmet bottle basket "
+        "vase clock candle curtain desk sofa rug spoon bowl tent ladder bucket sticker"
+    ),
+    "color": _words("red blue green black white yellow purple gray pink brown silver gold"),
+    "city": _words(
+        "Oslo Paris Berlin Madrid Rome Vienna Lisbon Dublin Athens Prague Warsaw Tokyo Seoul Boston Chicago Denver "
+        "Seattle Toronto Sydney Cairo Nairobi Lima Delhi Moscow Helsinki Brussels Milan Atlanta Houston Dallas"
+    ),
+}
+NEW_WORDS: Words = {
+    "item": _words("cup carpet tray umbrella pot coat cushion folder mirror guitar"),
+    "color": _words("orange turquoise beige violet"),
+    "city": _words("London Stockholm Zurich Montreal Bangkok Hamburg Miami Florence Melbourne"),
+}
+
+# A part in square brackets is left out when the order lacks its value.
+KNOWN_TEMPLATES = (
+    "Please send [{count} ][{color} ]{item}s[ to {city}].",
+    "We need [{count} ][{color} ]{item}s[ in {city}].",
+    "Can you ship [{count} ][{color} ]{item}s[ to {city}]?",
+    "I would like [{count} ][{color} ]{item}s[ delivered to {city}]. Thanks!",
+    "Order: [{count} ][{color} ]{item}s[, to {city}].",
+    "Our shop[ in {city}] needs [{count} ][{color} ]{item}s.",
+    "[For {city}: ][{count} ][{color} ]{item}s, please.",
+    "Could we get [{count} ][{color} ]{item}s[ at the {city} office]?",
+    "A customer[ from {city}] wants [{count} ][{color} ]{item}s.",
+    "[To {city}, ]as soon as possible: [{count} ][{color} ]{item}s.",
+)
+NEW_TEMPLATES = (
+    "My team[ in {city}] is waiting for [{count} ][{color} ]{item}s.",
+    "I am expecting [{count} ][{color} ]{item}s[ at my house in {city}].",
+    "Dear seller, pack [{count} ][{color} ]{item}s[ and mail them to {city}].",
+)
+
+
+def render(order: Order, template: str, rng: random.Random) -> str:
+    """Say `order` in the words of `template`; a count is spelled out now and then, its JSON value stays a number."""
+    count = order["count"]
+    if isinstance(count, int) and rng.random() < 0.3:
+        order = order | {"count": COUNTS[count]}
+
+    def part(match: re.Match[str]) -> str:
+        needed = re.findall(r"{(\w+)}", match[1])
+        return match[1] if all(order[name] is not None for name in needed) else ""
+
+    message = re.sub(r"\[([^]]*)]", part, template).format_map(order)
+    return INSTRUCTION + message[0].upper() + message[1:]
+
+
+def to_json(order: Order) -> str:
+    """The one spelling of an answer that we train on."""
+    return json.dumps(order, separators=(",", ":"))
+
+
+class OrderSource:
+    """Draws orders, never the same one twice, so that no held-out order can be in a training set."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.seen: set[tuple[str | int | None, ...]] = set()
+
+    def draw(self, words: Words) -> Order:
+        """A complete order made of `words`."""
+        while True:
+            order: Order = {
+                "item": self.rng.choice(words["item"]),
+                "color": self.rng.choice(words["color"]),
+                "count": self.rng.choice(list(COUNTS)),
+                "city": self.rng.choice(words["city"]),
+            }
+            if tuple(order.values()) not in self.seen:
+                self.seen.add(tuple(order.values()))
+                return order
+
+
+def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
+    """Complete messages with their JSON; the templates take turns."""
+    for index in range(count):
+        order = source.draw(KNOWN_WORDS)
+        template = KNOWN_TEMPLATES[index % len(KNOWN_TEMPLATES)]
+        yield {"prompt": render(order, template, source.rng), "completion": to_json(order)}
+
+
+def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
+    """Twins: an order without one value, where null is chosen over an invented value, then complete, the other way round.
+
+    Without the complete twin the model learns to answer null to everything.
+    """
+    for index in range(count // 2):
+        full = source.draw(KNOWN_WORDS)
+        partial = full | {FIELDS_THAT_MAY_LACK[index % len(FIELDS_THAT_MAY_LACK)]: None}
+        template = source.rng.choice(KNOWN_TEMPLATES)
+        for stated, other in ((partial, full), (full, partial)):
+            prompt = render(stated, template, source.rng)
+            yield {"prompt": prompt, "chosen": to_json(stated), "rejected": to_json(other)}
+
+
+def heldout_rows(source: OrderSource, count: int, *, complete: bool) -> Iterator[dict[str, object]]:
+    """Half in known words, half in words and sentences that no training row contains."""
+    for index in range(count):
+        new = index % 2 == 1
+        order = source.draw(NEW_WORDS if new else KNOWN_WORDS)
+        missing = None if complete else FIELDS_THAT_MAY_LACK[index // 2 % len(FIELDS_THAT_MAY_LACK)]
+        if missing:
+            order = order | {missing: None}
+        template = source.rng.choice(NEW_TEMPLATES if new else KNOWN_TEMPLATES)
+        prompt = render(order, template, source.rng)
+        yield {"prompt": prompt, "expected": order, "missing": missing, "kind": "new" if new else "known"}
+
+
+def write_jsonl(path: Path, rows: Iterable[object]) -> None:
+    """One row a line, ready for the rows of a Llama Stack data set."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main() -> None:
+    """Draw every set from one source, so that they are disjoint."""
+    parser = argparse.ArgumentParser(description="Write the quickstart's training and held-out data sets.")
+    parser.add_argument("out_dir", type=Path, nargs="?", default=Path(__file__).parent / "data", metavar="OUT_DIR")
+    out_dir: Path = parser.parse_args().out_dir
+    out_dir.mkdir(parents=True, exist_ok=True)
+
+    source = OrderSource(random.Random(SEED))
+    write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 240))
+    write_jsonl(out_dir / "sft_validation.jsonl", sft_rows(source, 20))
+    write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 144))
+    write_jsonl(out_dir / "heldout_complete.jsonl", heldout_rows(source, 40, complete=True))
+    write_jsonl(out_dir / "heldout_incomplete.jsonl", heldout_rows(source, 40, complete=False))
+    print(f"Data sets written to {out_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Score a checkpoint on the quickstart's held-out orders.
+
+    python examples/score.py MODEL_DIR [--threads 2] [--json OUT]
+
+MODEL_DIR is a transformers checkpoint, or a PEFT adapter (it is then loaded on its base model). Answers are greedy, so
+the same checkpoint always gets the same scores.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TQDM_DISABLE"] = "1"
+
+DATA_DIR = Path(__file__).parent / "data"
+# The longest right answer has 27 tokens.
+MAX_NEW_TOKENS = 40
+BATCH_SIZE = 40
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Shares between 0 and 1."""
+
+    complete_exact: float
+    """Complete messages whose whole JSON is right."""
+    complete_exact_new_words: float
+    """The same, over the half whose words and sentences were in no training row."""
+    complete_fields: float
+    """Single values that are right in complete messages."""
+    missing_null: float
+    """Incomplete messages where the missing value is null."""
+    missing_invented: float
+    """Incomplete messages where the missing value was made up."""
+    incomplete_exact: float
+    """Incomplete messages with null for the missing value and every other value right."""
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """One JSON object a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def load(model_dir: Path) -> tuple[Any, Any]:
+    """The model, ready to generate, and its tokenizer; an adapter directory names its base model itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base_dir = model_dir
+    adapter_config = model_dir / "adapter_config.json"
+    if adapter_config.is_file():
+        base_dir = Path(json.loads(adapter_config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="float32")
+    if base_dir is not model_dir:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, model_dir).merge_and_unload()
+    return model.eval(), AutoTokenizer.from_pretrained(base_dir, padding_side="left")
+
+
+def answer(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+    """Greedy answers to `prompts`, each sent as a user's message."""
+    import torch
+
+    answers: list[str] = []
+    for start in range(0, len(prompts), BATCH_SIZE):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + BATCH_SIZE]]
+        inputs = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        answers += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in answers]
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The JSON object in an answer; words around it are forgiven, so that an untrained model gets a fair chance."""
+    try:
+        value = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def share(hits: list[bool]) -> float:
+    """The share of hits, rounded for reading."""
+    return round(sum(hits) / len(hits), 3)
+
+
+def score(complete: list[dict[str, Any]], incomplete: list[dict[str, Any]]) -> Scores:
+    """Compare every row's parsed answer, `row["got"]`, with what was expected."""
+    exact = [row["got"] == row["expected"] for row in complete]
+    fields = [row["got"].get(name) == value for row in complete for name, value in row["expected"].items()]
+    # An answer without the field neither knows nor invents: it counts as wrong, but not as made up.
+    missing = [row["got"].get(row["missing"], ...) for row in incomplete]
+    return Scores(
+        complete_exact=share(exact),
+        complete_exact_new_words=share([hit for hit, row in zip(exact, complete, strict=True) if row["kind"] == "new"]),
+        complete_fields=share(fields),
+        missing_null=share([value is None for value in missing]),
+        missing_invented=share([value is not None and value is not ... for value in missing]),
+        incomplete_exact=share([row["got"] == row["expected"] for row in incomplete]),
+    )
+
+
+def main() -> None:
+    """Load, answer, score, report."""
+    parser = argparse.ArgumentParser(description="Score a checkpoint on the quickstart's held-out orders.")
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--json", type=Path, dest="json_path", help="also write the scores to this file")
+    arguments = parser.parse_args()
+    if not arguments.model_dir.is_dir():
+        sys.exit(f"score: there is no directory {arguments.model_dir}: give the path of a checkpoint.")
+
+    began = time.monotonic()
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    model, tokenizer = load(arguments.model_dir)
+    complete = read_rows(DATA_DIR / "heldout_complete.jsonl")
+    incomplete = read_rows(DATA_DIR / "heldout_incomplete.jsonl")
+    rows = complete + incomplete
+    for row, text in zip(rows, answer(model, tokenizer, [row["prompt"] for row in rows]), strict=True):
+        row["answer"], row["got"] = text, parse(text)
+    scores = score(complete, incomplete)
+
+    for row in (complete[0], complete[1], incomplete[1]):
+        print(f"> {row['prompt']}\n  {row['answer']}")
+    for name, value in asdict(scores).items():
+        print(f"{name:26} {value:6.1%}")
+    print(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")
+    if arguments.json_path:
+        arguments.json_path.write_text(json.dumps(asdict(scores)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The only importer of Llama Stack. Written against 0.3.5; nothing else in the project knows a Llama Stack version."""
+
+from typing import Any
+
+from llama_stack.apis.common.errors import ConflictError, ResourceNotFoundError
+from llama_stack.core.request_headers import NeedsRequestProviderData
+from llama_stack.providers.datatypes import Api, InlineProviderSpec, ProviderSpec
+
+from . import errors
+
+__all__ = ["Api", "NeedsRequestProviderData", "ProviderSpec", "inline_spec", "read_rows", "to_http"]
+
+
+class _JobNotFound(ResourceNotFoundError):
+    """Llama Stack answers 404."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)  # the base classes' own constructors differ between releases
+
+
+class _JobConflict(ConflictError):
+    """Llama Stack answers 409."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+
+
+def to_http(error: errors.TrlError) -> Exception:
+    """The exception that Llama Stack turns into the right status code with our sentence in it.
+
+    `InvalidRequest` is a ValueError and becomes 400 as it is; a class that Llama Stack does not know would become a
+    500 without its text.
+    """
+    if isinstance(error, errors.JobNotFound):
+        return _JobNotFound(str(error))
+    if isinstance(error, errors.JobConflict):
+        return _JobConflict(str(error))
+    return error
+
+
+async def read_rows(datasetio: Any, dataset_id: str) -> list[dict[str, Any]]:
+    """All rows of a registered dataset in one call: localfs rebuilds the whole data frame for every call.
+
+    Raises:
+        ValueError: Llama Stack knows no such dataset, or cannot read it (it answers 400 with its own sentence).
+    """
+    page = await datasetio.iterrows(dataset_id=dataset_id, start_index=0, limit=-1)
+    rows: list[dict[str, Any]] = page.data
+    return rows
+
+
+def inline_spec(module: str, config_class: str, pip_packages: list[str], validator: str) -> ProviderSpec:
+    """The inline provider's registration."""
+    return InlineProviderSpec(
+        api=Api.post_training,
+        provider_type="inline::trl",
+        module=module,
+        config_class=config_class,
+        pip_packages=pip_packages,
+        api_dependencies=[Api.datasetio],
+        provider_data_validator=validator,
+        description="Supervised fine-tuning and DPO with TRL, on one device beside Llama Stack",
+    )

@@ -1,0 +1,78 @@
+"""The error tree. Each class refines a stdlib error, so a caller may catch either.
+
+    TrlError
+    |-- InvalidRequest (ValueError)        a field, a row or a value that cannot be honoured -> 400
+    |   `-- InvalidRows (ValueError)       a dataset row that no recipe can read             -> 400
+    |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
+    |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
+    |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
+    `-- JobFailure (RuntimeError)          raised in a training process; becomes the job's failure reason
+
+A message says what was found, what was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TrlError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class InvalidRequest(TrlError, ValueError):
+    """Raised when a request cannot be honoured as it stands.
+
+    Args:
+        field: dotted path of the offending field, such as `training_config.data_config.packed`.
+        value: what was found there.
+        hint: the nearest thing that works, as a full sentence.
+    """
+
+    def __init__(self, field: str, value: Any, hint: str) -> None:
+        self.field, self.value, self.hint = field, value, hint
+        super().__init__(f"{field}={_shown(value)} is not supported: {hint}")
+
+
+class InvalidRows(InvalidRequest):
+    """Raised when a dataset row cannot be read; names the row (counted from 0) and its columns."""
+
+    def __init__(self, message: str, *, row: int | None = None) -> None:
+        self.row = row
+        text = message if row is None else f"row {row}: {message}"
+        self.field, self.value, self.hint = "dataset", None, text
+        Exception.__init__(self, text)
+
+
+class JobNotFound(TrlError, LookupError):
+    """Raised when no job has the given `job_uuid`."""
+
+    def __init__(self, job_uuid: str) -> None:
+        self.job_uuid = job_uuid
+        super().__init__(f"job {job_uuid!r} not found: GET /v1/post-training/jobs lists the jobs of this provider")
+
+
+class JobConflict(TrlError, RuntimeError):
+    """Raised when a `job_uuid` is already taken by a different request, or a job's state forbids the call."""
+
+
+class StoreError(TrlError, RuntimeError):
+    """Raised when the job database cannot be opened or written; says which file and why."""
+
+
+class JobFailure(TrlError, RuntimeError):
+    """Raised inside a training process when the job cannot go on.
+
+    Args:
+        reason: a value of `recipes.events.Reason`.
+        message: what was found, what was expected, what to do next.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason, self.message = reason, message
+        super().__init__(message)
+
+
+def _shown(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

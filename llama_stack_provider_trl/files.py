@@ -1,0 +1,149 @@
+"""Files that outlive a crash: content-addressed rows, atomic JSON, confinement to a root, paths of an attempt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from .errors import InvalidRequest, InvalidRows
+
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
+
+
+class RunDir:
+    """Every path of one attempt, as a function of its directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.spec = root / "spec.json"
+        self.events = root / "events.jsonl"
+        self.log = root / "rank-0.log"
+        self.task = root / "task.json"
+        self.runner_lock = root / "runner.lock"
+        self.runner_log = root / "runner.log"
+        self.runner_status = root / "runner.json"
+        self.control = root / "control.json"
+
+
+class Blob(NamedTuple):
+    """A stored dataset."""
+
+    sha256: str
+    path: Path
+    num_rows: int
+    num_bytes: int
+
+
+def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
+    """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
+
+    A column whose value is NaN is left out of its row: that is how a data frame says that a row has no such column.
+
+    Raises:
+        InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
+            surrogate, a set ...); names the row, and nothing is stored.
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=directory, prefix=".rows-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb", buffering=1 << 20) as file:
+            digest, num_rows = _write_rows(file, rows)
+            num_bytes = file.tell()
+            _flush(file)
+        path = directory / f"{digest}.jsonl"
+        if not path.exists():
+            os.replace(temporary, path)
+            _fsync_path(directory)
+        return Blob(digest, path, num_rows, num_bytes)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    """Write JSON so that a reader, or a power cut, finds the old file or the new one and never a part."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+            _flush(file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def fsync_tree(directory: Path) -> None:
+    """Force every file and directory below (and including) `directory` to disk."""
+    for root, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _fsync_path(Path(root, name))
+        _fsync_path(Path(root))
+
+
+def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
+    """`root / relative` without symlinks, sure to lie under `root`.
+
+    Raises:
+        InvalidRequest: `relative` is absolute, has a `..`, or leads out of `root` through a symlink; names `field`.
+    """
+    text = str(relative)
+    if "\0" in text or Path(text).is_absolute() or ".." in Path(text).parts:
+        raise InvalidRequest(field, text, "give a relative path without '..'.")
+    resolved = (root / text).resolve()
+    if not resolved.is_relative_to(root.resolve()):
+        raise InvalidRequest(field, text, f"a symbolic link on it leads out of {root}: give a path that stays inside.")
+    return resolved
+
+
+def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
+    """The last lines of a text file, at most `limit` bytes of them; empty where there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+            text = file.read(limit).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:]).strip()
+
+
+def _write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]]) -> tuple[str, int]:
+    digest, count = hashlib.sha256(), 0
+    for row in rows:
+        line = _encoded(row, count)
+        digest.update(line)
+        file.write(line)
+        count += 1
+    return digest.hexdigest(), count
+
+
+def _encoded(row: dict[str, Any], number: int) -> bytes:
+    if not isinstance(row, dict):
+        raise InvalidRows(f"found {type(row).__name__}, expected an object with named columns", row=number)
+    present = {name: value for name, value in row.items() if not (isinstance(value, float) and value != value)}
+    try:
+        return _ENCODE(present).encode() + b"\n"
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRows(
+            f"cannot be written as JSON ({error}); columns: {sorted(map(str, row))}", row=number
+        ) from error
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _fsync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""The job engine: durable records, transitions, placement, and the supervisor that moves jobs along."""

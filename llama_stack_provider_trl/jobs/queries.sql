@@ -1,0 +1,97 @@
+-- Every statement of the store, by name. `name:` starts one; what follows says when it is used.
+
+-- name: insert_job
+-- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
+INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at)
+VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now)
+ON CONFLICT (job_uuid) DO NOTHING;
+
+-- name: request_digest
+SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
+
+-- name: insert_warning
+-- Said again, for example by a second attempt: once is enough.
+INSERT INTO warnings (job_uuid, message) VALUES (:job_uuid, :message)
+ON CONFLICT (job_uuid, message) DO NOTHING;
+
+-- name: select_job
+SELECT * FROM job_records WHERE job_uuid = :job_uuid;
+
+-- name: select_jobs
+SELECT * FROM job_records ORDER BY age;
+
+-- name: select_active
+-- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
+SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
+
+-- name: select_queue
+-- What placement needs to know of the jobs that wait, oldest first.
+SELECT job_uuid, age, json_extract(spec, '$.device') AS device, detail FROM jobs WHERE state = 'scheduled' ORDER BY age;
+
+-- name: select_checkpoints
+SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
+
+-- name: select_points
+SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind;
+
+-- name: select_outcome
+SELECT event_offset, finished, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: change_state
+-- Every change of state names the state and the attempt it assumes: a second writer finds no row.
+UPDATE jobs SET state = :target, reason = :reason, message = :message, detail = '', completed_at = :completed_at
+WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
+
+-- name: change_detail
+UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
+
+-- name: launch_job
+-- scheduled -> launching, with the next attempt.
+UPDATE jobs SET state = 'launching', attempt = attempt + 1, device = :device, detail = '', started_at = NULL
+WHERE job_uuid = :job_uuid AND attempt = :attempt - 1 AND state = 'scheduled';
+
+-- name: insert_attempt
+INSERT INTO attempts (job_uuid, attempt, run_dir, device, launched_at)
+VALUES (:job_uuid, :attempt, :run_dir, :device, :now);
+
+-- name: advance_cursor
+-- The gate of apply_events: events of an attempt that is not the current one, or that were read before, stay out.
+UPDATE attempts SET event_offset = :offset
+WHERE job_uuid = :job_uuid AND attempt = :attempt AND event_offset < :offset
+  AND EXISTS (SELECT 1 FROM jobs WHERE jobs.job_uuid = :job_uuid AND jobs.attempt = :attempt
+              AND state NOT IN ('completed', 'failed', 'cancelled'));
+
+-- name: note_started
+-- `started`: launching -> in_progress; a job that is being cancelled stays so.
+UPDATE jobs SET started_at = :time, detail = '',
+       state = CASE state WHEN 'launching' THEN 'in_progress' ELSE state END
+WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_prepared
+UPDATE attempts SET prepared = :event, prepared_at = :time, total_steps = :total_steps
+WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_progress
+UPDATE attempts SET step = :step, stepped_at = :time, epoch = :epoch, loss = coalesce(:loss, loss),
+       tokens_per_second = coalesce(:tokens_per_second, tokens_per_second), peak_memory_bytes = :peak_memory_bytes
+WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_finished
+UPDATE attempts SET finished = 1 WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_failed
+UPDATE attempts SET failed = :event WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: upsert_point
+INSERT INTO points (job_uuid, step, kind, attempt, time, epoch, metrics)
+VALUES (:job_uuid, :step, :kind, :attempt, :time, :epoch, :metrics)
+ON CONFLICT (job_uuid, step, kind) DO UPDATE
+SET attempt = excluded.attempt, time = excluded.time, epoch = excluded.epoch, metrics = excluded.metrics;
+
+-- name: upsert_checkpoint
+INSERT INTO checkpoints (job_uuid, path, attempt, kind, step, epoch, created_at, train_loss, validation_loss, perplexity)
+VALUES (:job_uuid, :path, :attempt, :kind, :step, :epoch, :time, :train_loss, :validation_loss, :perplexity)
+ON CONFLICT (job_uuid, path) DO UPDATE
+SET attempt = excluded.attempt, kind = excluded.kind, step = excluded.step, epoch = excluded.epoch,
+    created_at = excluded.created_at, train_loss = excluded.train_loss, validation_loss = excluded.validation_loss,
+    perplexity = excluded.perplexity;

@@ -1,0 +1,119 @@
+"""What the store hands out: one job, one checkpoint, one metric point. Plain values, true when they were read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ..files import RunDir
+from ..recipes.events import Failed, Reason
+from ..recipes.spec import JobSpec
+from .states import REASONS, JobState, shown
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far the current attempt is; None: not known yet."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    total_steps: int | None = None
+    epoch: float | None = None
+    """Fraction of epochs done, 1.0 after the first."""
+    loss: float | None = None
+    """Last training loss."""
+    tokens_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+    eta_seconds: float | None = None
+    """Seconds of training left at the pace so far, counted from the last metric point."""
+
+    @property
+    def percent(self) -> float | None:
+        return 100.0 * self.step / self.total_steps if self.total_steps else None
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job as it stands. Times are UTC."""
+
+    spec: JobSpec
+    """The effective configuration."""
+    state: JobState
+    attempt: int
+    """Number of the current attempt; 0: none yet."""
+    scheduled_at: datetime
+    started_at: datetime | None = None
+    """When rank 0 of the current attempt said `started`."""
+    completed_at: datetime | None = None
+    """When the job completed, failed or was cancelled."""
+    device: str | None = None
+    """The concrete device of the current attempt."""
+    run_dir: Path | None = None
+    """Directory of the current attempt."""
+    detail: str = ""
+    """What the job waits for, such as a device and who holds it."""
+    reason: Reason | None = None
+    message: str = ""
+    """Why it failed: what was found and what was expected."""
+    progress: JobProgress = JobProgress()
+    effective: dict[str, Any] | None = None
+    """What the recipe reported when training began: rows, parameters, and what it decided beyond the spec."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def job_uuid(self) -> str:
+        return self.spec.job_uuid
+
+    @property
+    def status(self) -> str:
+        """Llama Stack's word for the state."""
+        return shown(self.state)
+
+    @property
+    def log_path(self) -> Path | None:
+        return RunDir(self.run_dir).log if self.run_dir else None
+
+    @property
+    def advice(self) -> str:
+        """What to do about the failure, as a sentence; empty where there is none."""
+        return REASONS[self.reason].advice if self.reason else ""
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that is complete on disk."""
+
+    job_uuid: str
+    attempt: int
+    kind: Literal["step", "final", "merged"]
+    step: int
+    epoch: int
+    """1-based."""
+    path: Path
+    created_at: datetime
+    train_loss: float | None
+    validation_loss: float | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True)
+class PointRecord:
+    """Metrics after one optimizer step."""
+
+    kind: Literal["train", "validation"]
+    step: int
+    epoch: float
+    time: datetime
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the event file of an attempt has said about its end so far, and how far it has been read."""
+
+    offset: int
+    """Bytes of `events.jsonl` that are in the store."""
+    finished: bool
+    failed: Failed | None

@@ -1,0 +1,88 @@
+-- The job database. Times are seconds since the epoch. Applied as one transaction; repeating it does nothing.
+BEGIN IMMEDIATE;
+
+-- One row per job; what belongs to a try at it is in attempts.
+CREATE TABLE IF NOT EXISTS jobs (
+    age INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of arrival: the lower, the older
+    job_uuid TEXT NOT NULL UNIQUE,
+    request_digest TEXT NOT NULL,           -- tells a repeated POST from a different one
+    spec TEXT NOT NULL,                     -- JobSpec as JSON, frozen at POST
+    state TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,     -- the current one; events of any other are refused
+    device TEXT,                            -- of the current attempt
+    scheduled_at REAL NOT NULL,
+    started_at REAL,
+    completed_at REAL,
+    detail TEXT NOT NULL DEFAULT '',
+    reason TEXT,
+    message TEXT NOT NULL DEFAULT ''
+) STRICT;
+
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
+
+-- One row per try. The cursor says how many bytes of events.jsonl the other columns and tables already reflect.
+CREATE TABLE IF NOT EXISTS attempts (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    attempt INTEGER NOT NULL,
+    run_dir TEXT NOT NULL,
+    device TEXT NOT NULL,
+    launched_at REAL NOT NULL,
+    event_offset INTEGER NOT NULL DEFAULT 0,
+    finished INTEGER NOT NULL DEFAULT 0,    -- 1: the `finished` event was read
+    failed TEXT,                            -- the `failed` event as JSON
+    prepared TEXT,                          -- the `prepared` event as JSON
+    prepared_at REAL,
+    total_steps INTEGER,
+    step INTEGER NOT NULL DEFAULT 0,        -- this and the rest: of the last `progress` event
+    stepped_at REAL,
+    epoch REAL,
+    loss REAL,
+    tokens_per_second REAL,
+    peak_memory_bytes INTEGER,
+    PRIMARY KEY (job_uuid, attempt)
+) STRICT, WITHOUT ROWID;
+
+-- Metric points. The last attempt to reach a step is the one that counts.
+CREATE TABLE IF NOT EXISTS points (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,                     -- train or validation
+    attempt INTEGER NOT NULL,
+    time REAL NOT NULL,
+    epoch REAL NOT NULL,
+    metrics TEXT NOT NULL,                  -- JSON
+    PRIMARY KEY (job_uuid, step, kind)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS checkpoints (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    path TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    kind TEXT NOT NULL,                     -- step, final or merged
+    step INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    train_loss REAL,
+    validation_loss REAL,
+    perplexity REAL,
+    PRIMARY KEY (job_uuid, path)
+) STRICT, WITHOUT ROWID;
+
+-- What the user should know, each sentence once per job, in the order in which it was first said.
+CREATE TABLE IF NOT EXISTS warnings (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    message TEXT NOT NULL,
+    UNIQUE (job_uuid, message)
+) STRICT;
+
+-- One job with its current attempt and its warnings: what a JobRecord is made of.
+CREATE VIEW IF NOT EXISTS job_records AS
+SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, step, stepped_at, epoch, loss, tokens_per_second,
+       peak_memory_bytes,
+       (SELECT json_group_array(message) FROM (SELECT message FROM warnings WHERE warnings.job_uuid = jobs.job_uuid
+                                               ORDER BY number)) AS warnings
+FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
+
+PRAGMA user_version = 1;
+COMMIT;

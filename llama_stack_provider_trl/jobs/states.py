@@ -1,0 +1,97 @@
+"""Job states, who may become what, and what each reason for a failure means. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from ..recipes.events import Reason
+
+
+class JobState(StrEnum):
+    scheduled = "scheduled"
+    """Waits for a device."""
+    launching = "launching"
+    """Has an attempt and a device; no sign of life from a rank yet."""
+    in_progress = "in_progress"
+    """Rank 0 said `started`."""
+    pausing = "pausing"
+    """Told to save a checkpoint and give its device back."""
+    paused = "paused"
+    """Holds a checkpoint and no device."""
+    cancelling = "cancelling"
+    """The intent is recorded; its processes may still live."""
+    completed = "completed"
+    failed = "failed"
+    cancelled = "cancelled"
+
+
+TERMINAL = frozenset({JobState.completed, JobState.failed, JobState.cancelled})
+ACTIVE = frozenset({JobState.launching, JobState.in_progress, JobState.pausing, JobState.cancelling})
+"""States in which a task of the job may exist: the supervisor looks at these in every pass."""
+
+TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.scheduled: frozenset({JobState.launching, JobState.cancelled, JobState.failed}),
+    JobState.launching: frozenset(
+        # completed: a short job may start and finish between two looks
+        {JobState.in_progress, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed}
+    ),
+    JobState.in_progress: frozenset(
+        {JobState.pausing, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed}
+    ),
+    JobState.pausing: frozenset({JobState.paused, JobState.cancelling, JobState.completed, JobState.failed}),
+    JobState.paused: frozenset({JobState.scheduled, JobState.cancelled}),
+    # completed: `finished` beats a late cancel. failed: trouble of ours while cancelling
+    JobState.cancelling: frozenset({JobState.cancelled, JobState.completed, JobState.failed}),
+    JobState.completed: frozenset(),
+    JobState.failed: frozenset(),
+    JobState.cancelled: frozenset(),
+}
+
+_SHOWN = {
+    JobState.launching: "scheduled",
+    JobState.paused: "scheduled",
+    JobState.pausing: "in_progress",
+    JobState.cancelling: "in_progress",
+}
+
+
+def shown(state: JobState) -> str:
+    """The state in Llama Stack's words: scheduled, in_progress, completed, failed or cancelled."""
+    return _SHOWN.get(state, state.value)
+
+
+class Remedy(NamedTuple):
+    """What follows from a reason."""
+
+    retryable: bool
+    """Whether the same job may succeed when it is simply tried again."""
+    advice: str
+    """What the user can do next, as a full sentence."""
+
+
+REASONS: dict[Reason, Remedy] = {
+    Reason.invalid_dataset: Remedy(False, "Correct the dataset as the message says and submit the job again."),
+    Reason.invalid_model: Remedy(False, "Name a model that transformers can load: a local directory or a hub id."),
+    Reason.invalid_request: Remedy(False, "Change the request as the message says and submit the job again."),
+    Reason.launch_failed: Remedy(
+        True, "Check the interpreter and the data directory that the message names, then submit the job again."
+    ),
+    Reason.rank_failed: Remedy(True, "Read the end of the log file (log_path), then submit the job again."),
+    Reason.out_of_memory: Remedy(
+        False, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
+    ),
+    Reason.diverged: Remedy(
+        False, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
+    ),
+    Reason.not_sharded: Remedy(False, "This is a bug: report it with the job's log file and versions."),
+    Reason.disk_full: Remedy(True, "Free disk space where checkpoints and jobs are written, then submit it again."),
+    Reason.hung: Remedy(True, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),
+    Reason.node_lost: Remedy(
+        True, "The machine restarted or the training processes were killed from outside: submit the job again."
+    ),
+    Reason.no_result: Remedy(
+        False, "The training process ended early of its own accord: read the end of the log file (log_path)."
+    ),
+    Reason.internal: Remedy(False, "This is a bug: report it with the server's log and the job's log file."),
+}

@@ -1,0 +1,380 @@
+"""The durable record of every job, in one sqlite file. Knows nothing of processes.
+
+Several processes may have the file open: each write is one short transaction that names the state and the attempt it
+assumes, and says whether it applied. The statements are in `queries.sql`, the tables in `schema.sql`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import JobConflict, JobNotFound, StoreError
+from ..recipes.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+    Warned,
+)
+from ..recipes.spec import JobSpec
+from .placement import Queued
+from .records import CheckpointRecord, JobProgress, JobRecord, Outcome, PointRecord
+from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
+
+SCHEMA_VERSION = 1
+_BUSY_SECONDS = 10.0
+"""How long a writer waits for another. Transactions take about a millisecond."""
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that a WeakSet can hold."""
+
+
+class Store:
+    """Jobs, attempts, metric points, checkpoints and warnings in `path`. Safe to share between threads.
+
+    Every method may raise StoreError: the file cannot be opened, read or written.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._local = threading.local()
+        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._create()
+
+    def add_job(self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = ()) -> bool:
+        """Queue a job, once: a POST that is repeated with the same digest changes nothing.
+
+        Returns:
+            Whether the job is new.
+
+        Raises:
+            JobConflict: the job_uuid is taken by a job with another digest.
+        """
+        key = {"job_uuid": spec.job_uuid}
+        with self._transaction() as execute:
+            row = {**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()}
+            created = execute("insert_job", row).rowcount == 1
+            if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
+                raise _taken(spec.job_uuid)
+            for message in warnings if created else ():
+                execute("insert_warning", {**key, "message": message})
+        return created
+
+    def holds(self, job_uuid: str, request_digest: str) -> bool:
+        """Whether this very request was stored before.
+
+        Raises:
+            JobConflict: the job_uuid is taken by a job with another digest.
+        """
+        rows = self._select("request_digest", {"job_uuid": job_uuid})
+        if rows and rows[0]["request_digest"] != request_digest:
+            raise _taken(job_uuid)
+        return bool(rows)
+
+    def get(self, job_uuid: str) -> JobRecord:
+        """Raises JobNotFound."""
+        rows = self._select("select_job", {"job_uuid": job_uuid})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        return _job(rows[0])
+
+    def list(self) -> Sequence[JobRecord]:
+        """All jobs, oldest first."""
+        return [_job(row) for row in self._select("select_jobs", {})]
+
+    def active(self) -> Sequence[JobRecord]:
+        """Jobs of which processes may exist (`states.ACTIVE`), oldest first."""
+        return [_job(row) for row in self._select("select_active", {})]
+
+    def queue(self) -> Sequence[Queued]:
+        """Jobs that wait for a device, oldest first."""
+        return [Queued(**dict(row)) for row in self._select("select_queue", {})]
+
+    def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRecord]:
+        """Oldest first. Raises JobNotFound."""
+        self.get(job_uuid)
+        return [_checkpoint(row) for row in self._select("select_checkpoints", {"job_uuid": job_uuid})]
+
+    def points(self, job_uuid: str, after: int = -1) -> Sequence[PointRecord]:
+        """Metric points beyond step `after`, by step. Raises JobNotFound."""
+        self.get(job_uuid)
+        return [_point(row) for row in self._select("select_points", {"job_uuid": job_uuid, "after": after})]
+
+    def outcome(self, job_uuid: str, attempt: int) -> Outcome:
+        """What the events of an attempt have said about its end, and the cursor."""
+        (row,) = self._select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
+        failed = None if row["failed"] is None else Failed.model_validate_json(row["failed"])
+        return Outcome(row["event_offset"], bool(row["finished"]), failed)
+
+    def request_cancel(self, job_uuid: str) -> JobRecord:
+        """Record that the job is to end: at once where it waits, `cancelling` where it runs, no change if cancelled.
+
+        Raises:
+            JobNotFound.
+            JobConflict: the job has completed or failed.
+        """
+        while True:
+            job = self.get(job_uuid)
+            if job.state in (JobState.cancelling, JobState.cancelled):
+                return job
+            if job.state in TERMINAL:
+                raise JobConflict(f"job {job_uuid!r} is {job.state} already: there is nothing left to cancel")
+            target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
+            # Not applied: the job moved on meanwhile, so look again. States move forward, so this ends.
+            self.transition(job_uuid, job.attempt, job.state, target)
+
+    def transition(
+        self,
+        job_uuid: str,
+        attempt: int,
+        source: JobState,
+        target: JobState,
+        reason: Reason | None = None,
+        message: str = "",
+    ) -> bool:
+        """Move a job on, if it still is in `source` and in this attempt. Returns whether it was."""
+        assert target in TRANSITIONS[source], f"{source} -> {target}"
+        row = {
+            **{"job_uuid": job_uuid, "attempt": attempt, "source": source, "target": target},
+            **{"reason": reason, "message": message},
+            "completed_at": self._clock() if target in TERMINAL else None,
+        }
+        with self._transaction() as execute:
+            return execute("change_state", row).rowcount == 1
+
+    def launch(self, job_uuid: str, attempt: int, device: str, run_dir: Path) -> bool:
+        """Record the next attempt (`attempt`) of a scheduled job, which is `launching` then. Returns whether it was."""
+        row = {"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)}
+        with self._transaction() as execute:
+            launched = execute("launch_job", row).rowcount == 1
+            if launched:
+                execute("insert_attempt", {**row, "now": self._clock()})
+        return launched
+
+    def note_detail(self, job_uuid: str, state: JobState, detail: str) -> None:
+        """Record what a job waits for, if it still is in `state`."""
+        with self._transaction() as execute:
+            execute("change_detail", {"job_uuid": job_uuid, "state": state, "detail": detail})
+
+    def apply_events(self, job_uuid: str, attempt: int, events: Sequence[Event], new_offset: int) -> bool:
+        """Take in events and the cursor behind them, all or nothing; each counts once however often it comes.
+
+        Returns:
+            False, and nothing changes, where the attempt is not the current one or the events are known.
+        """
+        key = {"job_uuid": job_uuid, "attempt": attempt}
+        with self._transaction() as execute:
+            applied = execute("advance_cursor", {**key, "offset": new_offset}).rowcount == 1
+            for event in events if applied else ():
+                for name, row in _changes(event):
+                    execute(name, {**key, **row})
+        return applied
+
+    def close(self) -> None:
+        """Close the connections of all threads. A later call opens a new one."""
+        for connection in list(self._connections):
+            connection.close()
+        self._local = threading.local()
+
+    def _select(self, name: str, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
+        with self._told():
+            return self._connection().execute(_queries()[name], values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Callable[[str, Mapping[str, Any]], sqlite3.Cursor]]:
+        """One write transaction; yields a function that runs a named statement."""
+        with self._told():
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield lambda name, values: connection.execute(_queries()[name], values)
+                connection.execute("COMMIT")
+            except BaseException:
+                # A full disk may have rolled it back already.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+            raise  # wrong values or a wrong statement: our bug, and nothing is the matter with the file
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"job database {self.path}: {error}") from error
+
+    def _connection(self) -> _Connection:
+        connection: _Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._connect()
+            self._connections.add(connection)
+        return connection
+
+    def _connect(self) -> _Connection:
+        connection = sqlite3.connect(
+            self.path,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,  # transactions are begun and ended by us
+            check_same_thread=False,  # only so that close() may close every thread's
+            factory=_Connection,
+        )
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
+
+    def _create(self) -> None:
+        """Make the tables, unless they are there."""
+        with self._told():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = self._connection()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"job database {self.path} has schema version {version}, this program knows {SCHEMA_VERSION}:"
+                    " it was written by a newer release; upgrade, or use another data directory"
+                )
+            if version < SCHEMA_VERSION:
+                _use_wal(connection)
+                connection.executescript(_sql("schema.sql"))
+
+
+def _taken(job_uuid: str) -> JobConflict:
+    return JobConflict(
+        f"job {job_uuid!r} exists already and was made from a different request:"
+        " choose another job_uuid, or send the same request to get the same job"
+    )
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Make the file one whose readers and writer do not wait for each other. The switch ignores the busy timeout."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The statements that an event amounts to, each with its values."""
+    row = {"time": event.time}
+    match event:
+        case Started():
+            yield "note_started", row
+        case Prepared():
+            yield "note_prepared", {**row, "event": event.model_dump_json(), "total_steps": event.total_steps}
+        case Warned():
+            yield "insert_warning", {"message": event.message}
+        case Progress():
+            yield "note_progress", {**row, **_pace(event)}
+            yield "upsert_point", {**row, **_metrics(event), "kind": "train"}
+        case Evaluated():
+            yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
+        case CheckpointSaved():
+            yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
+        case Finished():
+            yield "note_finished", {}
+        case Failed():
+            yield "note_failed", {"event": event.model_dump_json()}
+
+
+def _pace(event: Progress) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "epoch": event.epoch,
+        "loss": event.metrics.get("loss"),
+        "tokens_per_second": event.metrics.get("tokens_per_second"),
+        "peak_memory_bytes": event.peak_memory_bytes,
+    }
+
+
+def _metrics(event: Progress | Evaluated) -> dict[str, Any]:
+    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps(event.metrics)}
+
+
+def _job(row: sqlite3.Row) -> JobRecord:
+    prepared = None if row["prepared"] is None else json.loads(row["prepared"])
+    return JobRecord(
+        spec=JobSpec.model_validate_json(row["spec"]),
+        state=JobState(row["state"]),
+        attempt=row["attempt"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
+        device=row["device"],
+        run_dir=None if row["run_dir"] is None else Path(row["run_dir"]),
+        detail=row["detail"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+        progress=_progress(row),
+        effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
+        warnings=tuple(json.loads(row["warnings"])),
+    )
+
+
+def _progress(row: sqlite3.Row) -> JobProgress:
+    if row["step"] is None:
+        return JobProgress()
+    columns = ("step", "total_steps", "epoch", "loss", "tokens_per_second", "peak_memory_bytes")
+    return JobProgress(**{name: row[name] for name in columns}, eta_seconds=_eta(row))
+
+
+def _eta(row: sqlite3.Row) -> float | None:
+    """Seconds left at the mean pace of this attempt; None before its first step."""
+    if row["prepared_at"] is None or not row["step"]:
+        return None
+    per_step = (row["stepped_at"] - row["prepared_at"]) / row["step"]
+    return float(max(0.0, per_step * (row["total_steps"] - row["step"])))
+
+
+def _checkpoint(row: sqlite3.Row) -> CheckpointRecord:
+    return CheckpointRecord(**{**dict(row), "path": Path(row["path"]), "created_at": _utc(row["created_at"])})
+
+
+def _point(row: sqlite3.Row) -> PointRecord:
+    return PointRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), json.loads(row["metrics"]))
+
+
+def _utc(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _utc(seconds)
+
+
+@cache
+def _queries() -> dict[str, str]:
+    """Name -> statement, from `queries.sql`."""
+    parts = _sql("queries.sql").split("-- name: ")[1:]
+    return {name.strip(): text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _sql(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text()

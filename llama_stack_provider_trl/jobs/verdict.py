@@ -1,0 +1,74 @@
+"""How a job ended, from what its event file said and what was seen of its processes. Pure."""
+
+from __future__ import annotations
+
+import signal
+from typing import NamedTuple
+
+from ..launch.base import Observation
+from ..recipes.events import Failed, Reason
+from .records import Outcome
+from .states import JobState
+
+_TRACEBACK_LINES = 12
+
+
+class Verdict(NamedTuple):
+    state: JobState
+    reason: Reason | None = None
+    message: str = ""
+
+
+def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
+    """Decide on a job all of whose processes are gone and all of whose events are read.
+
+    The event file comes first, since an exit code cannot tell: a trainer may crash on its way out after all is done,
+    and one that was told to stop may exit with anything.
+
+    Args:
+        state: the job's state; `cancelling` makes everything but `finished` a cancel.
+        log_tail: the last lines that the training process printed.
+    """
+    if outcome.finished:
+        return Verdict(JobState.completed)
+    if state is JobState.cancelling:
+        return Verdict(JobState.cancelled)
+    if outcome.failed is not None:
+        return Verdict(JobState.failed, outcome.failed.reason, _told(outcome.failed))
+    if seen.launch_error:
+        return Verdict(JobState.failed, Reason.launch_failed, seen.launch_error)
+    reason, message = _unexplained(seen)
+    return Verdict(JobState.failed, reason, _with_lines(message, "Last lines of its log", log_tail))
+
+
+def _told(event: Failed) -> str:
+    lines = event.traceback.strip().splitlines()[-_TRACEBACK_LINES:]
+    return _with_lines(event.message, "End of the traceback", "\n".join(lines))
+
+
+def _unexplained(seen: Observation) -> tuple[Reason, str]:
+    """Reason and message for an end without an event."""
+    if seen.exit_code is None:
+        return Reason.node_lost, f"the training process is gone and nobody saw it end ({seen.detail or 'no trace'})."
+    if seen.exit_code == 0:
+        return Reason.no_result, "the training process exited with 0 but never reported a result."
+    if seen.exit_code > 0:
+        return Reason.rank_failed, f"the training process exited with {seen.exit_code} and no explanation."
+    message = f"the training process was killed by {_signal_name(-seen.exit_code)}."
+    if seen.exit_code == -signal.SIGKILL:
+        message += (
+            " The likely cause is the kernel's out-of-memory killer (`dmesg | grep -i oom` tells):"
+            " lower batch_size or max_seq_length, or train with LoRA."
+        )
+    return Reason.rank_failed, message
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _with_lines(message: str, title: str, lines: str) -> str:
+    return f"{message}\n{title}:\n{lines}" if lines else message

@@ -1,0 +1,69 @@
+"""The seam between the supervisor and whatever starts processes: a task goes in, observations come out.
+
+A task is one training process tree on one node for one attempt. `start` is idempotent by `task_id`, so a supervisor
+that crashed between recording a task and starting it may simply call it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a launcher needs to know to run one task; everything else is in `run_dir/spec.json`."""
+
+    task_id: str
+    run_dir: Path
+    devices: tuple[str, ...]
+    """Concrete devices to lock for as long as the task lives, such as ("cpu",) or ("cuda:0",)."""
+    python: str | None = None
+    """Interpreter that trains; None: the launcher's own."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the launcher's allow-listed environment."""
+
+
+class TaskState(StrEnum):
+    unknown = "unknown"
+    """The launcher has never started this task, or its traces are gone."""
+    waiting = "waiting"
+    """A runner is alive and waits for a device that somebody else holds; `detail` says who."""
+    running = "running"
+    exited = "exited"
+    """No process of the task is left, and none will ever be."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a launcher sees of a task, from the processes themselves and never from memory."""
+
+    state: TaskState
+    exit_code: int | None = None
+    """Of the training process; negative: minus the signal that ended it; None: nobody saw it end, or it never ran."""
+    detail: str = ""
+    launch_error: str = ""
+    """Why the training process could not be started; the task has exited then. Empty where it could."""
+
+
+class Launcher(Protocol):
+    """Starts, observes and ends tasks on one node. Every call returns at once (well under a second)."""
+
+    def start(self, task: TaskSpec) -> None:
+        """Start the task unless a task with this id was ever started here.
+
+        Raises:
+            OSError: the task could not be started, and nothing runs.
+        """
+
+    def poll(self, task: TaskSpec) -> Observation:
+        """Look at the task."""
+
+    def cancel(self, task: TaskSpec) -> None:
+        """Ask the task to end: SIGTERM, then SIGKILL 3 s later, for every process of it. Returns before it is over.
+
+        A task that was never started is recorded as exited, so that a start still on its way comes too late.
+        May be called again and again.
+        """

@@ -1,0 +1,122 @@
+"""Starts, observes and ends tasks on this machine, through one detached runner per task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..files import RunDir, tail
+from ..process import FileLock, alive, marked, reap, send_signal
+from .base import Observation, TaskSpec, TaskState
+from .runner import RunnerStatus, RunnerTask
+from .torchrun import task_marks, training_argv, training_environment
+
+RUNNER = "llama_stack_provider_trl.launch.runner"
+_START_TIMEOUT = 30.0
+"""Seconds. A start takes 0.1-0.2 s; this is for a machine that swaps."""
+
+
+class LocalLauncher:
+    """The Launcher of this machine. Keeps nothing in memory: the run directory and the processes say it all.
+
+    Args:
+        environ: where children's allow-listed variables come from; None: this process's own, read at each start.
+        exit_deadline: seconds that a training process may live on after its `finished` or `failed` event.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None, exit_deadline: float = 30.0) -> None:
+        self._environ = environ
+        self._exit_deadline = exit_deadline
+
+    def start(self, task: TaskSpec) -> None:
+        """See `Launcher.start`. Of two runners of one task, the second finds the first one's lock and leaves."""
+        paths = RunDir(task.run_dir)
+        if paths.runner_status.exists():
+            return
+        argv = tuple(training_argv(task))
+        RunnerTask(task.task_id, task.run_dir, task.devices, argv, self._exit_deadline).write(paths.task)
+        exit_code = self._spawn(task, paths)
+        if exit_code != 0 and not paths.runner_status.exists():
+            raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
+
+    def poll(self, task: TaskSpec) -> Observation:
+        """See `Launcher.poll`. What is left of a task whose runner was killed is ended here: nobody else would."""
+        status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
+        if status is None:
+            return Observation(TaskState.unknown)
+        if status.state is TaskState.exited or _lives(status):
+            return _observed(status)
+        status = RunnerStatus.read(RunDir(task.run_dir).runner_status)  # its last words, if it just ended
+        if status is not None and status.state is TaskState.exited:
+            return _observed(status)
+        if left := kill_marked(task):
+            return Observation(TaskState.running, detail=f"the runner is gone; ending the {left} processes it left")
+        return Observation(TaskState.exited, detail="the runner was killed, and its training process with it")
+
+    def cancel(self, task: TaskSpec) -> None:
+        """See `Launcher.cancel`."""
+        paths = RunDir(task.run_dir)
+        status = RunnerStatus.read(paths.runner_status)
+        if status is None:
+            return _forestall(task, paths)
+        if status.state is TaskState.exited:
+            return
+        if status.runner is None or not send_signal(status.runner, signal.SIGTERM):
+            kill_marked(task)
+
+    def _spawn(self, task: TaskSpec, paths: RunDir) -> int:
+        """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
+        environ = os.environ if self._environ is None else self._environ
+        with open(paths.runner_log, "ab") as output:
+            first = subprocess.Popen(
+                [sys.executable, "-m", RUNNER, str(paths.task)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=task.run_dir,
+                env=training_environment(task, environ),
+                start_new_session=True,
+            )
+        try:
+            return first.wait(_START_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            return first.wait()
+
+
+def kill_marked(task: TaskSpec) -> int:
+    """SIGKILL every process that carries the task's marks; returns how many there were."""
+    left = marked(task_marks(task))
+    for process in left:
+        send_signal(process, signal.SIGKILL)
+    return len(left)
+
+
+def _lives(status: RunnerStatus) -> bool:
+    if status.runner is None:
+        return False
+    if alive(status.runner):
+        return True
+    # A runner is nobody's child, unless we are process 1 of a container: then its corpse is ours to collect.
+    reap(status.runner.pid)
+    return False
+
+
+def _observed(status: RunnerStatus) -> Observation:
+    return Observation(status.state, status.exit_code, status.detail, status.launch_error)
+
+
+def _forestall(task: TaskSpec, paths: RunDir) -> None:
+    """Record a task that never started as ended, unless its runner is starting this very moment."""
+    Path(task.run_dir).mkdir(parents=True, exist_ok=True)
+    claim = FileLock(paths.runner_lock)
+    if not claim.acquire("a cancel"):
+        return
+    if not paths.runner_status.exists():
+        ended = RunnerStatus(task.task_id, None, TaskState.exited, detail="cancelled before it was started")
+        ended.write(paths.runner_status)
+    claim.release()

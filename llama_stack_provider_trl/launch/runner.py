@@ -1,0 +1,299 @@
+"""Owns one training process: locks its devices, starts it, ends whatever it leaves behind, records how it ended.
+
+    python -m llama_stack_provider_trl.launch.runner RUN_DIR/task.json
+
+It detaches itself and outlives the supervisor, which reads `runner.json` instead of holding a pipe. No torch and no
+pydantic here: it starts in 0.1 s and stays small while a training runs for days.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..files import RunDir, atomic_write_json
+from ..process import (
+    FileLock,
+    ProcessId,
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    identify,
+    myself,
+    terminate,
+)
+from .base import TaskState
+
+log = logging.getLogger(__name__)
+
+GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
+NICE = 10
+"""Training yields to whatever else the machine does, such as answering requests."""
+_DEVICE_RETRY = 0.2
+"""Seconds between two looks at a lock that somebody else holds."""
+_FINAL_EVENTS = ("finished", "failed")
+
+
+@dataclass(frozen=True)
+class RunnerTask:
+    """What the launcher tells the runner: `task.json`. The environment is the runner's own and never in a file."""
+
+    task_id: str
+    run_dir: Path
+    devices: tuple[str, ...]
+    argv: tuple[str, ...]
+    exit_deadline: float
+    """Seconds that a process may live on after its last event."""
+
+    @classmethod
+    def read(cls, path: Path) -> RunnerTask:
+        data = json.loads(path.read_text())
+        return cls(
+            task_id=data["task_id"],
+            run_dir=Path(data["run_dir"]),
+            devices=tuple(data["devices"]),
+            argv=tuple(data["argv"]),
+            exit_deadline=data["exit_deadline"],
+        )
+
+    def write(self, path: Path) -> None:
+        atomic_write_json(path, {**asdict(self), "run_dir": str(self.run_dir)}, mode=0o600)
+
+
+@dataclass(frozen=True)
+class RunnerStatus:
+    """What the runner tells the world: `runner.json`. True only while the runner lives, or when `state` is exited."""
+
+    task_id: str
+    runner: ProcessId | None
+    state: TaskState
+    trainer: ProcessId | None = None
+    exit_code: int | None = None
+    detail: str = ""
+    launch_error: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> RunnerStatus | None:
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        for name in ("runner", "trainer"):
+            data[name] = data[name] and ProcessId(**data[name])
+        return cls(**{**data, "state": TaskState(data["state"])})
+
+    def write(self, path: Path) -> None:
+        atomic_write_json(path, asdict(self))
+
+
+def main(arguments: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    task = RunnerTask.read(Path(arguments[0]))
+    paths = RunDir(task.run_dir)
+    claim = FileLock(paths.runner_lock)
+    if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
+        return  # started once already; the lock and the file outlive the process that asked for it
+    ready = _detach()
+    runner = Runner(task)
+    os.write(ready, b"1")
+    os.close(ready)
+    runner.run()
+
+
+def _detach() -> int:
+    """Go on as an orphan; our first process waits until a byte is written to the returned descriptor, then exits.
+
+    So the launcher's child is gone at once (no zombie), and when it is gone `runner.json` exists.
+    """
+    reader, writer = os.pipe()
+    if os.fork():
+        os.close(writer)
+        os._exit(0 if os.read(reader, 1) else 1)
+    os.close(reader)
+    return writer
+
+
+class Signals:
+    """Turns SIGTERM into a flag, and SIGTERM or SIGCHLD into an early end of `wait`."""
+
+    def __init__(self) -> None:
+        self.told_to_stop = False
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def wait(self, seconds: float) -> None:
+        if select.select([self._reader], [], [], seconds)[0]:
+            os.read(self._reader, 4096)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.told_to_stop = True
+
+
+class Runner:
+    """One training process from waiting for its device to its exit code."""
+
+    def __init__(self, task: RunnerTask) -> None:
+        self.task = task
+        self.paths = RunDir(task.run_dir)
+        self.signals = Signals()
+        self.locks: list[FileLock] = []
+        self.status = RunnerStatus(task.task_id, runner=myself(), state=TaskState.waiting)
+        self.status.write(self.paths.runner_status)
+        become_subreaper()
+
+    def run(self) -> None:
+        if not self.take_devices():
+            return self.report(state=TaskState.exited, detail="cancelled before training started")
+        try:
+            trainer = self.start_trainer()
+        except OSError as error:
+            reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
+            return self.report(state=TaskState.exited, launch_error=reason)
+        self.report(state=TaskState.running, trainer=identify(trainer.pid), detail="")
+        exit_code = self.watch(trainer)
+        terminate(self.left_behind, grace=0)
+        self.report(state=TaskState.exited, exit_code=exit_code)
+
+    def report(self, **changes: Any) -> None:
+        status = replace(self.status, **changes)
+        if status == self.status:
+            return
+        self.status = status
+        log.info("%s exit_code=%s %s%s", status.state, status.exit_code, status.detail, status.launch_error)
+        try:
+            status.write(self.paths.runner_status)
+        except OSError as error:  # a full disk: our death would end a training that may well get over it
+            log.warning("cannot write %s: %s", self.paths.runner_status, error)
+
+    def take_devices(self) -> bool:
+        """Lock every device, in one order for all runners so that none can deadlock; False: told to stop meanwhile."""
+        holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
+        for name in sorted(lock_name(device, os.environ) for device in self.task.devices):
+            lock = FileLock(device_locks() / f"{name}.lock")
+            while not self.signals.told_to_stop and not lock.acquire(holder):
+                self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
+                self.signals.wait(_DEVICE_RETRY)
+            self.locks.append(lock)
+        return not self.signals.told_to_stop
+
+    def start_trainer(self) -> subprocess.Popen[bytes]:
+        """The trainer writes to files and never to a pipe: a pipe that nobody reads blocks every rank after 64 KiB."""
+        with open(self.paths.log, "ab") as output:
+            return subprocess.Popen(
+                self.task.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.task.run_dir,
+                start_new_session=True,
+                preexec_fn=self._in_child(os.getpid()),
+            )
+
+    def watch(self, trainer: subprocess.Popen[bytes]) -> int:
+        """Wait for the trainer, ending it when told to or when it does not exit after its last event."""
+        events = _FinalEvent(self.paths.events)
+        while (exit_code := collect(trainer)) is None:
+            if self.signals.told_to_stop:
+                log.info("told to stop")
+                terminate(self.left_behind, GRACE)
+            elif events.age() > self.task.exit_deadline:
+                log.info("still alive %.0f s after its last event: ending it", self.task.exit_deadline)
+                terminate(self.left_behind, GRACE)
+            else:
+                self.signals.wait(1.0)
+        return exit_code
+
+    def left_behind(self) -> list[ProcessId]:
+        return descendants(os.getpid())
+
+    @staticmethod
+    def _in_child(parent: int) -> Any:
+        def prepare() -> None:
+            die_with_parent(parent)
+            os.nice(NICE)
+
+        return prepare
+
+
+class _FinalEvent:
+    """Watches `events.jsonl` for the event after which nothing but the exit is left to do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._seen: float | None = None
+
+    def age(self) -> float:
+        """Seconds since the event was first seen here; 0 while there is none."""
+        if self._seen is None and self._look():
+            self._seen = time.monotonic()
+        return 0.0 if self._seen is None else time.monotonic() - self._seen
+
+    def _look(self) -> bool:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return False
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return any(_is_final(line) for line in data[:end].splitlines())
+
+
+def _is_final(line: bytes) -> bool:
+    try:
+        event = json.loads(line)
+    except ValueError:  # the supervisor says so, and better; here it must not cost the training its runner
+        return False
+    return isinstance(event, dict) and event.get("type") in _FINAL_EVENTS
+
+
+def collect(trainer: subprocess.Popen[bytes]) -> int | None:
+    """Collect every dead child (a subreaper inherits them); the trainer's exit code once it is among them."""
+    while trainer.returncode is None:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return trainer.returncode
+        if pid == 0:
+            return None
+        if pid == trainer.pid:
+            trainer.returncode = os.waitstatus_to_exitcode(status)
+    return trainer.returncode
+
+
+def device_locks() -> Path:
+    """The per-machine, per-user directory of device locks: $TRL_LOCK_DIR, or one under the temporary directory."""
+    default = Path(tempfile.gettempdir(), f"llama-stack-trl-{os.getuid()}", "devices")
+    directory = Path(os.environ.get("TRL_LOCK_DIR") or default)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def lock_name(device: str, environ: Any) -> str:
+    """`cuda:N` counts within CUDA_VISIBLE_DEVICES; the lock names the GPU that everybody means: `cuda-2`."""
+    kind, _, index = device.partition(":")
+    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if kind == "cuda" and index.isdecimal() and int(index) < len(visible):
+        index = visible[int(index)] or index
+    return f"{kind}-{index}" if index else kind
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""What Llama Stack's schema cannot carry: per-job options under the key `trl` of `X-LlamaStack-Provider-Data`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import InvalidRequest
+from .requests import LoraFinetuningConfig
+
+
+class ProviderData(BaseModel):
+    """What Llama Stack validates the header with. It takes anything: a failed validation would reach us as None, so
+    `ProviderOptions` does the refusing, inside the call."""
+
+    model_config = ConfigDict(extra="allow")
+    trl: Any = None
+
+
+class ProviderOptions(BaseModel):
+    """One job's options; unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    lora: LoraFinetuningConfig | None = None
+    """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
+    merge_adapter: bool = False
+    """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
+    max_seq_length: int | None = Field(None, gt=1)
+    """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    """Learning rate after warmup."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip gradients to this norm; 0: no clipping."""
+    save_steps: int | None = Field(None, gt=0)
+    """A checkpoint every so many optimizer steps; left out: at the end of every epoch."""
+    logging_steps: int = Field(1, gt=0)
+    """A metric point every so many optimizer steps."""
+    seed: int = Field(42, ge=0, lt=2**31)
+    """Decides shuffling and the initial values of adapters."""
+    device: str | None = None
+    """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
+
+    @classmethod
+    def parse(cls, value: Any) -> ProviderOptions:
+        """The options in a header's `trl` key or a body's `provider_options`; None means none given.
+
+        Raises:
+            InvalidRequest: naming the first field that is unknown or has a wrong value.
+        """
+        try:
+            return cls.model_validate(value if value is not None else {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["provider_options", *map(str, first["loc"])])
+            names = ", ".join(cls.model_fields)
+            raise InvalidRequest(field, first["input"], f"{first['msg']}; the options are: {names}") from error

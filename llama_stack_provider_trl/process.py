@@ -1,0 +1,226 @@
+"""Processes: who they are, whether they live, how a whole tree of them is ended, and who holds a lock.
+
+Standard library and psutil only: the runner imports this, and it must start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+TASK_MARK = "TRL_TASK_ID"
+RUN_DIR_MARK = "TRL_RUN_DIR"
+"""Environment variables that every process of a task carries. Both together name a task: two data directories on one
+machine may well hold jobs of the same name."""
+
+_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_PASSED_TO_CHILDREN = re.compile(
+    r"""PATH | HOME | USER | LOGNAME | LANG | LANGUAGE | LC_.* | TZ | TMPDIR | TEMP | TMP | VIRTUAL_ENV | CONDA_.*
+    | PYTHON.* | LD_LIBRARY_PATH | DYLD_.* | XDG_CACHE_HOME | SSL_CERT_.* | REQUESTS_CA_BUNDLE | CURL_CA_BUNDLE
+    | (http|https|all|no)_proxy | (HTTP|HTTPS|ALL|NO)_PROXY
+    | (CUDA|NVIDIA|NCCL|GLOO|HSA|HIP|ROCR|ROCM)_?.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.*
+    | HF_.* | HUGGINGFACE_.* | HUGGING_FACE_.* | TRANSFORMERS_.* | TOKENIZERS_.* | ACCELERATE_.* | BNB_.*
+    | TORCH.* | PYTORCH_.* | TRITON_.* | TRL_LOCK_DIR""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, not just a number: a pid that the system has given to somebody else is not equal to it."""
+
+    pid: int
+    started: str
+    """Opaque. Linux: boot id and clock ticks since boot, which no change of the clock and no reboot can repeat."""
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None where none has, or only a zombie."""
+    started = _started_on_linux(pid) if _LINUX else _started_elsewhere(pid)
+    return None if started is None else ProcessId(pid, started)
+
+
+def myself() -> ProcessId:
+    me = identify(os.getpid())
+    assert me is not None
+    return me
+
+
+def alive(process: ProcessId) -> bool:
+    """Whether this very process runs; a zombie does not."""
+    return identify(process.pid) == process
+
+
+def send_signal(process: ProcessId, number: int) -> bool:
+    """Signal this very process; False where it is gone."""
+    if not alive(process):
+        return False
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def descendants(pid: int) -> list[ProcessId]:
+    """Children of `pid`, their children and so on. Zombies are left out."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return _identified(child.pid for child in children)
+
+
+def marked(marks: Mapping[str, str]) -> list[ProcessId]:
+    """Processes of this user whose environment carries all of `marks`: a tree whose root is gone is found that way."""
+    return _identified(process.pid for process in psutil.process_iter() if _carries(process, marks))
+
+
+def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> None:
+    """End everything that `find` finds: SIGTERM, then SIGKILL `grace` seconds later; returns when it finds nothing.
+
+    `find` is asked again and again, so that a process forked meanwhile is not missed. A process that the kernel
+    cannot kill (state D) is waited for: its device is not free either.
+    """
+    for process in find():
+        send_signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while left := find():
+        if time.monotonic() >= deadline:
+            for process in left:
+                send_signal(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def reap(pid: int) -> None:
+    """Collect a dead child, if it is one of ours; anything else is left alone."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def become_subreaper() -> None:
+    """Linux: orphans among our descendants become our children, so that `descendants` still finds them."""
+    if _LINUX:
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux: the kernel sends us SIGKILL when the thread that forked us ends. To be called right after the fork.
+
+    Args:
+        parent: pid of the process that forked us; if it is gone already, so are we.
+    """
+    if _LINUX:
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """What a training process may see of `environ`, by an allow-list, and `added`.
+
+    The service's own tokens are not on the list. HF_TOKEN is: private models of the hub need it.
+    """
+    allowed = {name: value for name, value in environ.items() if _PASSED_TO_CHILDREN.fullmatch(name)}
+    return {**allowed, **added}
+
+
+class FileLock:
+    """An exclusive lock on a file, held until released or until this process ends, however it ends.
+
+    The file is never removed. While somebody holds the lock it says who, so that a waiter can say what it waits for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
+    def acquire(self, holder: str) -> bool:
+        """Take the lock if it is free, without waiting; `holder` is what others will read.
+
+        Raises:
+            OSError: the file cannot be opened or written.
+        """
+        assert self._fd is None, f"{self.path} is already held by this object"
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, holder.encode(), 0)
+        self._fd = fd
+        return True
+
+    def holder(self) -> str:
+        """Who wrote itself into the file last: the holder, where `acquire` has just said no."""
+        try:
+            return self.path.read_text(errors="replace").strip() or "an unnamed process"
+        except FileNotFoundError:
+            return "nobody"
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None
+
+
+def _identified(pids: Iterable[int]) -> list[ProcessId]:
+    return [found for pid in pids if (found := identify(pid)) is not None]
+
+
+def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
+    try:
+        environ = process.environ()
+    except (psutil.Error, OSError):
+        return False
+    return all(environ.get(name) == value for name, value in marks.items())
+
+
+def _started_on_linux(pid: int) -> str | None:
+    # psutil's create_time() is a wall clock time: it moves when the clock is set.
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    state, ticks = fields[0], fields[19]
+    return None if state in (b"Z", b"X") else f"{_boot_id()}:{int(ticks)}"
+
+
+def _started_elsewhere(pid: int) -> str | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,14 @@
+"""Registration: `module: llama_stack_provider_trl` in run.yaml makes Llama Stack import this and ask for the spec."""
+
+from .compat import ProviderSpec, inline_spec
+
+
+def get_provider_spec() -> ProviderSpec:
+    """The spec of `inline::trl`."""
+    package = "llama_stack_provider_trl"
+    return inline_spec(
+        module=package,
+        config_class=f"{package}.config.TrlConfig",
+        pip_packages=[f"{package}[train,stack]"],
+        validator=f"{package}.options.ProviderData",
+    )

@@ -1,0 +1,143 @@
+"""From Trainer's callbacks to our events: progress, evaluations and saved checkpoints, and when each is due."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..errors import JobFailure
+from .events import CheckpointSaved, Evaluated, EventWriter, Progress, Reason
+from .spec import JobSpec
+from .trainers import RecipeTrainer
+
+
+class JobCallback(TrainerCallback):
+    """Reports one job. Decides when to save: every `save_steps`, or at the end of each epoch; never at the last step,
+    whose weights the final export holds."""
+
+    def __init__(self, spec: JobSpec, writer: EventWriter, trainer: RecipeTrainer) -> None:
+        self.spec, self.writer, self.trainer = spec, writer, trainer
+        self.last_logged = 0
+        self.validation: tuple[int, float] | None = None
+        self._losses: list[tuple[int, float]] = []
+        self._tokens = 0.0
+        self._busy = self._began = 0.0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._busy += time.perf_counter() - self._began
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        elif self.spec.save_steps and state.global_step % self.spec.save_steps == 0:
+            self._save(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.spec.save_steps is None and state.global_step < state.max_steps:
+            self._save(control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        _refuse_divergence(state.global_step, logs)
+        self._losses.append((state.global_step - self.last_logged, logs["loss"]))
+        self.last_logged = state.global_step
+        metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
+        metrics["tokens_per_second"] = self._tokens_per_second(logs)
+        self.writer.write(
+            Progress(
+                step=state.global_step,
+                epoch=round(state.epoch or 0.0, 6),
+                metrics=metrics,
+                peak_memory_bytes=peak_memory_bytes(self.trainer.args.device),
+            )
+        )
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = {name: float(value) for name, value in (metrics or {}).items() if name != "epoch"}
+        shown = {name: value for name, value in shown.items() if math.isfinite(value)}
+        if "eval_loss" in shown:
+            self.validation = (state.global_step, shown["eval_loss"])
+        self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        path = self.trainer.saved_checkpoint
+        if path is None:
+            raise AssertionError("Trainer announced a checkpoint that was not written")
+        self.announce(CheckpointSaved(kind="step", path=path, **self.standing(state)))
+        self._losses.clear()
+
+    def standing(self, state: TrainerState) -> dict[str, Any]:
+        """The fields of a checkpoint event that say where training stands."""
+        steps = sum(count for count, _ in self._losses)
+        fresh = self.validation is not None and self.validation[0] == state.global_step
+        validation_loss = self.validation[1] if self.validation and fresh else None
+        return {
+            "step": state.global_step,
+            "epoch": max(1, math.ceil(round(state.epoch or 0.0, 6))),
+            "train_loss": sum(count * loss for count, loss in self._losses) / steps if steps else None,
+            "validation_loss": validation_loss,
+            "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
+        }
+
+    def announce(self, event: CheckpointSaved) -> None:
+        self.writer.write(event, durable=True)
+
+    def _save(self, control: TrainerControl) -> None:
+        control.should_log = True
+        control.should_evaluate = self.spec.validation is not None
+        control.should_save = True
+
+    def _tokens_per_second(self, logs: dict[str, float]) -> float:
+        """Tokens (padding left out) per second of step time: evaluation and saving do not count."""
+        tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
+        busy, self._busy = self._busy, 0.0
+        return round(tokens / busy, 3) if busy else 0.0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """cuda: peak allocated by torch. Elsewhere: peak resident set of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
+
+
+def _perplexity(loss: float | None) -> float | None:
+    # exp overflows a float beyond 709; such a model has no meaningful perplexity.
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def _refuse_divergence(step: int, logs: dict[str, float]) -> None:
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(logs.get(name, 0.0)):
+            raise JobFailure(
+                Reason.diverged,
+                f"{name} became {logs[name]} at step {step}, so every later step would be wasted. Lower the learning "
+                "rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
+            )

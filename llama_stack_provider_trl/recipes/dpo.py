@@ -1,0 +1,138 @@
+"""Direct Preference Optimization on TRL's DPOTrainer, with a loss of our own.
+
+TRL's trainer brings the reference model, the fused head and the collator; the loss is ours because the promised
+request fields `reward_scale` and `reward_clip` have no place in TRL's. Without them it is plain DPO and gives TRL's
+numbers (tests/process/test_recipes.py compares the two step by step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import DPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from .arguments import dpo_arguments
+from .spec import DpoSpec, JobSpec
+from .trainers import RecipeTrainer
+
+
+def preference_loss(
+    chosen_logratios: torch.Tensor,
+    rejected_logratios: torch.Tensor,
+    chosen_lengths: torch.Tensor,
+    rejected_lengths: torch.Tensor,
+    spec: DpoSpec,
+) -> torch.Tensor:
+    """Loss of each pair, shape (pairs,).
+
+    Args:
+        chosen_logratios: log pi(chosen|prompt) - log pi_ref(chosen|prompt), summed over completion tokens, (pairs,).
+        rejected_logratios: the same for the rejected completions, (pairs,).
+        chosen_lengths: completion tokens of the chosen side, (pairs,); `ipo` averages by them.
+        rejected_lengths: the same for the rejected side, (pairs,).
+        spec: margin = clip(reward_scale * beta * (chosen - rejected), +-reward_clip); `sigmoid` is eq. 7 of
+            arXiv:2305.18290, `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token.
+    """
+    if spec.loss_type == "ipo":
+        difference = chosen_logratios / chosen_lengths.clamp(min=1) - rejected_logratios / rejected_lengths.clamp(min=1)
+        return (difference - 1 / (2 * spec.beta)) ** 2
+    margin = spec.reward_scale * spec.beta * (chosen_logratios - rejected_logratios)
+    if spec.reward_clip is not None:
+        margin = margin.clamp(-spec.reward_clip, spec.reward_clip)
+    if spec.loss_type == "hinge":
+        return torch.relu(1 - margin)
+    return -F.logsigmoid(margin)
+
+
+class DpoRecipe(RecipeTrainer, DPOTrainer):
+    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+        return dataset  # tokenized already; TRL would tokenize it again
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
+        if self.spec.dpo is None:
+            raise AssertionError("a DPO job without a DpoSpec")
+        mask = inputs["completion_mask"]
+        forward = {
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "labels": inputs["input_ids"].masked_fill(mask == 0, -100),
+            "use_cache": False,
+            "fused_lm_head": True,
+        }
+        logps = model(**forward).log_probs.sum(dim=1)
+        reference = self._reference_logps(forward)
+        chosen_ratio, rejected_ratio = (logps - reference).chunk(2)
+        lengths = mask[:, 1:].sum(dim=1).chunk(2)
+        loss = preference_loss(chosen_ratio, rejected_ratio, *lengths, self.spec.dpo).mean()
+        self._note(logps.detach(), (logps - reference).detach(), inputs["attention_mask"].sum())
+        return loss
+
+    def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                return self.ref_model(**forward).log_probs.sum(dim=1)
+            if not is_peft_model(self.model):
+                raise AssertionError("full fine-tuning without a reference model")
+            with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+                return self.model(**forward).log_probs.sum(dim=1)
+
+    def _note(self, logps: torch.Tensor, logratios: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Keep the metrics of this batch as tensors; `log` turns them into numbers, so no step waits for the device."""
+        mode = "train" if self.model.training else "eval"
+        gather = self.accelerator.gather_for_metrics
+        scale = self.spec.dpo.reward_scale * self.spec.dpo.beta if self.spec.dpo else 1.0
+        chosen, rejected = (scale * part for part in logratios.chunk(2))
+        chosen_logps, rejected_logps = logps.chunk(2)
+        values = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": chosen_logps,
+            "logps/rejected": rejected_logps,
+        }
+        for name, value in values.items():
+            self._metrics[mode][name].append(gather(value).mean())
+        if mode == "train":
+            self._total_train_tokens += gather(num_tokens).sum()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        for name, values in metrics.items():
+            metrics[name] = [float(value) for value in values]
+        if mode == "train":
+            metrics["num_tokens"] = [float(self._total_train_tokens)]
+        super().log(logs, start_time)
+
+
+def build_dpo(
+    spec: JobSpec,
+    device: torch.device,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Dataset,
+    validation: Dataset | None,
+    peft_config: LoraConfig | None,
+) -> DpoRecipe:
+    """A trainer for `train` (columns prompt_ids, chosen_ids, rejected_ids)."""
+    trainer = DpoRecipe(
+        model=model,
+        args=dpo_arguments(spec, device),
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+    trainer.bind(spec)
+    return trainer

@@ -1,0 +1,181 @@
+"""What a training process tells the world: one JSON object per line, appended to the attempt's `events.jsonl`.
+
+The file is the only channel from a rank to the supervisor. It is append-only, a line is written by one `write`, and a
+reader consumes whole lines only, so a kill -9 at any moment leaves a file that can be read to the last whole event.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class Reason(StrEnum):
+    """Why a job failed. The total mapping to status, retryability and advice is `jobs.states.REASONS`."""
+
+    invalid_dataset = "invalid_dataset"
+    invalid_model = "invalid_model"
+    invalid_request = "invalid_request"
+    launch_failed = "launch_failed"
+    rank_failed = "rank_failed"
+    out_of_memory = "out_of_memory"
+    diverged = "diverged"
+    not_sharded = "not_sharded"
+    disk_full = "disk_full"
+    hung = "hung"
+    node_lost = "node_lost"
+    no_result = "no_result"
+    internal = "internal"
+
+
+class _Event(BaseModel):
+    # Unknown keys survive: an older supervisor reads a newer recipe's file.
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    time: float = Field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+
+class Started(_Event):
+    """The process is up and has read its spec; the model is not loaded yet."""
+
+    type: Literal["started"] = "started"
+    pid: int
+    device: str
+    """The concrete device: cpu, cuda:0, mps."""
+    versions: dict[str, str]
+
+
+class Prepared(_Event):
+    """Model loaded and data tokenized: training starts now."""
+
+    type: Literal["prepared"] = "prepared"
+    total_steps: int
+    """Optimizer steps of the whole job."""
+    num_rows: int
+    """Rows that are trained on, after dropping those that cannot be."""
+    trainable_parameters: int
+    total_parameters: int
+    effective: dict[str, Any] = Field(default_factory=dict)
+    """What the recipe decided beyond the spec (attention kernel, adapted modules, truncated rows ...)."""
+
+
+class Warned(_Event):
+    """Something the user should know, said once; training goes on."""
+
+    type: Literal["warning"] = "warning"
+    message: str
+
+
+class Progress(_Event):
+    """One metric point, after optimizer step `step` (1-based). Key in the store: (job, step)."""
+
+    type: Literal["progress"] = "progress"
+    step: int
+    epoch: float
+    """Fraction of epochs done, 1.0 after the first."""
+    metrics: dict[str, float]
+    """loss (mean since the last point), learning_rate, grad_norm, tokens_per_second, and the trainer's own."""
+    peak_memory_bytes: int
+    """cuda: peak allocated. cpu, mps: peak resident set of the process."""
+
+
+class Evaluated(_Event):
+    """One pass over the validation dataset, after optimizer step `step`."""
+
+    type: Literal["evaluated"] = "evaluated"
+    step: int
+    epoch: float
+    metrics: dict[str, float]
+
+
+class CheckpointSaved(_Event):
+    """A directory that is complete on disk, fsynced and loadable. Nothing is announced before that."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    kind: Literal["step", "final", "merged"]
+    step: int
+    epoch: int
+    """Number of the epoch in which it was saved, 1-based."""
+    path: Path
+    train_loss: float | None
+    """Mean training loss over the optimizer steps since the previous step checkpoint (or the start)."""
+    validation_loss: float | None = None
+    perplexity: float | None = None
+    """exp(validation_loss), SFT only."""
+
+
+class Finished(_Event):
+    """Everything was done and written. A job without this event did not complete, whatever its exit code."""
+
+    type: Literal["finished"] = "finished"
+    step: int
+
+
+class Failed(_Event):
+    """The recipe caught what ended it."""
+
+    type: Literal["failed"] = "failed"
+    reason: Reason
+    message: str
+    traceback: str = ""
+    """The last lines of the traceback; empty where the reason alone says it."""
+
+
+Event = Annotated[
+    Started | Prepared | Warned | Progress | Evaluated | CheckpointSaved | Finished | Failed,
+    Field(discriminator="type"),
+]
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+class EventWriter:
+    """Appends events to a file. Safe against kill -9; not for use by two processes at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, event: BaseModel, *, durable: bool = False) -> None:
+        """Append one event; `durable` waits until it is on disk (checkpoints, results)."""
+        os.write(self._fd, event.model_dump_json().encode() + b"\n")
+        if durable:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:
+    """Read the whole lines of `path` from byte `offset` on: about `limit` bytes, and at least one line.
+
+    Returns:
+        The events and the offset after the last whole line. A line that is not an event raises pydantic's
+        `ValidationError`: the file is ours, so that is a bug and not a user's mistake.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(limit)
+            while b"\n" not in data and (more := file.read(limit)):  # one line longer than the limit
+                data += more
+    except FileNotFoundError:
+        return [], offset
+    end = data.rfind(b"\n") + 1
+    return [_ADAPTER.validate_json(line) for line in data[:end].splitlines() if line], offset + end
+
+
+def iter_events(path: Path) -> Iterator[Event]:
+    """All events of a file that nobody writes any more."""
+    offset = 0
+    while True:
+        events, after = read_events(path, offset)
+        yield from events
+        if after == offset:
+            return
+        offset = after

@@ -1,0 +1,143 @@
+"""Loading tokenizer and model, and finding the modules that LoRA adapts, for any decoder that transformers loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import JobFailure
+from .events import Reason
+from .spec import JobSpec, LoraSpec
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
+
+    Raises:
+        JobFailure: invalid_request, when the device is not there.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = name.partition(":")[0]
+    if kind == "auto":
+        kind = name = next(kind for kind, there in available.items() if there)
+    if not available.get(kind, False):
+        there = ", ".join(kind for kind, there in available.items() if there)
+        raise JobFailure(
+            Reason.invalid_request,
+            f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
+            "Set `device: auto`, or install a torch build for this device in the environment that trains.",
+        )
+    return torch.device(name)
+
+
+def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, with a padding token.
+
+    Raises:
+        JobFailure: invalid_model, when there is none that transformers can load.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise _invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
+    if tokenizer.eos_token is None:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the tokenizer of {spec.model!r} has no eos_token, so a model could never learn to stop. "
+            "Set `eos_token` in its tokenizer_config.json.",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
+    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in bf16 when `dtype` is bf16.
+
+    Raises:
+        JobFailure: invalid_model, when it is missing, is no causal LM, or its weights are damaged.
+    """
+    dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
+    return model.to(device)
+
+
+def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
+    """PEFT's configuration for the modules that `spec` names in this model.
+
+    Raises:
+        JobFailure: invalid_request, when the model has no module of a given name.
+    """
+    attention, mlp = linear_modules(model)
+    unknown = [name for name in spec.target_modules if not _matching(attention + mlp, [name])]
+    if unknown:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
+            f"Its attention modules are: {', '.join(_suffixes(attention))}.",
+        )
+    wanted = _matching(attention, spec.target_modules) or _matching(mlp, spec.target_modules)
+    if spec.mlp:
+        wanted = wanted + [name for name in mlp if name not in wanted]
+    suffixes = _suffixes(wanted)
+    # Short names keep adapter_config.json readable; full names where a short one would also match something else.
+    exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=0.0,
+        use_dora=spec.use_dora,
+        target_modules=suffixes if exact else wanted,
+    )
+
+
+def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names of the linear layers inside the decoder blocks: (attention, everything else).
+
+    A block is whatever the architecture lists in `_no_split_modules`; the output projection is in no block.
+    """
+    blocks = set(model._no_split_modules or ())
+    roots = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    attention: list[str] = []
+    other: list[str] = []
+    for root in roots:
+        for name, module in model.get_submodule(root).named_modules():
+            if isinstance(module, (torch.nn.Linear, Conv1D)):
+                is_attention = any("attn" in part or "attention" in part for part in name.lower().split("."))
+                (attention if is_attention else other).append(f"{root}.{name}")
+    return attention, other
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(trainable, total) parameters; tied weights count once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def _matching(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
+    endings = tuple("." + suffix for suffix in suffixes)
+    return [name for name in names if ("." + name).endswith(endings)]
+
+
+def _suffixes(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
+    detail = " ".join(str(error).split())
+    return JobFailure(
+        Reason.invalid_model,
+        f"model {model!r}: {problem}: {detail[:500]}. Expected a directory written by save_pretrained (config.json, "
+        "weights, tokenizer) or a model id that this machine can reach.",
+    )

@@ -1,0 +1,132 @@
+"""One attempt from spec to exported checkpoint. Heavy imports live here; `recipes.train` is the light door."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import peft
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import set_seed
+
+from .callbacks import JobCallback
+from .checkpoints import export_final, export_merged
+from .data import DataReport, prepare_dpo, prepare_sft, read_examples
+from .dpo import build_dpo
+from .events import CheckpointSaved, EventWriter, Finished, Prepared, Started, Warned
+from .models import choose_device, load_model, load_tokenizer, lora_config, parameter_counts
+from .sft import build_sft
+from .spec import AttemptSpec, DatasetRef, JobSpec
+from .trainers import RecipeTrainer
+
+
+def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Train, export and report one attempt.
+
+    Raises:
+        JobFailure: what the user can mend; anything else is a bug or the machine's end.
+    """
+    spec = attempt.job
+    device = choose_device(spec.device)
+    writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
+    if spec.num_threads:
+        torch.set_num_threads(spec.num_threads)
+    spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    set_seed(spec.seed)
+
+    trainer, effective = build_trainer(spec, device, writer)
+    callback = JobCallback(spec, writer, trainer)
+    trainer.add_callback(callback)
+    writer.write(_prepared(spec, trainer, effective))
+    trainer.train()
+    if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
+        trainer.evaluate()
+    _export(spec, trainer, callback)
+    writer.write(Finished(step=trainer.state.global_step), durable=True)
+
+
+def build_trainer(
+    spec: JobSpec, device: torch.device, writer: EventWriter | None = None
+) -> tuple[RecipeTrainer, dict[str, Any]]:
+    """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel)."""
+    tokenizer = load_tokenizer(spec)
+    # Data before weights: a bad row is found in a second, a large model takes minutes to load.
+    train, report = _prepare(spec, spec.dataset, tokenizer)
+    validation, validation_report = _validation(spec, tokenizer)
+    for message in [*report.warnings, *(validation_report.warnings if validation_report else [])]:
+        if writer:
+            writer.write(Warned(message=message))
+    model = load_model(spec, device)
+    adapters = lora_config(model, spec.lora) if spec.lora else None
+    build = build_sft if spec.algorithm == "sft" else build_dpo
+    trainer = build(spec, device, model, tokenizer, train, validation, adapters)
+    effective: dict[str, Any] = {
+        "model_class": type(model).__name__,
+        "attention": model.config._attn_implementation,
+        "weights_dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "data": _counts(report),
+    }
+    if adapters:
+        effective["lora_target_modules"] = sorted(adapters.target_modules or ())
+    if validation_report:
+        effective["validation_data"] = _counts(validation_report)
+    return trainer, effective
+
+
+def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+    examples = read_examples(dataset.path, spec.algorithm, spec.data_format)
+    if spec.algorithm == "sft":
+        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input)
+    return prepare_dpo(examples, tokenizer, spec.max_seq_length)
+
+
+def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
+    if spec.validation is None:
+        return None, None
+    dataset, report = _prepare(spec, spec.validation, tokenizer)
+    if spec.max_validation_steps is not None:
+        dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
+    return dataset, report
+
+
+def _prepared(spec: JobSpec, trainer: RecipeTrainer, effective: dict[str, Any]) -> Prepared:
+    trainable, total = parameter_counts(trainer.model)
+    dataloader = trainer.get_train_dataloader()
+    return Prepared(
+        total_steps=trainer.set_initial_training_values(trainer.args, dataloader)[-1],
+        num_rows=len(trainer.train_dataset),
+        trainable_parameters=trainable,
+        total_parameters=total,
+        effective={
+            **effective,
+            "global_batch_size": spec.batch_size * spec.gradient_accumulation_steps * trainer.args.world_size,
+        },
+    )
+
+
+def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> None:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tokenizer = trainer.processing_class
+    standing = callback.standing(trainer.state)
+    callback.announce(CheckpointSaved(kind="final", path=export_final(model, tokenizer, spec), **standing))
+    if spec.merge_adapter and spec.lora:
+        callback.announce(CheckpointSaved(kind="merged", path=export_merged(model, tokenizer, spec), **standing))
+
+
+def _counts(report: DataReport) -> dict[str, Any]:
+    return {name: value for name, value in asdict(report).items() if name != "warnings"}
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "torch": torch.__version__,
+        "trl": trl.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }

@@ -1,0 +1,132 @@
+"""What a job is (`JobSpec`, frozen at POST) and what one try at it is (`AttemptSpec`, the run's `spec.json`).
+
+Both are plain data: no defaults are decided here that depend on a request (`resolve` decides them), no torch is
+imported, and everything a training process needs is in the file it is given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..files import RunDir as RunDir  # lives where the runner can import it without pydantic
+
+Algorithm = Literal["sft", "dpo"]
+Dtype = Literal["bf16", "fp32"]
+OptimizerName = Literal["adam", "adamw", "sgd"]
+SchedulerName = Literal["linear", "cosine", "constant"]
+DpoLoss = Literal["sigmoid", "hinge", "ipo"]
+DataFormat = Literal["instruct", "dialog"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DatasetRef(_Frozen):
+    """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
+
+    dataset_id: str
+    path: Path
+    sha256: str
+    num_rows: int
+
+
+class LoraSpec(_Frozen):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request."""
+
+    target_modules: tuple[str, ...]
+    """Module name suffixes in Hugging Face's vocabulary, such as `q_proj`."""
+    mlp: bool = False
+    """Add the three (or two) linear layers of every MLP block, whatever the architecture calls them."""
+    rank: int = Field(gt=0)
+    alpha: int = Field(gt=0)
+    use_dora: bool = False
+
+
+class DpoSpec(_Frozen):
+    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425).
+
+    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip).
+    """
+
+    beta: float = Field(0.1, gt=0)
+    loss_type: DpoLoss = "sigmoid"
+    reward_scale: float = Field(1.0, gt=0)
+    reward_clip: float | None = Field(None, gt=0)
+
+
+class OptimizerSpec(_Frozen):
+    name: OptimizerName = "adamw"
+    learning_rate: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """adamw: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    scheduler: SchedulerName = "linear"
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradients are clipped to this norm; 0 switches clipping off."""
+
+
+class JobSpec(_Frozen):
+    """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
+
+    job_uuid: str
+    algorithm: Algorithm
+    model: str
+    """Base model: an absolute local path or a model id that transformers can load."""
+    output_name: str
+    """Name of the result; identifiers of checkpoints start with it."""
+    checkpoint_dir: Path
+    """Absolute and this job's own: `<checkpoint_dir of the request>/<job_uuid>`."""
+    dataset: DatasetRef
+    validation: DatasetRef | None = None
+    data_format: DataFormat | None = None
+    """Which shape to read where a row carries both; a row with only one shape is read by that one."""
+    n_epochs: int = Field(gt=0)
+    max_steps_per_epoch: int | None = Field(None, gt=0)
+    """Optimizer steps; None: the whole epoch."""
+    batch_size: int = Field(gt=0)
+    """Rows (SFT) or pairs (DPO) per rank and micro step."""
+    gradient_accumulation_steps: int = Field(1, gt=0)
+    max_validation_steps: int | None = Field(None, gt=0)
+    """Batches per evaluation; None: the whole validation dataset."""
+    shuffle: bool = True
+    train_on_input: bool = False
+    """SFT: False, the loss covers assistant tokens; True, every token."""
+    max_seq_length: int = Field(1024, gt=1)
+    """Tokens; longer sequences are cut at the end, and counted."""
+    dtype: Dtype = "bf16"
+    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout."""
+    gradient_checkpointing: bool = False
+    optimizer: OptimizerSpec
+    lora: LoraSpec | None = None
+    dpo: DpoSpec | None = None
+    merge_adapter: bool = False
+    """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between checkpoints; None: at the end of every epoch."""
+    logging_steps: int = Field(1, gt=0)
+    seed: int = 42
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads for torch; None: torch's own choice."""
+
+
+class AttemptSpec(_Frozen):
+    """One try at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
+
+    job: JobSpec
+    attempt: int = Field(gt=0)
+    run_dir: Path
+    """`<data_dir>/jobs/<job_uuid>/attempts/<attempt>`; every path of the attempt is a function of it."""
+    world_size: int = 1
+    resume_from: Path | None = None
+    """A checkpoint directory of this job to go on from; None: from the start."""
+
+    @property
+    def task_id(self) -> str:
+        return f"{self.job.job_uuid}-{self.attempt}"

@@ -1,0 +1,54 @@
+"""What our SFT and DPO trainers share beyond TRL's: the sampler, the optimizer and whole-or-nothing checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ..files import fsync_tree
+from .arguments import optimizer_class
+from .sampling import EpochSampler
+from .spec import JobSpec
+
+
+class RecipeTrainer(Trainer):
+    """A mixin that goes before a TRL trainer in the bases; `bind` must be called before `train`."""
+
+    spec: JobSpec
+    saved_checkpoint: Path | None = None
+    """The checkpoint directory that was written last, complete and fsynced."""
+    _staging: Path | None = None
+
+    def bind(self, spec: JobSpec) -> None:
+        """Attach the job; sets the optimizer that Trainer will create when training starts."""
+        self.spec = spec
+        self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        spec = self.spec
+        rows_per_step = spec.batch_size * spec.gradient_accumulation_steps * self.args.world_size
+        cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * rows_per_step
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return EpochSampler(len(dataset), cap, shuffle=spec.shuffle, seed=spec.seed)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write `checkpoint-N` beside its final place, fsync it, then rename: a directory of that name is complete."""
+        name = f"checkpoint-{self.state.global_step}"
+        self._staging = Path(self.args.output_dir) / ".saving"
+        shutil.rmtree(self._staging, ignore_errors=True)
+        # Trainer's own method: TRL's would also write a model card that names us as nothing but "trl".
+        Trainer._save_checkpoint(self, model, trial)
+        target = Path(self.args.output_dir) / name
+        fsync_tree(self._staging / name)
+        shutil.rmtree(target, ignore_errors=True)
+        (self._staging / name).rename(target)
+        self._staging.rmdir()
+        self._staging = None
+        self.saved_checkpoint = target
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or self.args.output_dir)

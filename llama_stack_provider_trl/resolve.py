@@ -1,0 +1,368 @@
+"""Request + options + configuration -> JobSpec. Whatever would be ignored is refused here, by name.
+
+`resolve` looks at everything that needs no data, so a bad field is refused before a single row is read;
+`Resolution.spec` then adds the datasets. `derive` turns a JobSpec into one attempt.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from .errors import InvalidRequest
+from .options import ProviderOptions
+from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+from .requests import (
+    JOB_UUID_PATTERN,
+    DataConfig,
+    DPOAlignmentConfig,
+    EfficiencyConfig,
+    LoraFinetuningConfig,
+    OptimizerConfig,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    TrainingConfig,
+)
+
+Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
+_Model = TypeVar("_Model", bound=BaseModel)
+
+# TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
+LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-6, ("dpo", True): 1e-5}
+# Llama Stack's names (from torchtune) that differ from Hugging Face's.
+MODULE_NAMES = {"output_proj": "o_proj"}
+DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `resolve` takes from the provider's configuration."""
+
+    data_dir: Path
+    devices: tuple[str, ...]
+    max_seq_length: int = 1024
+    checkpoint_roots: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A request that can be honoured; lacks only its data."""
+
+    dataset_id: str
+    validation_dataset_id: str | None
+    fields: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+    def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
+        return JobSpec(dataset=dataset, validation=validation, **self.fields)
+
+
+def resolve(request: Request, options: ProviderOptions, settings: Settings) -> Resolution:
+    """Decide everything about a job that does not depend on its rows.
+
+    Raises:
+        InvalidRequest: naming the field, its value and the nearest thing that works.
+    """
+    training = request.training_config
+    _refuse_unknown(request)
+    _refuse_unsupported(request)
+    data = _data_config(training)
+    warnings: list[str] = []
+    is_sft = isinstance(request, SupervisedFineTuneRequest)
+    lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
+    dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, warnings)
+    algorithm = "sft" if is_sft else "dpo"
+    if options.merge_adapter and lora is None:
+        raise InvalidRequest(
+            "provider_options.merge_adapter", True, "there is no adapter without LoRA; ask for LoRA, or leave it out"
+        )
+    fields = {
+        "job_uuid": _job_uuid(request.job_uuid),
+        "algorithm": algorithm,
+        **_names(request),
+        "checkpoint_dir": _checkpoint_dir(request, settings),
+        "data_format": _data_format(data, is_sft, warnings),
+        "n_epochs": training.n_epochs,
+        "max_steps_per_epoch": training.max_steps_per_epoch,
+        "batch_size": data.batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
+        "max_validation_steps": _max_validation_steps(training, data),
+        "shuffle": data.shuffle,
+        "train_on_input": _train_on_input(data, is_sft),
+        "max_seq_length": options.max_seq_length or settings.max_seq_length,
+        "dtype": _dtype(training),
+        "gradient_checkpointing": bool((training.efficiency_config or _NO_SAVERS).enable_activation_checkpointing),
+        "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
+        "lora": lora,
+        "dpo": dpo,
+        "merge_adapter": options.merge_adapter,
+        "save_steps": options.save_steps,
+        "logging_steps": options.logging_steps,
+        "seed": options.seed,
+        "device": _device(options, settings),
+    }
+    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
+
+
+def derive(spec: JobSpec, attempt: int, device: str, run_dir: Path, resume_from: Path | None = None) -> AttemptSpec:
+    """One try at a job on a concrete device. Pure: the same arguments give the same spec."""
+    placed = spec.model_copy(update={"device": device})
+    return AttemptSpec(job=placed, attempt=attempt, run_dir=run_dir, resume_from=resume_from)
+
+
+_NO_SAVERS = EfficiencyConfig()
+
+
+def _refuse_unknown(request: Request) -> None:
+    for path, name, value, known in _unknown_fields(request, ""):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "there is no such field; leave it out"
+        raise InvalidRequest(path + name, value, f"{hint} docs/api.md lists every field")
+
+
+def _unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any, list[str]]]:
+    known = list(type(model).model_fields)
+    for name, value in (model.model_extra or {}).items():
+        if value is not None:
+            yield prefix, name, value, known
+    for name in known:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _unknown_fields(value, f"{prefix}{name}.")
+
+
+def _refuse_unsupported(request: Request) -> None:
+    """The fields whose one supported value is 'off', in one table."""
+    savers = request.training_config.efficiency_config or _NO_SAVERS
+    data = request.training_config.data_config
+    efficiency = "training_config.efficiency_config."
+    one_process = "this provider trains in one process and shards nothing; leave it out or set false"
+    refused = [
+        ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
+        ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
+        (
+            efficiency + "enable_activation_offloading",
+            savers.enable_activation_offloading,
+            "set enable_activation_checkpointing instead, which saves the same memory by recomputing",
+        ),
+        (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap, one_process),
+        (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload, one_process),
+        (
+            "training_config.data_config.packed",
+            data.packed if data else None,
+            "set false: each row is its own sequence, padded to the longest of its batch",
+        ),
+    ]
+    for name, value, hint in refused:
+        if value:
+            raise InvalidRequest(name, value, hint)
+
+
+def _data_config(training: TrainingConfig) -> DataConfig:
+    if training.data_config is None:
+        raise InvalidRequest("training_config.data_config", None, "name a dataset_id, a batch_size and shuffle")
+    return training.data_config
+
+
+def _job_uuid(job_uuid: str) -> str:
+    if not re.match(JOB_UUID_PATTERN, job_uuid):
+        raise InvalidRequest(
+            "job_uuid",
+            job_uuid,
+            "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit; it names a directory",
+        )
+    return job_uuid
+
+
+def _names(request: Request) -> dict[str, str]:
+    """Base model and name of the result."""
+    if isinstance(request, SupervisedFineTuneRequest):
+        return {"model": _base_model("model", request.model), "output_name": request.job_uuid}
+    if request.model is None:
+        return {"model": _base_model("finetuned_model", request.finetuned_model), "output_name": request.job_uuid}
+    return {"model": _base_model("model", request.model), "output_name": request.finetuned_model or request.job_uuid}
+
+
+def _base_model(name: str, model: str | None) -> str:
+    if not model:
+        raise InvalidRequest(name, model, "name the base model: a local directory or a model id such as org/name")
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        if model.startswith(("/", "./", "../", "~")):
+            raise InvalidRequest(name, model, "there is no such directory on the machine that trains")
+        return model
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise InvalidRequest(
+                name,
+                model,
+                "this directory holds a LoRA adapter, not a model; train it with provider option merge_adapter and "
+                "name its `merged` checkpoint",
+            )
+        raise InvalidRequest(name, model, "the directory has no config.json; expected what save_pretrained writes")
+    return str(path.resolve())
+
+
+def _checkpoint_dir(request: Request, settings: Settings) -> Path:
+    """`<checkpoint_dir>/<job_uuid>`: jobs that name the same directory never overwrite each other."""
+    given = Path(request.checkpoint_dir or "checkpoints").expanduser()
+    roots = [settings.data_dir, *settings.checkpoint_roots]
+    base = (given if given.is_absolute() else settings.data_dir / given).resolve()
+    if not any(base.is_relative_to(root.resolve()) for root in roots):
+        raise InvalidRequest(
+            "checkpoint_dir",
+            request.checkpoint_dir,
+            f"give a path relative to the data directory, or one inside {', '.join(map(str, roots))} "
+            "(`checkpoint_roots` in the provider's configuration adds more)",
+        )
+    return base / request.job_uuid
+
+
+def _data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> str | None:
+    if data.data_format is None or data.data_format in ("instruct", "dialog"):
+        return data.data_format if is_sft else None
+    if not is_sft and data.data_format == "preference":
+        return None
+    raise InvalidRequest(
+        "training_config.data_config.data_format",
+        data.data_format,
+        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape (docs/data-formats.md)",
+    )
+
+
+def _train_on_input(data: DataConfig, is_sft: bool) -> bool:
+    if data.train_on_input and not is_sft:
+        raise InvalidRequest(
+            "training_config.data_config.train_on_input", True, "DPO compares completions only; set false"
+        )
+    return bool(data.train_on_input)
+
+
+def _max_validation_steps(training: TrainingConfig, data: DataConfig) -> int | None:
+    # Without a validation dataset the schema's own default of 1 arrives from some clients: it limits nothing then.
+    return training.max_validation_steps if data.validation_dataset_id else None
+
+
+def _dtype(training: TrainingConfig) -> str:
+    given = training.dtype or "bf16"
+    if given not in DTYPES:
+        raise InvalidRequest("training_config.dtype", given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
+    return DTYPES[given]
+
+
+def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:
+    given = training.optimizer_config or OptimizerConfig()
+    name = given.optimizer_type or "adamw"
+    if name not in ("adam", "adamw", "sgd"):
+        raise InvalidRequest(
+            "training_config.optimizer_config.optimizer_type", name, _nearest(name, ["adam", "adamw", "sgd"])
+        )
+    if given.lr and training.learning_rate and given.lr != training.learning_rate:
+        raise InvalidRequest(
+            "training_config.learning_rate",
+            training.learning_rate,
+            f"optimizer_config.lr says {given.lr}; send one of them, or the same value",
+        )
+    return OptimizerSpec(
+        name=name,  # type: ignore[arg-type]
+        learning_rate=given.lr or training.learning_rate or default_lr,
+        weight_decay=given.weight_decay or 0.0,
+        warmup_steps=given.num_warmup_steps or 0,
+        scheduler=options.lr_scheduler,
+        max_grad_norm=options.max_grad_norm,
+    )
+
+
+def _sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> LoraSpec | None:
+    if options.lora is not None:
+        raise InvalidRequest("provider_options.lora", "...", "SFT takes its LoRA settings from algorithm_config")
+    config = request.algorithm_config
+    if config is None:
+        return None
+    kind = config.get("type", "LoRA")
+    if kind != "LoRA":
+        hint = "send {'type': 'LoRA', ...}, or leave algorithm_config out to train every weight"
+        raise InvalidRequest("algorithm_config.type", kind, hint)
+    return _lora(_parse(LoraFinetuningConfig, config, "algorithm_config"), "algorithm_config")
+
+
+def _dpo_lora(options: ProviderOptions) -> LoraSpec | None:
+    return _lora(options.lora, "provider_options.lora") if options.lora else None
+
+
+def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
+    for path, name, value, known in _unknown_fields(config, f"{where}."):
+        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+    if config.type != "LoRA":
+        raise InvalidRequest(f"{where}.type", config.type, "send 'LoRA'")
+    if config.quantize_base:
+        raise InvalidRequest(f"{where}.quantize_base", True, "set false; with dtype bf16 the frozen base is bf16")
+    if config.apply_lora_to_output:
+        raise InvalidRequest(
+            f"{where}.apply_lora_to_output",
+            True,
+            "set false: the loss multiplies by the output weights directly, so an adapter there would never train",
+        )
+    modules = tuple(MODULE_NAMES.get(name, name) for name in config.lora_attn_modules)
+    if not modules and not config.apply_lora_to_mlp:
+        raise InvalidRequest(f"{where}.lora_attn_modules", [], "name at least one module, such as q_proj and v_proj")
+    return LoraSpec(
+        target_modules=modules,
+        mlp=config.apply_lora_to_mlp,
+        rank=config.rank,
+        alpha=config.alpha,
+        use_dora=bool(config.use_dora),
+    )
+
+
+def _dpo(request: PreferenceOptimizeRequest, warnings: list[str]) -> DpoSpec:
+    config = _parse(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
+    for path, name, value, known in _unknown_fields(config, "algorithm_config."):
+        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+    if config.type not in (None, "dpo"):
+        raise InvalidRequest("algorithm_config.type", config.type, "send 'dpo', or leave it out")
+    loss = config.loss_type or "sigmoid"
+    if loss not in ("sigmoid", "hinge", "ipo"):
+        raise InvalidRequest("algorithm_config.loss_type", loss, "send 'sigmoid' (the nearest), 'hinge' or 'ipo'")
+    if loss == "ipo" and (config.reward_clip is not None or config.reward_scale not in (None, 1.0)):
+        raise InvalidRequest(
+            "algorithm_config.loss_type", loss, "IPO has no reward margin to scale or clip; leave the reward fields out"
+        )
+    for name in ("epsilon", "gamma"):
+        if getattr(config, name) is not None:
+            warnings.append(f"algorithm_config.{name} means nothing in DPO and has no effect")
+    return DpoSpec(
+        beta=config.beta or 0.1,
+        loss_type=loss,  # type: ignore[arg-type]
+        reward_scale=config.reward_scale or 1.0,
+        reward_clip=config.reward_clip,
+    )
+
+
+def _device(options: ProviderOptions, settings: Settings) -> str:
+    if options.device is None:
+        return "auto"
+    if options.device not in settings.devices:
+        raise InvalidRequest("provider_options.device", options.device, _nearest(options.device, settings.devices))
+    return options.device
+
+
+def _parse(model: type[_Model], value: Any, where: str) -> _Model:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join([where, *map(str, first["loc"])])
+        raise InvalidRequest(path, first["input"], first["msg"]) from error
+
+
+def _nearest(value: str, choices: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value, choices, n=1)
+    nearest = f"; the nearest is '{close[0]}'" if close else ""
+    return f"expected one of {', '.join(choices)}{nearest}"

@@ -1,0 +1,130 @@
+"""What the calls answer: Llama Stack's response models with null allowed where we have no true value.
+
+Llama Stack's own `PostTrainingMetric` demands a validation loss; a job without validation data has none, and inventing
+one would be a lie. Clients of every release read null there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+
+from .jobs.records import CheckpointRecord, JobProgress, JobRecord
+
+
+class PostTrainingJob(BaseModel):
+    job_uuid: str
+
+
+class ListPostTrainingJobsResponse(BaseModel):
+    data: list[PostTrainingJob]
+
+
+class PostTrainingMetric(BaseModel):
+    epoch: int
+    train_loss: float | None
+    validation_loss: float | None
+    perplexity: float | None
+
+
+class Checkpoint(BaseModel):
+    identifier: str
+    created_at: datetime
+    epoch: int
+    post_training_job_id: str
+    path: str
+    training_metrics: PostTrainingMetric | None
+
+
+class PostTrainingJobStatusResponse(BaseModel):
+    job_uuid: str
+    status: str
+    scheduled_at: datetime | None
+    started_at: datetime | None
+    completed_at: datetime | None
+    resources_allocated: dict[str, Any]
+    """Everything that Llama Stack's schema has no field for; docs/api.md lists the keys."""
+    checkpoints: list[Checkpoint]
+
+
+class PostTrainingJobArtifactsResponse(BaseModel):
+    job_uuid: str
+    checkpoints: list[Checkpoint]
+
+
+def status_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> PostTrainingJobStatusResponse:
+    return PostTrainingJobStatusResponse(
+        job_uuid=job.job_uuid,
+        status=job.status,
+        scheduled_at=job.scheduled_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+        resources_allocated=resources(job),
+        checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
+    )
+
+
+def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> PostTrainingJobArtifactsResponse:
+    shown = [checkpoint_response(job, checkpoint) for checkpoint in checkpoints]
+    return PostTrainingJobArtifactsResponse(job_uuid=job.job_uuid, checkpoints=shown)
+
+
+def resources(job: JobRecord) -> dict[str, Any]:
+    """Where the job runs, how far it is, what it really does, and why it failed."""
+    return {
+        "state": job.state.value,
+        "detail": job.detail,
+        "device": job.device,
+        "attempt": job.attempt,
+        "progress": _progress(job.progress),
+        "warnings": list(job.warnings),
+        "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
+        "log_path": str(job.log_path) if job.log_path else None,
+        "error": _error(job),
+    }
+
+
+def checkpoint_response(job: JobRecord, checkpoint: CheckpointRecord) -> Checkpoint:
+    metrics = PostTrainingMetric(
+        epoch=checkpoint.epoch,
+        train_loss=checkpoint.train_loss,
+        validation_loss=checkpoint.validation_loss,
+        perplexity=checkpoint.perplexity,
+    )
+    return Checkpoint(
+        identifier=_identifier(job, checkpoint),
+        created_at=checkpoint.created_at,
+        epoch=checkpoint.epoch,
+        post_training_job_id=job.job_uuid,
+        path=str(checkpoint.path),
+        training_metrics=metrics,
+    )
+
+
+def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
+    suffix = f"checkpoint-{checkpoint.step}" if checkpoint.kind == "step" else checkpoint.kind
+    return f"{job.spec.output_name}-{suffix}"
+
+
+def _progress(progress: JobProgress) -> dict[str, Any]:
+    return {
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+        "percent": progress.percent,
+        "eta_seconds": progress.eta_seconds,
+        "epoch": progress.epoch,
+        "loss": progress.loss,
+        "tokens_per_second": progress.tokens_per_second,
+        "peak_memory_bytes": progress.peak_memory_bytes,
+    }
+
+
+def _error(job: JobRecord) -> dict[str, Any] | None:
+    if job.reason is None:
+        return None
+    message = f"{job.message}\n{job.advice}" if job.advice else job.message
+    log_path = str(job.log_path) if job.log_path else None
+    return {"reason": job.reason.value, "message": message, "log_path": log_path}

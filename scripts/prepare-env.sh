@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository root and installs the project with all its extras. Does nothing when nothing changed.
+#
+#   ./scripts/prepare-env.sh
+#
+#   TRL_PYTHON       the interpreter to use (default: the first working Python 3.12, else 3.13, else newer)
+#   TRL_CONSTRAINTS  the versions to install (default: constraints/llama-stack-0.3.5.txt)
+set -euo pipefail
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+EXTRAS='train,stack,demo,dev'
+CONSTRAINTS="${TRL_CONSTRAINTS:-constraints/llama-stack-0.3.5.txt}"
+VENV_PYTHON=.venv/bin/python
+STAMP=.venv/prepare-env.stamp
+LOG=.venv/prepare-env.log
+# Held by flock while this script works, and not empty while .venv may be half-made. It outlives .venv.
+LOCK=.venv.lock
+
+# What these hold would leak into every question asked of .venv.
+unset PYTHONHOME PYTHONPATH
+
+main() {
+    [ -f "$CONSTRAINTS" ] || die "no constraints file at '$CONSTRAINTS' (from TRL_CONSTRAINTS, relative to $PWD)."
+    if up_to_date; then
+        say ".venv is ready."
+        return
+    fi
+    local python
+    python="$(find_python)"
+    take_lock "$python"
+    if up_to_date; then
+        say ".venv was made ready by another call."
+        return
+    fi
+    reusable "$python" || make_venv "$python"
+    install
+    say ".venv is ready."
+}
+
+say() { echo "prepare-env: $*"; }
+
+die() {
+    say "$*" >&2
+    exit 1
+}
+
+# What .venv is made of: its place, its Python, the extras, and the two files that choose the versions.
+fingerprint() {
+    "$VENV_PYTHON" -E -S -c '
+import hashlib, pathlib, sys
+digest = hashlib.sha256(sys.argv[1].encode())
+for name in sys.argv[2:]:
+    digest.update(hashlib.sha256(pathlib.Path(name).read_bytes()).digest())
+print(pathlib.Path.cwd(), ".".join(map(str, sys.version_info[:3])), digest.hexdigest(), sep="\n")
+' "$EXTRAS" pyproject.toml "$CONSTRAINTS"
+}
+
+up_to_date() {
+    [ -x "$VENV_PYTHON" ] && [ -f "$STAMP" ] && [ ! -s "$LOCK" ] || return 1
+    [ "$(fingerprint 2>/dev/null)" = "$(cat "$STAMP")" ] || return 1
+    [ -z "${TRL_PYTHON:-}" ] || [ "$(version_of "$TRL_PYTHON")" = "$(version_of "$VENV_PYTHON")" ]
+}
+
+version_of() { "$1" -E -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+# Prints "MINOR PATH" of a CPython >= 3.12 that can make a venv, with the path behind any shim or venv; else nothing.
+# It must be run to know: pyenv's shims exist for versions that are not active, and Debian splits venv off.
+probe() {
+    "$1" -E -c '
+import sys
+if sys.version_info < (3, 12) or sys.implementation.name != "cpython":
+    sys.exit(1)
+import ensurepip, sysconfig, venv
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit(1)
+print(sys.version_info.minor, getattr(sys, "_base_executable", sys.executable))
+' 2>/dev/null || true
+}
+
+find_python() {
+    local candidate found best='' best_rank=99 rank
+    if [ -n "${TRL_PYTHON:-}" ]; then
+        found="$(probe "$TRL_PYTHON")"
+        [ -n "$found" ] || die "TRL_PYTHON='$TRL_PYTHON' is not a Python >= 3.12 with its venv module."
+        echo "${found#* }"
+        return
+    fi
+    for candidate in python3.12 python3.13 python3 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/*/bin/python "$VENV_PYTHON"; do
+        found="$(probe "$candidate")"
+        [ -n "$found" ] || continue
+        rank="${found%% *}"
+        if [ "$rank" -lt "$best_rank" ]; then
+            best_rank="$rank"
+            best="${found#* }"
+        fi
+        [ "$best_rank" -gt 12 ] || break
+    done
+    [ -n "$best" ] || die "no Python >= 3.12 with its venv module found. Install one ('pyenv install 3.12'," \
+        "'apt install python3.12-venv' or 'brew install python@3.12'), or set TRL_PYTHON to one, and run this again."
+    echo "$best"
+}
+
+# The lock stays with file descriptor 9, so also with a pip that outlives us. macOS has no flock command, Python has it.
+take_lock() {
+    exec 9>>"$LOCK"
+    "$1" -E -S -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null && return
+    say "waiting for another prepare-env.sh in this checkout ..."
+    "$1" -E -S -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+}
+
+# True when .venv can be installed into as it stands: whole, at its place, with a fitting Python and a pip.
+reusable() {
+    [ -d .venv ] || return 1
+    if [ -s "$LOCK" ]; then
+        say "the last run was interrupted; starting over."
+        return 1
+    fi
+    if [ -f "$STAMP" ] && [ "$(sed -n 1p "$STAMP")" != "$PWD" ]; then
+        say "this checkout was moved; starting over."
+        return 1
+    fi
+    if [ -n "${TRL_PYTHON:-}" ] && [ "$(version_of "$1")" != "$(version_of "$VENV_PYTHON")" ]; then
+        say "TRL_PYTHON is Python $(version_of "$1"), .venv is another; starting over."
+        return 1
+    fi
+    if [ -z "$(probe "$VENV_PYTHON")" ] || ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
+        say ".venv has no working Python >= 3.12 with pip; starting over."
+        return 1
+    fi
+}
+
+make_venv() {
+    say "making .venv with Python $(version_of "$1"); the first time this takes about 3 minutes and 5 GB."
+    echo 'making .venv' >"$LOCK"
+    # By its real path, so that .venv may be a link to a larger disk.
+    mkdir -p .venv
+    "$1" -m venv --clear "$(cd -P .venv && pwd)"
+}
+
+install() {
+    say "installing what $CONSTRAINTS names (watch it: tail -f '$PWD/$LOG') ..."
+    rm -f "$STAMP"
+    echo 'installing' >"$LOCK"
+    : >"$LOG"
+    # Without build isolation the project is built by the setuptools that the constraints name, and needs no network.
+    if pip_install 'pip>=25' 'setuptools>=77' && pip_install --no-build-isolation -e ".[$EXTRAS]"; then
+        fingerprint >"$STAMP"
+        : >"$LOCK"
+        return
+    fi
+    # Until this line pip has only looked and fetched, and .venv is as it was.
+    grep -q '^Installing collected packages' "$LOG" || : >"$LOCK"
+    grep -iE '^ *error' "$LOG" >&2 || tail -n 15 "$LOG" >&2
+    die "installing failed; the whole of it is in $LOG."
+}
+
+pip_install() {
+    "$VENV_PYTHON" -m pip --disable-pip-version-check --no-input install --progress-bar off -c "$CONSTRAINTS" "$@" \
+        >>"$LOG" 2>&1 </dev/null
+}
+
+main

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs the tests; arguments go to pytest.
+#
+#   ./scripts/test.sh
+#   ./scripts/test.sh tests/unit -k resolve
+set -euo pipefail
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+./scripts/prepare-env.sh
+
+# Tests never fetch models, and ranks get the thread count that a user's ranks would get.
+export HF_HUB_OFFLINE=1
+unset OMP_NUM_THREADS
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,100 @@
+"""Fakes that keep the contracts they stand in for: `tests/process/test_engine_launcher.py` holds both to the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.recipes.events import EventWriter
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, OptimizerSpec
+
+
+class FakeClock:
+    """Seconds since the epoch, which pass when a test says so."""
+
+    def __init__(self, now: float = 1_800_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class FakeTask:
+    spec: TaskSpec
+    seen: Observation
+    cancels: int = 0
+
+
+class FakeLauncher:
+    """A Launcher whose processes are played by the test: `say` writes their events, `exit` ends them.
+
+    Args:
+        obedient: a task that is cancelled ends at once, by SIGTERM; otherwise the test ends it.
+    """
+
+    def __init__(self, obedient: bool = True) -> None:
+        self.obedient = obedient
+        self.tasks: dict[str, FakeTask] = {}
+        self.started: list[str] = []
+        """Ids of tasks whose process was started, in order; one entry per process."""
+        self.refuse: OSError | None = None
+        """Raised by the next starts, while set."""
+
+    def start(self, task: TaskSpec) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        if task.task_id not in self.tasks:
+            self.tasks[task.task_id] = FakeTask(task, Observation(TaskState.running))
+            self.started.append(task.task_id)
+
+    def poll(self, task: TaskSpec) -> Observation:
+        known = self.tasks.get(task.task_id)
+        return Observation(TaskState.unknown) if known is None else known.seen
+
+    def cancel(self, task: TaskSpec) -> None:
+        known = self.tasks.setdefault(task.task_id, FakeTask(task, Observation(TaskState.exited)))
+        known.cancels += 1
+        if self.obedient and known.seen.state is not TaskState.exited:
+            self.exit(task.task_id, -15)
+
+    def say(self, task_id: str, *events: BaseModel) -> None:
+        """Append events to the task's event file, as its rank 0 would."""
+        writer = EventWriter(RunDir(self.tasks[task_id].spec.run_dir).events)
+        for event in events:
+            writer.write(event)
+        writer.close()
+
+    def print(self, task_id: str, text: str) -> None:
+        RunDir(self.tasks[task_id].spec.run_dir).log.write_text(text)
+
+    def exit(self, task_id: str, exit_code: int | None, **seen: str) -> None:
+        self.tasks[task_id].seen = Observation(TaskState.exited, exit_code, **seen)
+
+    def wait_for_device(self, task_id: str, detail: str) -> None:
+        task = self.tasks[task_id]
+        task.seen = replace(task.seen, state=TaskState.waiting, detail=detail)
+
+
+def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
+    """A small, complete job."""
+    values: dict[str, object] = {
+        "job_uuid": job_uuid,
+        "algorithm": "sft",
+        "model": "/models/tiny",
+        "output_name": "tiny-tuned",
+        "checkpoint_dir": Path("/checkpoints") / job_uuid,
+        "dataset": DatasetRef(dataset_id="rows", path=Path("/blobs/rows.jsonl"), sha256="0" * 64, num_rows=8),
+        "n_epochs": 1,
+        "batch_size": 2,
+        "optimizer": OptimizerSpec(learning_rate=1e-4),
+        "device": "cpu",
+    }
+    return JobSpec.model_validate({**values, **changes})

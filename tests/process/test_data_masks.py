@@ -1,0 +1,319 @@
+"""What the loss covers: decoded, it is the answers and the tokens that end them, whatever the chat template does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRows, JobFailure
+from llama_stack_provider_trl.recipes.data import DataReport, prepare_dpo, prepare_sft, read_examples
+from llama_stack_provider_trl.recipes.rows import PreferenceExample, SftExample
+from tests.tiny import qwen_tokenizer, shared_dir, tiny_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALK = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "Two, I think. 😊"},
+    {"role": "user", "content": "And the\n\nlargest city of Germany?"},
+    {"role": "assistant", "content": "  Berlin,\n    schön und groß.\n"},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Bye."},
+]
+ANSWERS = [message["content"] for message in TALK if message["role"] == "assistant"]
+
+# The templates below are ours, written to behave as those of the models they are called after.
+SMOLLM = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% if loop.last %}{% if '</think>' not in content %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{% else %}{{ content.split('</think>')[-1].lstrip('\n') }}{% endif %}"
+    "{% else %}{{ content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING_WITH_TOOLS = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if loop.index0 < ns.last %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+END_OF_DIALOG = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+TRIMMING = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def trained(tokenizer: Any, row: dict[str, list[int]]) -> list[str]:
+    """The text of every run of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (token, -100)
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def prepare(tokenizer: Any, *examples: SftExample, limit: int = 1024, **options: Any) -> tuple[Any, DataReport]:
+    return prepare_sft(examples, tokenizer, limit, **options)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return qwen_tokenizer()
+
+
+@pytest.fixture(params=["plain offsets", "trimmed offsets"])
+def chatml(request: pytest.FixtureRequest) -> Any:
+    return tiny_tokenizer(trim_offsets=request.param == "trimmed offsets")
+
+
+@pytest.mark.parametrize("first", [[], [SYSTEM]], ids=["no system turn", "system turn"])
+def test_every_answer_of_a_dialog_and_its_end_are_trained(qwen: Any, chatml: Any, first: list[Any]) -> None:
+    for tokenizer in (qwen, chatml):
+        dataset, report = prepare(tokenizer, SftExample(first + TALK, None))
+        assert trained(tokenizer, dataset[0]) == [f"{answer}<|im_end|>\n" for answer in ANSWERS]
+        assert report.trained_tokens == sum(label != -100 for label in dataset[0]["labels"])
+        assert report.total_tokens == report.max_tokens == len(dataset[0]["input_ids"])
+
+
+def test_a_template_that_adds_a_system_turn_adds_it_once(chatml: Any) -> None:
+    chatml.chat_template = SMOLLM
+    dataset, _ = prepare(chatml, SftExample(TALK, None))
+    assert trained(chatml, dataset[0]) == [f"{answer}<|im_end|>\n" for answer in ANSWERS]
+    assert chatml.decode(dataset[0]["input_ids"]).count("You are SmolLM.") == 1
+
+
+def test_answers_are_found_where_a_template_drops_earlier_thoughts(chatml: Any) -> None:
+    chatml.chat_template = THINKING
+    talk = [dict(message) for message in TALK]
+    talk[3]["content"] = "<think>\nhm\n</think>\n\nBerlin."
+    dataset, _ = prepare(chatml, SftExample(talk, None))
+    assert trained(chatml, dataset[0]) == [
+        "Two, I think. 😊<|im_end|>\n",
+        "Berlin.<|im_end|>\n",
+        "<think>\n\n</think>\n\nBye.<|im_end|>\n",
+    ]
+
+
+def test_tool_results_are_not_trained_where_a_template_drops_the_thoughts_before_them(chatml: Any) -> None:
+    chatml.chat_template = THINKING_WITH_TOOLS
+    thought, tool = "<think>\na\n</think>\n\n", {"role": "tool", "content": "17 degrees"}
+    calls = [
+        {"role": "assistant", "content": f"{thought}call"},
+        tool,
+        {"role": "assistant", "content": f"{thought}Warm."},
+    ]
+    dataset, _ = prepare(chatml, SftExample([TALK[0], *calls, *TALK[4:]], None))
+    assert trained(chatml, dataset[0]) == ["call<|im_end|>\n", "Warm.<|im_end|>\n", "Bye.<|im_end|>\n"]
+
+
+def test_a_template_that_ends_the_last_turn_differently_trains_no_header(chatml: Any) -> None:
+    chatml.chat_template = END_OF_DIALOG
+    dataset, _ = prepare(chatml, SftExample(TALK, None))
+    first, second, last = ANSWERS
+    assert trained(chatml, dataset[0]) == [
+        f"{first}<|im_end|>\n",
+        f"{second}<|im_end|>\n",
+        f"{last}<|im_end|>\n<|endoftext|>",
+    ]
+
+
+def test_a_template_that_trims_content_trains_what_it_writes(chatml: Any) -> None:
+    chatml.chat_template = TRIMMING
+    dataset, _ = prepare(chatml, SftExample(TALK, None))
+    assert trained(chatml, dataset[0]) == [f"{answer.strip()}<|im_end|>" for answer in ANSWERS]
+
+
+def test_a_dialog_that_the_model_opens_is_trained_from_its_first_word(chatml: Any) -> None:
+    dataset, _ = prepare(chatml, SftExample([{"role": "assistant", "content": "Hello!"}, *TALK], None))
+    assert trained(chatml, dataset[0])[0] == "Hello!<|im_end|>\n"
+
+
+def test_a_tokenizer_without_a_template_is_given_one_that_ends_answers_in_eos() -> None:
+    tokenizer = tiny_tokenizer(chat_template=False)
+    dataset, report = prepare(tokenizer, SftExample([SYSTEM, *TALK], None))
+    assert trained(tokenizer, dataset[0]) == [f"{answer}<|im_end|>" for answer in ANSWERS]
+    assert tokenizer.decode(dataset[0]["input_ids"]).startswith(
+        "### System:\nBe brief.\n\n### User:\nWhat is 1 + 1?\n\n###"
+    )
+    assert report.warnings == [
+        "the tokenizer has no chat template: it was given a plain one (### User: ... ### Assistant: ...)"
+    ]
+    assert prepare(tokenizer, SftExample(TALK, None))[1].warnings == []
+
+
+def test_the_given_template_is_saved_with_the_tokenizer(tmp_path: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = tiny_tokenizer(chat_template=False)
+    prepare(tokenizer, SftExample(TALK, None))
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+def test_a_tokenizer_that_begins_texts_with_bos_gets_one_bos_in_the_given_template() -> None:
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer(chat_template=False)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+    )
+    for example in (SftExample(TALK, None), SftExample(TALK[:2], 1), SftExample(None, None, "Once")):
+        ids = prepare(tokenizer, example)[0][0]["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_tokenizer_without_offsets_trains_the_same_answers() -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    dataset, _ = prepare(tokenizer, SftExample(TALK, None))
+    # Python tokenizers drop white space in front of a special token.
+    assert trained(tokenizer, dataset[0]) == [f"{answer.rstrip()}</s>" for answer in ANSWERS]
+
+
+def test_train_on_input_trains_every_token(chatml: Any) -> None:
+    dataset, report = prepare(chatml, SftExample(TALK, None), SftExample(TALK[:2], 1), train_on_input=True)
+    assert dataset["labels"][:] == dataset["input_ids"][:]
+    assert report.trained_tokens == report.total_tokens - 2  # nothing predicts the first token of a row
+
+
+def test_a_plain_text_is_trained_whole_and_ends_in_eos_once(chatml: Any) -> None:
+    texts = ["Once upon a time", "The end.<|im_end|>"]
+    dataset, _ = prepare(chatml, *(SftExample(None, None, text) for text in texts))
+    assert [trained(chatml, row) for row in dataset] == [["Once upon a time<|im_end|>"], ["The end.<|im_end|>"]]
+
+
+def test_rows_keep_their_order_whatever_their_shapes(chatml: Any) -> None:
+    examples = [
+        SftExample(None, None, "One"),
+        SftExample(TALK[:2], 1),
+        SftExample(TALK, None),
+        SftExample(None, None, "Two"),
+    ]
+    dataset, _ = prepare(chatml, *examples)
+    assert [trained(chatml, row)[-1] for row in dataset] == [
+        "One<|im_end|>",
+        "Two, I think. 😊<|im_end|>\n",
+        "Bye.<|im_end|>\n",
+        "Two<|im_end|>",
+    ]
+
+
+def test_cut_and_dropped_rows_are_counted(chatml: Any) -> None:
+    short = SftExample(TALK[:2], 1)
+    long_answer = SftExample([TALK[0], {"role": "assistant", "content": "word " * 100}], 1)
+    long_prompt = SftExample([{"role": "user", "content": "word " * 100}, TALK[1]], 1)
+    dataset, report = prepare(chatml, short, long_answer, long_prompt, limit=60)
+    assert (report.num_rows, report.kept, report.truncated, report.dropped) == (3, 2, 1, 1)
+    assert max(map(len, dataset["input_ids"])) == 60
+    assert report.max_tokens > 100
+    assert report.warnings == [
+        "1 of 3 rows were cut to max_seq_length=60 tokens and lack the end of the answer "
+        f"(the longest has {report.max_tokens})",
+        "1 of 3 rows were dropped: within max_seq_length=60 tokens nothing is left to train on",
+    ]
+
+
+def test_a_dataset_of_which_nothing_is_left_fails_the_job_with_the_cure(chatml: Any) -> None:
+    with pytest.raises(JobFailure, match=r"none of the 1 rows .* max_seq_length=8: raise max_seq_length") as caught:
+        prepare(chatml, SftExample(TALK[:2], 1), limit=8)
+    assert caught.value.reason == "invalid_dataset"
+    with pytest.raises(JobFailure, match="the dataset is empty"):
+        prepare(chatml)
+
+
+def test_a_row_that_the_template_refuses_fails_the_job_by_number(chatml: Any) -> None:
+    chatml.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + chatml.chat_template
+    )
+    with pytest.raises(JobFailure, match=r"row 1: .*refuses the turns system, user, assistant: System role") as caught:
+        prepare(chatml, SftExample(TALK[:2], 1), SftExample([SYSTEM, *TALK[:2]], 2))
+    assert caught.value.reason == "invalid_dataset"
+
+
+def test_a_template_that_drops_the_answer_fails_the_job(chatml: Any) -> None:
+    chatml.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ':' }}"
+        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    with pytest.raises(JobFailure, match=r"row 0: .*leaves out the answer's text") as caught:
+        prepare(chatml, SftExample(TALK[:2], 1))
+    assert caught.value.reason == "invalid_model"
+
+
+def test_a_template_that_does_not_end_answers_in_eos_is_a_warning(qwen: Any) -> None:
+    _, report = prepare(qwen, SftExample(TALK[:2], 1))
+    assert len(report.warnings) == 1
+    assert "not in the tokenizer's eos_token '<|endoftext|>'" in report.warnings[0]
+
+
+PAIR = PreferenceExample(TALK[:1], [TALK[1]], [{"role": "assistant", "content": "Three."}])
+
+
+def test_a_pair_has_its_prompt_once_and_answers_with_their_end(chatml: Any) -> None:
+    dataset, report = prepare_dpo([PAIR], chatml, 1024)
+    assert {column: chatml.decode(ids) for column, ids in dataset[0].items()} == {
+        "prompt_ids": "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n",
+        "chosen_ids": "Two, I think. 😊<|im_end|>\n",
+        "rejected_ids": "Three.<|im_end|>\n",
+    }
+    lengths = [len(ids) for ids in dataset[0].values()]
+    assert report.total_tokens == 2 * lengths[0] + lengths[1] + lengths[2]
+    assert report.trained_tokens == lengths[1] + lengths[2]
+
+
+def test_cut_and_dropped_pairs_are_counted(chatml: Any) -> None:
+    words = "word " * 100
+    same_start = PreferenceExample(
+        TALK[:1], [{"role": "assistant", "content": words + "a"}], [{"role": "assistant", "content": words + "b"}]
+    )
+    long_prompt = PreferenceExample([{"role": "user", "content": words}], PAIR.chosen, PAIR.rejected)
+    dataset, report = prepare_dpo([PAIR, same_start, long_prompt], chatml, 60)
+    assert (report.num_rows, report.kept, report.truncated, report.dropped) == (3, 2, 1, 1)
+    assert len(dataset[1]["prompt_ids"] + dataset[1]["chosen_ids"]) == 60
+    assert "1 pairs differ only in what was cut: they carry no signal" in report.warnings
+    with pytest.raises(JobFailure, match="none of the 1 pairs"):
+        prepare_dpo([PAIR], chatml, 5)
+
+
+def test_the_real_instructions_lose_nothing(qwen: Any) -> None:
+    examples = list(read_examples(shared_dir() / "data" / "instruct_999.jsonl", "sft"))[:100]
+    dataset, report = prepare(qwen, *examples)
+    assert (report.kept, report.truncated) == (100, 0)
+    for row, example in zip(dataset, examples, strict=True):
+        assert example.messages is not None
+        assert trained(qwen, row) == [f"{example.messages[-1]['content']}<|im_end|>\n"]
+
+
+def test_a_line_that_is_not_json_is_refused_by_number(tmp_path: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(InvalidRows, match="row 1: not JSON"):
+        list(read_examples(path, "sft"))

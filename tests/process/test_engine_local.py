@@ -1,0 +1,414 @@
+"""The local launcher and its runner with real processes: scripted trainers stand in for the Python that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llama_stack_provider_trl import process
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.torchrun import task_marks
+from llama_stack_provider_trl.process import ProcessId, alive, marked
+from tests.fakes import job_spec
+
+pytestmark = pytest.mark.process
+
+REPOSITORY = Path(__file__).parents[2]
+
+PRELUDE = f"""#!{sys.executable} -S
+import json, os, pathlib, signal, subprocess, sys, time
+run_dir = pathlib.Path(sys.argv[-1]).parent
+
+def say(**event):
+    with open(run_dir / "events.jsonl", "a") as file:
+        file.write(json.dumps({{"time": time.time(), **event}}) + "\\n")
+
+def note(text):
+    with open(run_dir / "notes", "a") as file:
+        file.write(text + "\\n")
+
+def stubborn_grandchild():
+    # A session of its own, its parent gone, deaf to SIGTERM: as far from the trainer as a process can get.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note("grandchild")
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while "grandchild" not in (run_dir / "notes").read_text() if (run_dir / "notes").exists() else True:
+        time.sleep(0.02)
+
+STARTED = dict(type="started", pid=os.getpid(), device="cpu", versions={{}})
+FINISHED = dict(type="finished", step=1)
+"""
+
+
+class Stage:
+    """A directory for tasks of scripted trainers; nothing of them is left when the test is over."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.launcher = LocalLauncher()
+        self.tasks: list[TaskSpec] = []
+
+    def trainer(self, body: str) -> str:
+        """A program that is called like an interpreter, `trainer -m module spec.json`, and does `body` instead."""
+        path = self.root / f"trainer-{len(list(self.root.glob('trainer-*')))}"
+        path.write_text(PRELUDE + body)
+        path.chmod(0o755)
+        return str(path)
+
+    def task(self, body: str, task_id: str = "job-1-1", devices: tuple[str, ...] = ("cpu",)) -> TaskSpec:
+        run_dir = self.root / f"run-{len(self.tasks)}"
+        run_dir.mkdir()
+        self.tasks.append(TaskSpec(task_id, run_dir, devices, python=self.trainer(body)))
+        return self.tasks[-1]
+
+    def start(self, body: str, **task: object) -> TaskSpec:
+        started = self.task(body, **task)  # type: ignore[arg-type]
+        self.launcher.start(started)
+        return started
+
+    def reaches(self, task: TaskSpec, state: TaskState, seconds: float = 10.0) -> Observation:
+        return until(lambda: seen if (seen := self.launcher.poll(task)).state is state else None, seconds)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
+    yield Stage(tmp_path)
+    # No other test has this lock directory; we have it only since we started, which the kernel does not know.
+    process.terminate(lambda: marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+
+
+def until[T](look: Callable[[], T | None], seconds: float = 10.0) -> T:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def notes(task: TaskSpec) -> list[str]:
+    path = task.run_dir / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def runner_of(task: TaskSpec) -> ProcessId:
+    status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
+    assert status is not None
+    assert status.runner is not None
+    return status.runner
+
+
+# What a trainer is given
+
+
+def test_a_trainer_gets_its_spec_a_log_file_and_no_secrets(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", "secret")
+    task = stage.start(
+        """
+seen = dict(argv=sys.argv[1:], env=dict(os.environ), nice=os.nice(0), cwd=os.getcwd(), stdin=sys.stdin.read(),
+            leader=os.getsid(0) == os.getpid())
+note(json.dumps(seen))
+print("to stdout", flush=True)
+print("to stderr", file=sys.stderr)
+"""
+    )
+    assert stage.reaches(task, TaskState.exited).exit_code == 0
+    seen = json.loads(notes(task)[0])
+    assert seen["argv"] == ["-m", "llama_stack_provider_trl.recipes.train", str(task.run_dir / "spec.json")]
+    assert (seen["nice"] - os.nice(0), seen["cwd"], seen["stdin"], seen["leader"]) == (10, str(task.run_dir), "", True)
+    assert seen["env"]["TRL_TASK_ID"] == "job-1-1"
+    assert "TRL_SERVICE_TOKEN" not in seen["env"]
+    assert RunDir(task.run_dir).log.read_text() == "to stdout\nto stderr\n"
+
+
+def test_a_trainer_may_print_far_more_than_a_pipe_holds(stage: Stage) -> None:
+    task = stage.start("print('x' * 1_000_000)")
+    assert stage.reaches(task, TaskState.exited).exit_code == 0
+    assert RunDir(task.run_dir).log.stat().st_size == 1_000_001
+
+
+def test_an_interpreter_that_does_not_exist_is_named(stage: Stage) -> None:
+    task = TaskSpec("job-1-1", stage.task("").run_dir, ("cpu",), python="/opt/none/bin/python")
+    stage.launcher.start(task)
+    seen = stage.reaches(task, TaskState.exited)
+    assert seen.launch_error == "cannot start /opt/none/bin/python: No such file or directory"
+
+
+def test_a_runner_that_cannot_start_is_an_error_of_start(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.launch.local.RUNNER", "no_such_module")
+    with pytest.raises(OSError, match=r"runner exited with 1: .*No module named no_such_module"):
+        stage.start("")
+
+
+def test_a_start_takes_a_fraction_of_a_second(stage: Stage) -> None:
+    begin = time.monotonic()
+    stage.start("time.sleep(600)")
+    assert time.monotonic() - begin < 2.0  # 0.12 s on a quiet machine
+
+
+# Ends
+
+
+def test_a_cancel_ends_every_process_even_one_that_ignores_sigterm(stage: Stage) -> None:
+    task = stage.start("stubborn_grandchild(); note('ready'); time.sleep(600)")
+    until(lambda: "ready" in notes(task))
+    assert len(marked(task_marks(task))) == 3  # runner, trainer, grandchild
+    begin = time.monotonic()
+    stage.launcher.cancel(task)
+    assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGTERM
+    until(lambda: not marked(task_marks(task)))
+    assert 2.5 < time.monotonic() - begin < 5.0
+
+
+def test_a_cancel_of_a_trainer_that_listens_does_not_wait_for_the_grace_to_pass(stage: Stage) -> None:
+    task = stage.start("note('ready'); time.sleep(600)")
+    until(lambda: "ready" in notes(task))
+    begin = time.monotonic()
+    stage.launcher.cancel(task)
+    stage.reaches(task, TaskState.exited)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_kill_9_of_the_runner_leaves_nothing_alive(stage: Stage) -> None:
+    task = stage.start("stubborn_grandchild(); note('ready'); time.sleep(600)")
+    until(lambda: "ready" in notes(task))
+    stage.reaches(task, TaskState.running)
+    os.kill(runner_of(task).pid, signal.SIGKILL)
+    seen = stage.reaches(task, TaskState.exited)
+    assert (seen.exit_code, marked(task_marks(task))) == (None, [])
+    assert "runner was killed" in seen.detail
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the next poll ends it")
+def test_kill_9_of_the_runner_ends_the_trainer_without_anybody_looking(stage: Stage) -> None:
+    task = stage.start("note('ready'); time.sleep(600)")
+    until(lambda: "ready" in notes(task))
+    os.kill(runner_of(task).pid, signal.SIGKILL)
+    until(lambda: not marked(task_marks(task)), seconds=2.0)
+
+
+def test_a_task_of_the_same_name_in_another_place_is_left_alone(stage: Stage) -> None:
+    mine = stage.start("note('ready'); time.sleep(600)", devices=("cuda:0",))
+    other = stage.start("note('ready'); time.sleep(600)", devices=("cuda:1",))
+    until(lambda: notes(mine) and notes(other))
+    os.kill(runner_of(mine).pid, signal.SIGKILL)
+    stage.reaches(mine, TaskState.exited)
+    assert stage.launcher.poll(other).state is TaskState.running
+    assert alive(runner_of(other))
+
+
+def test_kill_9_of_the_trainer_is_seen_as_such(stage: Stage) -> None:
+    task = stage.start("os.kill(os.getpid(), signal.SIGKILL)")
+    assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGKILL
+
+
+def test_what_a_trainer_leaves_behind_is_ended_with_it(stage: Stage) -> None:
+    task = stage.start("stubborn_grandchild(); sys.exit(5)")
+    assert stage.reaches(task, TaskState.exited).exit_code == 5
+    until(lambda: not marked(task_marks(task)), seconds=1.0)
+
+
+@pytest.mark.parametrize("event", ["FINISHED", "dict(type='failed', reason='internal', message='x')"])
+def test_a_trainer_that_has_said_its_last_word_and_does_not_exit_is_ended(stage: Stage, event: str) -> None:
+    stage.launcher = LocalLauncher(exit_deadline=0.5)
+    task = stage.start(f"say(**STARTED); say(**{event}); time.sleep(600)")
+    assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGTERM
+
+
+def test_a_trainer_that_is_not_done_is_not_ended_however_odd_its_events(stage: Stage) -> None:
+    stage.launcher = LocalLauncher(exit_deadline=0.2)
+    body = """
+say(**STARTED)
+with open(run_dir / "events.jsonl", "a") as file:
+    file.write('"finished"\\nrubbish\\n{"type": "warning", "message": "finished"}\\n{"type": "fini')
+time.sleep(2.5)
+sys.exit(4)
+"""
+    assert stage.reaches(stage.start(body), TaskState.exited).exit_code == 4
+
+
+# Devices
+
+
+def test_a_second_task_waits_for_the_device_and_names_who_has_it(stage: Stage) -> None:
+    first = stage.start("time.sleep(600)", task_id="first-1")
+    stage.reaches(first, TaskState.running)
+    second = stage.start("note('ran')", task_id="second-1")
+    seen = until(lambda: seen if (seen := stage.launcher.poll(second)).detail else None)
+    assert seen.state is TaskState.waiting
+    assert seen.detail == (
+        f"waiting for device cpu, held by task first-1 (pid {runner_of(first).pid}, run directory {first.run_dir})"
+    )
+    assert notes(second) == []
+    stage.launcher.cancel(first)
+    assert stage.reaches(second, TaskState.exited) == Observation(TaskState.exited, 0)
+    assert notes(second) == ["ran"]
+
+
+def test_a_task_that_waits_can_be_cancelled_and_never_runs(stage: Stage) -> None:
+    stage.reaches(stage.start("time.sleep(600)", task_id="first-1"), TaskState.running)
+    second = stage.start("note('ran')", task_id="second-1")
+    stage.reaches(second, TaskState.waiting)
+    begin = time.monotonic()
+    stage.launcher.cancel(second)
+    seen = stage.reaches(second, TaskState.exited)
+    assert (seen.exit_code, seen.launch_error, notes(second)) == (None, "", [])
+    assert time.monotonic() - begin < 1.0
+
+
+def test_a_device_whose_holder_was_killed_is_free(stage: Stage) -> None:
+    first = stage.start("time.sleep(600)", task_id="first-1")
+    stage.reaches(first, TaskState.running)
+    os.kill(runner_of(first).pid, signal.SIGKILL)
+    second = stage.start("note('ran')", task_id="second-1")
+    stage.reaches(second, TaskState.exited)
+    assert notes(second) == ["ran"]
+
+
+def test_tasks_on_different_devices_run_side_by_side(stage: Stage) -> None:
+    tasks = [stage.start("time.sleep(600)", task_id=f"job-{n}", devices=(f"cuda:{n}",)) for n in range(2)]
+    for task in tasks:
+        stage.reaches(task, TaskState.running)
+
+
+# One process, no corpses
+
+
+def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
+    task = stage.task("note('started'); time.sleep(600)")
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: stage.launcher.start(task), range(6)))
+    until(lambda: notes(task))
+    until(lambda: len(marked(task_marks(task))) == 2)  # runner and trainer
+    assert notes(task) == ["started"]
+
+
+def test_the_launching_process_has_neither_children_nor_zombies(stage: Stage) -> None:
+    before = psutil.Process().children()
+    task = stage.start("pass")
+    assert psutil.Process().children() == before
+    stage.reaches(task, TaskState.exited)
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
+def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
+    process.become_subreaper()  # orphans come to us, as they come to process 1
+    try:
+        task = stage.start("note('ready'); time.sleep(600)")
+        until(lambda: notes(task))
+        os.kill(runner_of(task).pid, signal.SIGKILL)
+        stage.reaches(task, TaskState.exited)
+        until(lambda: runner_of(task).pid not in [child.pid for child in psutil.Process().children()])
+    finally:
+        process._libc().prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        for child in psutil.Process().children():
+            process.reap(child.pid)
+
+
+# With the supervisor on top
+
+
+def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
+    python = stage.trainer("say(**STARTED); say(**FINISHED)")
+    store = Store(stage.root / "jobs.db")
+    supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
+    supervisor.start()
+    try:
+        store.add_job(job_spec("a"), "digest")
+        supervisor.wake()
+        until(lambda: store.get("a").state is JobState.completed)
+    finally:
+        supervisor.stop()
+        store.close()
+
+
+def test_a_training_outlives_kill_9_of_its_supervisor_and_is_taken_up_again(stage: Stage) -> None:
+    python = stage.trainer("say(**STARTED); note('ran'); time.sleep(2); say(**FINISHED)")
+    store = Store(stage.root / "jobs.db")
+    store.add_job(job_spec("a"), "digest")
+    program = f"""
+import pathlib, time
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.launch.local import LocalLauncher
+root = pathlib.Path({str(stage.root)!r})
+Supervisor(Store(root / "jobs.db"), LocalLauncher(), ["cpu"], root, python={python!r}).start()
+time.sleep(600)
+"""
+    server = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        until(lambda: store.get("a").state is JobState.in_progress)
+    finally:
+        server.kill()
+        server.wait()
+    assert store.get("a").state is JobState.in_progress
+    supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
+    supervisor.start()
+    try:
+        until(lambda: store.get("a").state is JobState.completed)
+    finally:
+        supervisor.stop()
+    run_dir = store.get("a").run_dir
+    assert run_dir is not None
+    assert (run_dir / "notes").read_text() == "ran\n"
+    store.close()
+
+
+def test_a_process_that_waits_for_the_lock_takes_over_when_it_is_free(stage: Stage) -> None:
+    store = Store(stage.root / "jobs.db")
+    first, second = (Supervisor(store, stage.launcher, ["cpu"], stage.root) for _ in range(2))
+    first.start()
+    second.start()
+    try:
+        assert not second.supervising
+        first.stop()
+        until(lambda: second.supervising, seconds=3.0)
+    finally:
+        first.stop()
+        second.stop()
+        store.close()
+
+
+def test_a_cancelled_job_is_over_within_seconds(stage: Stage) -> None:
+    python = stage.trainer("say(**STARTED); stubborn_grandchild(); time.sleep(600)")
+    store = Store(stage.root / "jobs.db")
+    supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
+    supervisor.start()
+    try:
+        store.add_job(job_spec("a"), "digest")
+        until(lambda: store.get("a").state is JobState.in_progress)
+        begin = time.monotonic()
+        store.request_cancel("a")
+        supervisor.wake()
+        until(lambda: store.get("a").state is JobState.cancelled)
+        assert time.monotonic() - begin < 5.0
+        run_dir = store.get("a").run_dir
+        assert run_dir is not None
+        until(lambda: not marked({"TRL_RUN_DIR": str(run_dir)}), seconds=1.0)
+    finally:
+        supervisor.stop()
+        store.close()

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.files import atomic_write_json, fsync_tree, put_rows, resolve_under, tail
+
+NAN = float("nan")
+
+
+def lines(path: Path) -> list[object]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_stored_under_the_digest_of_their_bytes(tmp_path: Path) -> None:
+    blob = put_rows(tmp_path, [{"prompt": "Grüße", "n": 1}, {"prompt": None}])
+    data = blob.path.read_bytes()
+    assert blob.path == tmp_path / f"{hashlib.sha256(data).hexdigest()}.jsonl"
+    assert (blob.sha256, blob.num_rows, blob.num_bytes) == (hashlib.sha256(data).hexdigest(), 2, len(data))
+    assert lines(blob.path) == [{"prompt": "Grüße", "n": 1}, {"prompt": None}]
+
+
+def test_the_same_rows_are_stored_once_and_nothing_else_is_left(tmp_path: Path) -> None:
+    first = put_rows(tmp_path, [{"a": 1}])
+    inode = first.path.stat().st_ino
+    assert put_rows(tmp_path, iter([{"a": 1}])) == first
+    assert first.path.stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [first.path]
+
+
+def test_a_column_that_is_nan_is_an_absent_column(tmp_path: Path) -> None:
+    blob = put_rows(tmp_path, [{"chosen": "x", "score": NAN}])
+    assert lines(blob.path) == [{"chosen": "x"}]
+
+
+@pytest.mark.parametrize("value", [[NAN], {"x": NAN}, float("inf"), {1, 2}, "\ud800"])
+def test_a_value_that_json_cannot_hold_is_refused_with_the_number_of_its_row(tmp_path: Path, value: object) -> None:
+    with pytest.raises(InvalidRows, match=r"row 1: .*columns: \['bad'\]") as caught:
+        put_rows(tmp_path, [{"good": 1}, {"bad": value}])
+    assert caught.value.row == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRows, match="row 0: found list, expected an object"):
+        put_rows(tmp_path, [["not", "a", "row"]])  # type: ignore[list-item]
+
+
+def test_ten_thousand_rows_take_a_fraction_of_a_second(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} " * 60, "chosen": "yes " * 150, "rejected": "no " * 180} for number in range(10_000)]
+    begin = time.perf_counter()
+    blob = put_rows(tmp_path, rows)
+    assert blob.num_bytes > 14_000_000
+    assert time.perf_counter() - begin < 1.0  # 0.1 s on a quiet machine
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    atomic_write_json(path, {"state": "running"}, mode=0o600)
+    with pytest.raises(TypeError):
+        atomic_write_json(path, {"state": object()})
+    assert json.loads(path.read_text()) == {"state": "running"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tree_is_forced_to_disk_from_its_files_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "weights").write_text("x")
+    synced: list[str] = []
+    monkeypatch.setattr("llama_stack_provider_trl.files._fsync_path", lambda path: synced.append(path.name))
+    fsync_tree(tmp_path)
+    assert synced == ["weights", "a", tmp_path.name]
+
+
+def test_a_relative_path_stays_under_its_root(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert resolve_under(tmp_path, "link/new/model") == tmp_path / "real" / "new" / "model"
+    assert resolve_under(tmp_path, ".") == tmp_path
+
+
+@pytest.mark.parametrize("path", ["/etc", "../x", "a/../../x", "a/..", "out/x", "nul\0byte"])
+def test_a_path_that_leaves_its_root_is_refused_by_name(tmp_path: Path, path: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "out").symlink_to(tmp_path)
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_under(root, path, "checkpoint_dir")
+    assert caught.value.field == "checkpoint_dir"
+
+
+def test_a_tail_is_short_and_of_a_missing_file_empty(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % number for number in range(10_000)))
+    assert tail(log, lines=2) == "line 9998\nline 9999"
+    assert len(tail(log, lines=1000, limit=100)) <= 100
+    assert tail(tmp_path / "none") == ""

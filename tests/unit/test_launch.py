@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
+from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask, lock_name
+from llama_stack_provider_trl.launch.torchrun import training_argv, training_environment
+from llama_stack_provider_trl.process import myself
+
+TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
+
+
+def test_one_process_is_started_directly_with_its_spec_file() -> None:
+    spec = "/data/jobs/job-1/attempts/2/spec.json"
+    assert training_argv(TASK) == [sys.executable, "-m", "llama_stack_provider_trl.recipes.train", spec]
+
+
+def test_another_interpreter_may_train() -> None:
+    task = TaskSpec("a", Path("/r"), ("cpu",), python="/opt/heavy/bin/python")
+    assert training_argv(task)[0] == "/opt/heavy/bin/python"
+
+
+def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> None:
+    task = TaskSpec("a-1", Path("/r"), ("cpu",), env={"MASTER_PORT": "29500"})
+    environ = training_environment(task, {"PATH": "/bin", "TRL_SERVICE_TOKEN": "secret"})
+    assert environ == {
+        "PATH": "/bin",
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_PORT": "29500",
+        "TRL_TASK_ID": "a-1",
+        "TRL_RUN_DIR": "/r",
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "name"),
+    [
+        ("cpu", None, "cpu"),
+        ("mps", None, "mps"),
+        ("cuda", None, "cuda"),
+        ("cuda:1", None, "cuda-1"),
+        ("cuda:0", "2,3", "cuda-2"),
+        ("cuda:1", "2, 3", "cuda-3"),
+        ("cuda:1", "", "cuda-1"),
+        ("cuda:5", "2,3", "cuda-5"),
+        ("cuda:0", "GPU-8d3f", "cuda-GPU-8d3f"),
+    ],
+)
+def test_two_programs_that_mean_one_gpu_mean_one_lock(device: str, visible: str | None, name: str) -> None:
+    assert lock_name(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name
+
+
+def test_what_the_launcher_writes_the_runner_reads(tmp_path: Path) -> None:
+    task = RunnerTask("a-1", Path("/run/dir"), ("cpu", "cuda:0"), ("python", "-m", "x"), 30.0)
+    task.write(tmp_path / "task.json")
+    assert RunnerTask.read(tmp_path / "task.json") == task
+    assert (tmp_path / "task.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_the_runner_writes_the_launcher_reads(tmp_path: Path) -> None:
+    path = tmp_path / "runner.json"
+    assert RunnerStatus.read(path) is None
+    for status in (
+        RunnerStatus("a-1", myself(), TaskState.waiting, detail="waiting for device cpu"),
+        RunnerStatus("a-1", myself(), TaskState.exited, trainer=myself(), exit_code=-9),
+        RunnerStatus("a-1", None, TaskState.exited, launch_error="no such file"),
+    ):
+        status.write(path)
+        assert RunnerStatus.read(path) == status

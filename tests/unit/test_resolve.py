@@ -1,0 +1,236 @@
+"""Every request field is honoured or refused by name, before a row is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec
+from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.resolve import Settings, derive, resolve
+
+LORA = {
+    "type": "LoRA",
+    "lora_attn_modules": ["q_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "rank": 4,
+    "alpha": 8,
+}
+PROMISED: dict[str, Any] = {
+    "job_uuid": "dpo-1",
+    "model": "org/base",
+    "finetuned_model": "my-model",
+    "checkpoint_dir": "results",
+    "algorithm_config": {"type": "dpo", "reward_scale": 1.0, "reward_clip": 5.0},
+    "training_config": {
+        "n_epochs": 3,
+        "max_steps_per_epoch": 100,
+        "learning_rate": 5e-5,
+        "data_config": {"dataset_id": "pairs", "batch_size": 4, "shuffle": True},
+    },
+}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
+
+
+def sft(**changes: Any) -> SupervisedFineTuneRequest:
+    body = {
+        "job_uuid": "sft-1",
+        "model": "org/base",
+        "training_config": {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}},
+        **changes,
+    }
+    return SupervisedFineTuneRequest.model_validate(body)
+
+
+def with_training(**changes: Any) -> SupervisedFineTuneRequest:
+    return sft(training_config={"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}, **changes})
+
+
+def with_data(**changes: Any) -> SupervisedFineTuneRequest:
+    return with_training(data_config={"dataset_id": "rows", "batch_size": 2, **changes})
+
+
+def dpo(**changes: Any) -> PreferenceOptimizeRequest:
+    return PreferenceOptimizeRequest.model_validate({**PROMISED, **changes})
+
+
+def spec_of(request: Any, settings: Settings, **options: Any) -> JobSpec:
+    ref = DatasetRef(dataset_id="rows", path=Path("/rows.jsonl"), sha256="0" * 64, num_rows=10)
+    return resolve(request, ProviderOptions.parse(options), settings).spec(ref, None)
+
+
+def test_the_promised_payload_means_what_the_mission_says(settings: Settings) -> None:
+    spec = spec_of(dpo(), settings)
+    assert (spec.model, spec.output_name) == ("org/base", "my-model")
+    assert spec.checkpoint_dir == (settings.data_dir / "results" / "dpo-1").resolve()
+    assert spec.dpo is not None
+    assert (spec.dpo.beta, spec.dpo.reward_scale, spec.dpo.reward_clip) == (0.1, 1.0, 5.0)
+    assert (spec.n_epochs, spec.max_steps_per_epoch, spec.optimizer.learning_rate) == (3, 100, 5e-5)
+    assert (spec.batch_size, spec.gradient_accumulation_steps, spec.shuffle) == (4, 1, True)
+
+
+def test_a_dpo_call_with_only_finetuned_model_names_the_base(settings: Settings) -> None:
+    spec = spec_of(dpo(model=None, finetuned_model="org/base"), settings)
+    assert (spec.model, spec.output_name) == ("org/base", "dpo-1")
+
+
+def test_an_epoch_is_capped_only_when_the_caller_set_a_cap(settings: Settings) -> None:
+    assert spec_of(sft(), settings).max_steps_per_epoch is None
+    assert spec_of(with_training(max_steps_per_epoch=1), settings).max_steps_per_epoch == 1
+
+
+def test_lora_module_names_of_llama_stack_become_those_of_hugging_face(settings: Settings) -> None:
+    lora = spec_of(sft(algorithm_config=LORA), settings).lora
+    assert lora is not None
+    assert lora.target_modules == ("q_proj", "o_proj")
+    assert (lora.mlp, lora.rank, lora.alpha) == (True, 4, 8)
+
+
+def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) -> None:
+    no_rate = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}}
+    assert spec_of(sft(), settings).optimizer.learning_rate == 2e-5
+    assert spec_of(sft(algorithm_config=LORA), settings).optimizer.learning_rate == 2e-4
+    assert spec_of(dpo(training_config=no_rate), settings).optimizer.learning_rate == 1e-6
+    assert spec_of(dpo(training_config=no_rate), settings, lora=LORA).optimizer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("request_body", "field"),
+    [
+        (sft(model=None), "model"),
+        (sft(model="/no/such/directory"), "model"),
+        (sft(job_uuid="a/b"), "job_uuid"),
+        (sft(job_uuid="x" * 300), "job_uuid"),
+        (sft(job_uuid="..", model="org/base"), "job_uuid"),
+        (sft(checkpoint_dir="/etc"), "checkpoint_dir"),
+        (sft(checkpoint_dir="../outside"), "checkpoint_dir"),
+        (sft(hyperparam_search_config={"lr": [1, 2]}), "hyperparam_search_config"),
+        (sft(logger_config={"wandb": True}), "logger_config"),
+        (sft(training_config={"n_epochs": 1}), "training_config.data_config"),
+        (with_training(dtype="fp16"), "training_config.dtype"),
+        (
+            with_training(optimizer_config={"optimizer_type": "adamax"}),
+            "training_config.optimizer_config.optimizer_type",
+        ),
+        (with_training(optimizer_config={"lr": 1e-3}, learning_rate=1e-4), "training_config.learning_rate"),
+        (with_training(learning_rat=1e-4), "training_config.learning_rat"),
+        (
+            with_training(efficiency_config={"fsdp_cpu_offload": True}),
+            "training_config.efficiency_config.fsdp_cpu_offload",
+        ),
+        (with_data(packed=True), "training_config.data_config.packed"),
+        (with_data(data_format="preference"), "training_config.data_config.data_format"),
+        (sft(algorithm_config={"type": "QAT", "quantizer_name": "int8", "group_size": 32}), "algorithm_config.type"),
+        (sft(algorithm_config={**LORA, "quantize_base": True}), "algorithm_config.quantize_base"),
+        (sft(algorithm_config={**LORA, "apply_lora_to_output": True}), "algorithm_config.apply_lora_to_output"),
+        (sft(algorithm_config={**LORA, "rank": 0}), "algorithm_config.rank"),
+        (sft(algorithm_config={**LORA, "ranks": 2}), "algorithm_config.ranks"),
+        (dpo(algorithm_config={"beta": 0.1, "loss_type": "kto_pair"}), "algorithm_config.loss_type"),
+        (dpo(algorithm_config={"loss_type": "ipo", "reward_clip": 5.0}), "algorithm_config.loss_type"),
+        (dpo(algorithm_config={"type": "ppo"}), "algorithm_config.type"),
+        (dpo(model=None, finetuned_model=None), "finetuned_model"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(request_body: Any, field: str, settings: Settings) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(request_body, ProviderOptions(), settings)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(field)
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match="did you mean `learning_rate`"):
+        resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
+
+
+def test_null_false_and_empty_mean_not_asked_for(settings: Settings) -> None:
+    quiet = with_training(
+        efficiency_config={"fsdp_cpu_offload": False, "enable_activation_offloading": None},
+        data_config={"dataset_id": "rows", "batch_size": 2, "packed": False, "train_on_input": None},
+    )
+    quiet = quiet.model_copy(update={"hyperparam_search_config": {}, "logger_config": {}})
+    assert spec_of(quiet, settings).gradient_checkpointing is False
+
+
+def test_fields_without_meaning_in_dpo_become_warnings(settings: Settings) -> None:
+    old = {"reward_scale": 1.0, "reward_clip": 5.0, "epsilon": 0.1, "gamma": 0.99}
+    resolution = resolve(dpo(algorithm_config=old), ProviderOptions(), settings)
+    assert [warning.split()[0] for warning in resolution.warnings] == [
+        "algorithm_config.epsilon",
+        "algorithm_config.gamma",
+    ]
+
+
+def test_a_symlink_cannot_lead_checkpoints_out_of_the_data_directory(settings: Settings, tmp_path: Path) -> None:
+    settings.data_dir.mkdir()
+    (settings.data_dir / "way-out").symlink_to(tmp_path)
+    with pytest.raises(InvalidRequest, match="checkpoint_dir"):
+        resolve(sft(checkpoint_dir="way-out/x"), ProviderOptions(), settings)
+
+
+def test_an_absolute_checkpoint_dir_inside_an_allowed_root_is_taken(settings: Settings, tmp_path: Path) -> None:
+    allowed = Settings(settings.data_dir, ("cpu",), checkpoint_roots=(tmp_path / "big-disk",))
+    spec = spec_of(sft(checkpoint_dir=str(tmp_path / "big-disk" / "a")), allowed)
+    assert spec.checkpoint_dir == (tmp_path / "big-disk" / "a" / "sft-1").resolve()
+
+
+def test_an_adapter_directory_as_base_model_is_refused_with_the_way_out(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="merge_adapter"):
+        resolve(sft(model=str(tmp_path)), ProviderOptions(), settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"sed": 1}, "provider_options.sed"),
+        ({"save_steps": 0}, "provider_options.save_steps"),
+        ("lora", "provider_options"),
+    ],
+)
+def test_a_provider_option_that_is_unknown_or_wrong_is_refused_by_name(options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ProviderOptions.parse(options)
+    assert caught.value.field == field
+
+
+def test_merging_without_an_adapter_and_lora_options_for_sft_are_refused(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options\.merge_adapter"):
+        spec_of(sft(), settings, merge_adapter=True)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.lora"):
+        spec_of(sft(), settings, lora=LORA)
+
+
+def test_a_device_that_the_provider_does_not_have_is_refused(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options\.device"):
+        spec_of(sft(), settings, device="cuda:7")
+
+
+def test_impossible_numbers_are_refused_by_the_request_model() -> None:
+    for wrong in ({"n_epochs": 0}, {"n_epochs": 1, "learning_rate": -1.0}, {"n_epochs": "many"}):
+        with pytest.raises(ValidationError):
+            sft(training_config={"data_config": {"dataset_id": "rows", "batch_size": 2}, **wrong})
+
+
+def test_the_digest_tells_requests_apart_by_what_the_caller_set() -> None:
+    none = ProviderOptions()
+    assert sft().digest(none) == sft().digest(none)
+    assert sft().digest(none) != with_training(learning_rate=1e-4).digest(none)
+    assert sft().digest(none) != sft().digest(ProviderOptions(seed=1))
+
+
+def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_path: Path) -> None:
+    spec = spec_of(sft(), settings)
+    first, second = (derive(spec, 1, "cuda:0", tmp_path) for _ in range(2))
+    assert first == second
+    assert (first.job.device, first.attempt, first.task_id) == ("cuda:0", 1, "sft-1-1")
+    assert spec.device == "auto"

@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import JobConflict, JobNotFound, StoreError
+from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
+from llama_stack_provider_trl.jobs.store import Store, _queries
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+    Warned,
+)
+from tests.fakes import FakeClock, job_spec
+
+STARTED = Started(pid=1, device="cpu", versions={})
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
+    store = Store(tmp_path / "jobs.db", clock)
+    yield store
+    store.close()
+
+
+def launched(store: Store, job_uuid: str = "job-1", attempt: int = 1) -> JobRecord:
+    store.add_job(job_spec(job_uuid), "digest")
+    assert store.launch(job_uuid, attempt, "cpu", Path(f"/runs/{job_uuid}/{attempt}"))
+    return store.get(job_uuid)
+
+
+def running(store: Store) -> JobRecord:
+    launched(store)
+    store.apply_events("job-1", 1, [STARTED], 10)
+    return store.get("job-1")
+
+
+def retried(store: Store) -> JobRecord:
+    """A job whose second attempt has begun."""
+    running(store)
+    store.transition("job-1", 1, JobState.in_progress, JobState.scheduled)
+    return launched(store, attempt=2)
+
+
+def step(number: int, loss: float, time: float = 0.0) -> Progress:
+    return Progress(step=number, epoch=number / 10, metrics={"loss": loss}, peak_memory_bytes=100, time=time)
+
+
+def saved(path: str, number: int) -> CheckpointSaved:
+    return CheckpointSaved(kind="step", step=number, epoch=1, path=Path(path), train_loss=1.5)
+
+
+def seconds(when: datetime | None) -> float:
+    assert when is not None
+    assert when.tzinfo is UTC
+    return when.timestamp()
+
+
+# Adding
+
+
+def test_a_new_job_waits_and_keeps_its_effective_configuration(store: Store, clock: FakeClock) -> None:
+    assert store.add_job(job_spec(seed=7), "digest", warnings=["epsilon means nothing in DPO"])
+    job = store.get("job-1")
+    assert (job.state, job.status, job.attempt, job.log_path) == (JobState.scheduled, "scheduled", 0, None)
+    assert job.spec == job_spec(seed=7)
+    assert seconds(job.scheduled_at) == clock.now
+    assert job.warnings == ("epsilon means nothing in DPO",)
+
+
+def test_a_repeated_request_makes_no_second_job(store: Store) -> None:
+    assert store.add_job(job_spec(), "digest", warnings=["w"])
+    assert not store.add_job(job_spec(), "digest", warnings=["w"])
+    assert len(store.list()) == 1
+    assert store.get("job-1").warnings == ("w",)
+
+
+def test_a_different_request_under_a_taken_name_is_a_conflict_and_changes_nothing(store: Store) -> None:
+    store.add_job(job_spec(seed=1), "digest")
+    with pytest.raises(JobConflict, match="made from a different request"):
+        store.add_job(job_spec(seed=2), "other")
+    assert store.get("job-1").spec.seed == 1
+
+
+def test_a_request_can_be_looked_up_before_its_rows_are_read(store: Store) -> None:
+    assert not store.holds("job-1", "digest")
+    store.add_job(job_spec(), "digest")
+    assert store.holds("job-1", "digest")
+    with pytest.raises(JobConflict, match="made from a different request"):
+        store.holds("job-1", "other")
+
+
+def test_of_many_equal_requests_at_once_exactly_one_makes_the_job(tmp_path: Path) -> None:
+    store = Store(tmp_path / "jobs.db")
+    barrier = threading.Barrier(8)
+
+    def add(_: int) -> bool:
+        barrier.wait()
+        return store.add_job(job_spec(), "digest")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(add, range(8))) == [False] * 7 + [True]
+    store.close()
+
+
+def test_many_openers_of_a_new_file_all_succeed(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def open_and_add(number: int) -> None:
+        barrier.wait()
+        store = Store(tmp_path / "jobs.db")
+        store.add_job(job_spec(f"job-{number}"), "digest")
+        store.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(open_and_add, range(8)))
+    store = Store(tmp_path / "jobs.db")
+    assert len(store.list()) == 8
+    store.close()
+
+
+def test_jobs_survive_the_process_that_added_them(tmp_path: Path) -> None:
+    first = Store(tmp_path / "jobs.db")
+    first.add_job(job_spec(), "digest")
+    first.close()
+    second = Store(tmp_path / "jobs.db")
+    assert second.get("job-1").spec == job_spec()
+    second.close()
+
+
+def test_jobs_are_listed_in_the_order_in_which_they_came(store: Store) -> None:
+    for name in ("b", "a", "c"):
+        store.add_job(job_spec(name), "digest")
+    assert [job.job_uuid for job in store.list()] == ["b", "a", "c"]
+    assert [(job.job_uuid, job.device) for job in store.queue()] == [("b", "cpu"), ("a", "cpu"), ("c", "cpu")]
+
+
+def test_a_job_that_nobody_added_is_not_found(store: Store) -> None:
+    for ask in (store.get, store.checkpoints, store.points, store.request_cancel):
+        with pytest.raises(JobNotFound, match="'nope' not found"):
+            ask("nope")
+
+
+# Cancelling
+
+
+def test_a_waiting_job_is_cancelled_at_once(store: Store, clock: FakeClock) -> None:
+    store.add_job(job_spec(), "digest")
+    clock.advance(5)
+    job = store.request_cancel("job-1")
+    assert (job.state, seconds(job.completed_at)) == (JobState.cancelled, clock.now)
+    assert store.queue() == []
+
+
+@pytest.mark.parametrize("prepare", [launched, running])
+def test_a_job_that_has_processes_is_cancelling_until_they_are_gone(store: Store, prepare: object) -> None:
+    prepare(store)  # type: ignore[operator]
+    job = store.request_cancel("job-1")
+    assert (job.state, job.status, job.completed_at) == (JobState.cancelling, "in_progress", None)
+    assert store.active() == [job]
+
+
+def test_cancelling_twice_is_as_good_as_once(store: Store) -> None:
+    running(store)
+    assert store.request_cancel("job-1") == store.request_cancel("job-1")
+    store.transition("job-1", 1, JobState.cancelling, JobState.cancelled)
+    assert store.request_cancel("job-1").state is JobState.cancelled
+
+
+@pytest.mark.parametrize("end", [JobState.completed, JobState.failed])
+def test_a_job_that_is_over_cannot_be_cancelled(store: Store, end: JobState) -> None:
+    running(store)
+    store.transition("job-1", 1, JobState.in_progress, end)
+    with pytest.raises(JobConflict, match=f"is {end} already"):
+        store.request_cancel("job-1")
+
+
+# Moving on
+
+
+def test_a_move_from_a_state_that_the_job_has_left_does_not_apply(store: Store) -> None:
+    running(store)
+    assert not store.transition("job-1", 1, JobState.launching, JobState.failed, Reason.launch_failed, "late")
+    assert store.get("job-1").state is JobState.in_progress
+
+
+def test_a_move_of_an_earlier_attempt_does_not_apply(store: Store) -> None:
+    retried(store)
+    assert not store.transition("job-1", 1, JobState.launching, JobState.failed)
+    assert store.get("job-1").state is JobState.launching
+
+
+def test_a_move_that_the_table_does_not_know_is_a_bug(store: Store) -> None:
+    running(store)
+    with pytest.raises(AssertionError, match="completed -> in_progress"):
+        store.transition("job-1", 1, JobState.completed, JobState.in_progress)
+
+
+def test_a_failure_keeps_its_reason_and_brings_advice(store: Store, clock: FakeClock) -> None:
+    running(store)
+    store.transition("job-1", 1, JobState.in_progress, JobState.failed, Reason.out_of_memory, "3 GiB short")
+    job = store.get("job-1")
+    assert (job.reason, job.message, seconds(job.completed_at)) == (Reason.out_of_memory, "3 GiB short", clock.now)
+    assert "batch_size" in job.advice
+
+
+def test_a_job_is_launched_once_per_attempt(store: Store) -> None:
+    job = launched(store)
+    assert (job.state, job.attempt, job.device) == (JobState.launching, 1, "cpu")
+    assert job.log_path == Path("/runs/job-1/1/rank-0.log")
+    assert not store.launch("job-1", 1, "cpu", Path("/elsewhere"))
+    assert not store.launch("job-1", 2, "cpu", Path("/elsewhere"))
+
+
+def test_the_states_that_the_loop_looks_at_are_those_that_may_have_processes(store: Store) -> None:
+    sql = _queries()["select_active"]
+    assert {state for state in JobState if f"'{state}'" in sql} == ACTIVE
+
+
+def test_what_a_job_waits_for_is_forgotten_once_it_moves_on(store: Store) -> None:
+    launched(store)
+    store.note_detail("job-1", JobState.launching, "waiting for device cpu")
+    store.note_detail("job-1", JobState.scheduled, "a look that came late")
+    assert store.get("job-1").detail == "waiting for device cpu"
+    store.apply_events("job-1", 1, [STARTED], 10)
+    assert store.get("job-1").detail == ""
+
+
+# Events
+
+
+def test_the_first_sign_of_life_puts_a_job_in_progress(store: Store) -> None:
+    launched(store)
+    assert store.apply_events("job-1", 1, [Started(pid=1, device="cpu", versions={}, time=50.0)], 10)
+    job = store.get("job-1")
+    assert (job.state, seconds(job.started_at)) == (JobState.in_progress, 50.0)
+
+
+def test_a_sign_of_life_does_not_bring_back_a_job_that_is_being_cancelled(store: Store) -> None:
+    launched(store)
+    store.request_cancel("job-1")
+    store.apply_events("job-1", 1, [STARTED], 10)
+    assert store.get("job-1").state is JobState.cancelling
+
+
+def test_progress_and_the_time_that_is_left_follow_the_events(store: Store) -> None:
+    running(store)
+    ready = Prepared(total_steps=40, num_rows=8, trainable_parameters=2, total_parameters=3, time=100.0)
+    point = step(10, 2.5, time=120.0)
+    point.metrics["tokens_per_second"] = 300.0
+    store.apply_events("job-1", 1, [ready, point], 20)
+    job = store.get("job-1")
+    progress = job.progress
+    assert (progress.step, progress.total_steps, progress.percent, progress.loss) == (10, 40, 25.0, 2.5)
+    assert (progress.tokens_per_second, progress.peak_memory_bytes, progress.epoch) == (300.0, 100, 1.0)
+    assert progress.eta_seconds == pytest.approx(60.0)  # 2 s per step, 30 to go
+    assert job.effective is not None
+    assert job.effective["num_rows"] == 8
+
+
+def test_a_job_that_has_not_begun_promises_no_time(store: Store) -> None:
+    progress = running(store).progress
+    assert (progress.eta_seconds, progress.percent) == (None, None)
+
+
+def test_a_last_point_without_a_loss_does_not_hide_the_last_loss(store: Store) -> None:
+    running(store)
+    summary = Progress(step=2, epoch=1.0, metrics={"train_runtime": 3.0}, peak_memory_bytes=100)
+    store.apply_events("job-1", 1, [step(1, 2.0), summary], 20)
+    assert store.get("job-1").progress.loss == 2.0
+
+
+def test_events_that_come_twice_count_once(store: Store) -> None:
+    running(store)
+    events: list[Event] = [step(1, 2.0), saved("/c/1", 1), Warned(message="2 rows were cut")]
+    assert store.apply_events("job-1", 1, events, 20)
+    assert not store.apply_events("job-1", 1, events, 20)
+    assert len(store.points("job-1")) == len(store.checkpoints("job-1")) == 1
+    assert store.get("job-1").warnings == ("2 rows were cut",)
+
+
+def test_events_of_an_earlier_attempt_are_refused(store: Store) -> None:
+    retried(store)
+    assert not store.apply_events("job-1", 1, [step(9, 0.1), saved("/c/9", 9), Finished(step=9)], 99)
+    assert store.points("job-1") == []
+    assert store.checkpoints("job-1") == []
+    assert not store.outcome("job-1", 1).finished
+
+
+def test_a_later_attempt_replaces_the_points_that_it_reaches_again(store: Store) -> None:
+    running(store)
+    store.apply_events("job-1", 1, [step(1, 5.0), step(2, 4.0)], 20)
+    store.transition("job-1", 1, JobState.in_progress, JobState.scheduled)
+    store.launch("job-1", 2, "cpu", Path("/runs/2"))
+    store.apply_events("job-1", 2, [step(2, 3.0)], 10)
+    assert [(point.step, point.metrics["loss"]) for point in store.points("job-1")] == [(1, 5.0), (2, 3.0)]
+
+
+def test_training_and_validation_points_of_one_step_stand_side_by_side(store: Store) -> None:
+    running(store)
+    evaluated = Evaluated(step=3, epoch=1.0, metrics={"eval_loss": 1.0})
+    store.apply_events("job-1", 1, [step(3, 2.0), evaluated, step(4, 1.0)], 20)
+    assert [(point.step, point.kind) for point in store.points("job-1")] == [
+        (3, "train"),
+        (3, "validation"),
+        (4, "train"),
+    ]
+    assert [point.step for point in store.points("job-1", after=3)] == [4]
+
+
+def test_a_batch_of_events_with_a_bad_one_leaves_no_trace(store: Store) -> None:
+    running(store)
+    broken = step(2, 1.0)
+    broken.step = None  # type: ignore[assignment]
+    with pytest.raises(sqlite3.IntegrityError):
+        store.apply_events("job-1", 1, [step(1, 2.0), broken], 20)
+    assert store.points("job-1") == []
+    assert store.outcome("job-1", 1).offset == 10
+
+
+def test_how_an_attempt_ended_is_read_from_its_events(store: Store) -> None:
+    running(store)
+    failed = Failed(reason=Reason.diverged, message="loss is nan")
+    store.apply_events("job-1", 1, [failed], 30)
+    outcome = store.outcome("job-1", 1)
+    assert (outcome.offset, outcome.finished, outcome.failed) == (30, False, failed)
+
+
+def test_checkpoints_are_listed_with_what_was_measured(store: Store) -> None:
+    running(store)
+    final = CheckpointSaved(
+        kind="final", step=4, epoch=2, path=Path("/c/final"), train_loss=None, validation_loss=1.0, perplexity=2.7
+    )
+    store.apply_events("job-1", 1, [saved("/c/2", 2), final], 30)
+    first, last = store.checkpoints("job-1")
+    assert (first.kind, first.path, first.train_loss, first.perplexity) == ("step", Path("/c/2"), 1.5, None)
+    assert (last.kind, last.epoch, last.validation_loss, last.perplexity) == ("final", 2, 1.0, 2.7)
+
+
+# The file
+
+
+def test_a_database_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "jobs.db")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StoreError, match=r"schema version 99.*newer release"):
+        Store(tmp_path / "jobs.db")
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").write_text("this is not a database, and it is long enough to tell" * 20)
+    with pytest.raises(StoreError, match=r"jobs\.db: file is not a database"):
+        Store(tmp_path / "jobs.db")
+
+
+def test_a_slow_reader_does_not_hold_up_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store._BUSY_SECONDS", 0.0)
+    store = Store(tmp_path / "jobs.db")
+    reader = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM jobs").fetchone() == (0,)
+    assert store.add_job(job_spec(), "digest")
+    reader.close()
+    store.close()

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec
+from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.recipes.events import Failed, Finished, Progress, Reason, Started
+from llama_stack_provider_trl.recipes.spec import AttemptSpec
+from tests.fakes import FakeClock, FakeLauncher, job_spec
+
+STARTED = Started(pid=1, device="cpu", versions={})
+FINISHED = Finished(step=4)
+
+
+@dataclass
+class World:
+    """A data directory, its store, a launcher, and a supervisor whose passes are made by hand."""
+
+    root: Path
+    store: Store
+    launcher: FakeLauncher
+    supervisor: Supervisor
+
+    def add(self, *names: str, **changes: object) -> None:
+        for name in names:
+            self.store.add_job(job_spec(name, **changes), "digest")
+
+    def tick(self) -> None:
+        self.supervisor.tick()
+
+    def job(self, name: str = "a") -> JobRecord:
+        return self.store.get(name)
+
+    def state(self, name: str = "a") -> JobState:
+        return self.job(name).state
+
+    def run(self, name: str = "a") -> str:
+        """Bring a job in progress; returns the id of its task."""
+        self.add(name)
+        self.tick()
+        self.launcher.say(f"{name}-1", STARTED)
+        self.tick()
+        assert self.state(name) is JobState.in_progress
+        return f"{name}-1"
+
+    def spoil_events(self, task_id: str) -> None:
+        with RunDir(self.launcher.tasks[task_id].spec.run_dir).events.open("a") as events:
+            events.write("not an event\n")
+
+    def restart(self) -> None:
+        """Another process takes over: nothing is left but the store, the run directories and the processes."""
+        self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    store, launcher = Store(tmp_path / "jobs.db", FakeClock()), FakeLauncher()
+    yield World(tmp_path, store, launcher, Supervisor(store, launcher, ["cpu"], tmp_path))
+    store.close()
+
+
+# From the queue to the result
+
+
+def test_a_job_goes_from_the_queue_to_its_result(world: World) -> None:
+    world.add("a")
+    world.tick()
+    assert (world.state(), world.launcher.started) == (JobState.launching, ["a-1"])
+    world.launcher.say("a-1", STARTED, Progress(step=4, epoch=1.0, metrics={"loss": 2.0}, peak_memory_bytes=1))
+    world.tick()
+    assert (world.state(), world.job().progress.loss) == (JobState.in_progress, 2.0)
+    world.launcher.say("a-1", FINISHED)
+    world.tick()
+    assert world.state() is JobState.in_progress  # its process has not ended yet
+    world.launcher.exit("a-1", 0)
+    world.tick()
+    assert world.state() is JobState.completed
+    assert (world.job().reason, world.job().message) == (None, "")
+
+
+def test_the_training_process_finds_its_spec_with_the_device_filled_in(world: World) -> None:
+    world.add("a", device="auto")
+    world.tick()
+    run_dir = world.root / "jobs" / "a" / "attempts" / "1"
+    spec = AttemptSpec.model_validate_json(RunDir(run_dir).spec.read_text())
+    assert (spec.job.device, spec.attempt, spec.run_dir, spec.task_id) == ("cpu", 1, run_dir, "a-1")
+    assert world.launcher.tasks["a-1"].spec == TaskSpec("a-1", run_dir, ("cpu",))
+    assert world.job().spec.device == "auto"  # what was asked for stays on record
+
+
+def test_a_job_that_ends_between_two_looks_is_completed_all_the_same(world: World) -> None:
+    world.add("a")
+    world.tick()
+    world.launcher.say("a-1", STARTED, FINISHED)
+    world.launcher.exit("a-1", 0)
+    world.tick()
+    assert world.state() is JobState.completed
+    assert world.job().started_at is not None
+
+
+def test_one_device_trains_one_job_at_a_time_oldest_first(world: World) -> None:
+    world.add("a", "b", "c")
+    world.tick()
+    assert world.launcher.started == ["a-1"]
+    world.launcher.say("a-1", STARTED, FINISHED)
+    world.launcher.exit("a-1", 0)
+    world.tick()
+    assert world.launcher.started == ["a-1", "b-1"]
+    assert [world.state(name) for name in "abc"] == [JobState.completed, JobState.launching, JobState.scheduled]
+
+
+def test_a_waiting_job_says_what_it_waits_for_until_it_starts(world: World) -> None:
+    world.add("a", "b")
+    world.tick()
+    assert world.job("b").detail == "waiting for device cpu (held by job a)"
+    world.launcher.exit("a-1", 1)
+    world.tick()
+    assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
+
+
+def test_a_device_that_somebody_else_holds_is_named_in_the_status(world: World) -> None:
+    world.add("a")
+    world.tick()
+    world.launcher.wait_for_device("a-1", "waiting for device cpu, held by task x-1")
+    world.tick()
+    assert (world.state(), world.job().detail) == (JobState.launching, "waiting for device cpu, held by task x-1")
+
+
+def test_many_events_are_taken_in_by_one_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor._EVENT_BYTES", 300)
+    task = world.run()
+    points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in range(1, 51)]
+    world.launcher.say(task, *points)
+    world.tick()
+    assert len(world.store.points("a")) == 50
+
+
+# Ends
+
+
+def test_a_failed_event_becomes_the_reason_and_the_message(world: World) -> None:
+    task = world.run()
+    world.launcher.say(task, Failed(reason=Reason.invalid_dataset, message="row 3 has no chosen", traceback="KeyError"))
+    world.launcher.exit(task, 1)
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.invalid_dataset)
+    assert world.job().message == "row 3 has no chosen\nEnd of the traceback:\nKeyError"
+
+
+def test_a_crash_shows_the_end_of_the_log(world: World) -> None:
+    task = world.run()
+    world.launcher.print(task, "loading\nIllegal instruction\n")
+    world.launcher.exit(task, -4)
+    world.tick()
+    assert world.job().reason is Reason.rank_failed
+    assert "SIGILL" in world.job().message
+    assert world.job().message.endswith("Illegal instruction")
+
+
+def test_exit_0_without_a_result_is_a_failure(world: World) -> None:
+    world.launcher.exit(world.run(), 0)
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.no_result)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("no runner"), Reason.launch_failed),
+        (OSError(errno.ENOSPC, "No space left on device"), Reason.disk_full),
+    ],
+)
+def test_a_launch_that_fails_is_the_end_of_the_job_only(world: World, error: OSError, reason: Reason) -> None:
+    world.add("a")
+    world.launcher.refuse = error
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, reason)
+    assert str(error) in world.job().message
+    world.launcher.refuse = None
+    world.add("b")
+    world.tick()
+    assert world.state("b") is JobState.launching
+
+
+def test_a_removed_run_directory_is_a_lost_task_and_not_a_job_that_runs_for_ever(world: World) -> None:
+    task = world.run()
+    del world.launcher.tasks[task]
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.node_lost)
+    assert "was removed" in world.job().message
+
+
+# Cancelling
+
+
+def test_a_cancel_ends_the_processes_and_then_the_job(world: World) -> None:
+    world.launcher.obedient = False
+    task = world.run()
+    world.store.request_cancel("a")
+    world.tick()
+    assert world.launcher.tasks[task].cancels == 1
+    assert world.state() is JobState.cancelling  # they live still
+    world.launcher.exit(task, -15)
+    world.tick()
+    assert world.state() is JobState.cancelled
+    assert world.job().reason is None
+
+
+def test_the_intent_is_on_record_before_any_signal_is_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.run()
+    states: list[JobState] = []
+    monkeypatch.setattr(world.launcher, "cancel", lambda task: states.append(world.state()))
+    world.store.request_cancel("a")
+    assert states == []
+    world.tick()
+    assert states == [JobState.cancelling]
+
+
+def test_a_cancel_that_comes_after_the_result_does_not_take_it_back(world: World) -> None:
+    task = world.run()
+    world.launcher.say(task, FINISHED)
+    world.store.request_cancel("a")
+    world.tick()
+    world.tick()
+    assert world.state() is JobState.completed
+
+
+def test_a_waiting_job_that_is_cancelled_never_starts(world: World) -> None:
+    world.add("a", "b")
+    world.tick()
+    world.store.request_cancel("b")
+    world.launcher.exit("a-1", 1)
+    world.tick()
+    assert world.state("b") is JobState.cancelled
+    assert world.launcher.started == ["a-1"]
+
+
+def test_a_cancelled_job_gives_its_device_to_the_next(world: World) -> None:
+    world.run("a")
+    world.add("b")
+    world.store.request_cancel("a")
+    world.tick()
+    world.tick()
+    assert [world.state(name) for name in "ab"] == [JobState.cancelled, JobState.launching]
+
+
+# Restarts
+
+
+def test_a_restarted_supervisor_takes_up_a_running_training(world: World) -> None:
+    task = world.run()
+    world.restart()
+    world.tick()
+    assert world.launcher.started == [task]
+    world.launcher.say(task, FINISHED)
+    world.launcher.exit(task, 0)
+    world.tick()
+    assert world.state() is JobState.completed
+
+
+def test_a_training_that_ended_while_nobody_looked_is_decided_by_its_events(world: World) -> None:
+    task = world.run()
+    world.launcher.say(task, FINISHED)
+    world.launcher.exit(task, None)
+    world.restart()
+    world.tick()
+    assert world.state() is JobState.completed
+
+
+def test_a_crash_between_the_record_and_the_start_is_made_good(world: World) -> None:
+    world.add("a")
+    world.store.launch("a", 1, "cpu", world.root / "jobs" / "a" / "attempts" / "1")
+    world.restart()
+    world.tick()
+    assert world.launcher.started == ["a-1"]
+
+
+def test_a_job_cancelled_between_the_record_and_the_start_never_starts(world: World) -> None:
+    world.add("a")
+    world.store.launch("a", 1, "cpu", world.root / "jobs" / "a" / "attempts" / "1")
+    world.store.request_cancel("a")
+    world.restart()
+    world.tick()
+    world.tick()
+    assert (world.state(), world.launcher.started) == (JobState.cancelled, [])
+
+
+def test_what_an_earlier_database_left_under_the_same_name_is_not_taken_for_this_job(world: World) -> None:
+    stale = world.root / "jobs" / "a" / "attempts" / "1"
+    stale.mkdir(parents=True)
+    RunDir(stale).events.write_text(FINISHED.model_dump_json() + "\n")
+    world.add("a")
+    world.tick()
+    world.launcher.exit("a-1", 1)
+    world.tick()
+    assert world.state() is JobState.failed
+    assert (stale.with_name("1.stale-1") / "events.jsonl").exists()
+
+
+# Trouble
+
+
+def test_trouble_with_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    task = world.run("a")
+    world.supervisor._devices = ("cpu", "cuda:0")
+    world.store.add_job(job_spec("b", device="cuda:0"), "digest")
+    world.spoil_events(task)
+    world.tick()
+    assert (world.state("a"), world.state("b")) == (JobState.in_progress, JobState.launching)
+    assert "job a: trouble" in caplog.text
+
+
+def test_a_job_that_is_nothing_but_trouble_fails_and_its_processes_are_ended(world: World) -> None:
+    task = world.run()
+    world.spoil_events(task)
+    for _ in range(PATIENCE - 1):
+        world.tick()
+    assert world.state() is JobState.in_progress
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.internal)
+    assert world.launcher.tasks[task].cancels == 1
+
+
+def test_passing_trouble_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.run()
+    calls = 0
+
+    def poll(task: TaskSpec) -> Observation:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise OSError("stale file handle")
+        return FakeLauncher.poll(world.launcher, task)
+
+    monkeypatch.setattr(world.launcher, "poll", poll)
+    for _ in range(4 * PATIENCE):
+        world.tick()
+    assert world.state() is JobState.in_progress
+
+
+def test_a_name_that_is_no_directory_name_fails_its_job_only(world: World) -> None:
+    world.add("../../etc", "b")
+    for _ in range(PATIENCE):
+        world.tick()
+    assert world.job("../../etc").reason is Reason.internal
+    world.tick()
+    assert world.state("b") is JobState.launching
+
+
+def test_a_database_that_fails_for_a_while_costs_no_job(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = world.run()
+    world.launcher.say(task, Progress(step=1, epoch=0.1, metrics={}, peak_memory_bytes=1))
+
+    def fail(*_: object) -> bool:
+        raise StoreError("job database: database or disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(world.store, "apply_events", fail)
+        for _ in range(2 * PATIENCE):
+            world.supervisor._tick_unless_store_fails()
+    assert caplog.text.count("disk is full") == 1
+    world.tick()
+    assert (world.state(), world.job().progress.step) == (JobState.in_progress, 1)
+
+
+# The thread
+
+
+def test_one_supervisor_per_data_directory(world: World) -> None:
+    other = Supervisor(world.store, world.launcher, ["cpu"], world.root)
+    world.supervisor.start()
+    other.start()
+    try:
+        assert world.supervisor.supervising
+        assert not other.supervising
+    finally:
+        other.stop()
+        world.supervisor.stop()
+    assert FileLock(world.root / "supervisor.lock").acquire("the next one")
+
+
+def test_a_stopped_supervisor_leaves_trainings_running_and_says_so(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    task = world.run()
+    world.supervisor.start()
+    world.supervisor.stop()
+    assert world.launcher.tasks[task].cancels == 0
+    assert "trainings go on" in caplog.text
