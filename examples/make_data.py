@@ -115,7 +115,7 @@ def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
 
 
 def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Twins: an order without one value, where null is chosen over an invented value, then complete, the other way round.
+    """Twins: an order without one value, where null is chosen over an invented value, then complete.
 
     Without the complete twin the model learns to answer null to everything.
     """

@@ -8,7 +8,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .compat import Api, NeedsRequestProviderData, read_rows, to_http
 from .config import TrlConfig
@@ -32,16 +32,14 @@ from .responses import (
     status_response,
 )
 
-_Answer = TypeVar("_Answer")
 
-
-def answers_clearly(
-    method: Callable[..., Coroutine[Any, Any, _Answer]],
-) -> Callable[..., Coroutine[Any, Any, _Answer]]:
+def answers_clearly[Answer](
+    method: Callable[..., Coroutine[Any, Any, Answer]],
+) -> Callable[..., Coroutine[Any, Any, Answer]]:
     """Turn our errors into those that Llama Stack maps to a status code and a readable text."""
 
     @functools.wraps(method)
-    async def call(*args: Any, **kwargs: Any) -> _Answer:
+    async def call(*args: Any, **kwargs: Any) -> Answer:
         try:
             return await method(*args, **kwargs)
         except TrlError as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,7 +31,6 @@ from .requests import (
 )
 
 Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
-_Model = TypeVar("_Model", bound=BaseModel)
 
 # TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
 LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-6, ("dpo", True): 1e-5}
@@ -353,7 +352,7 @@ def _device(options: ProviderOptions, settings: Settings) -> str:
     return options.device
 
 
-def _parse(model: type[_Model], value: Any, where: str) -> _Model:
+def _parse[Model: BaseModel](model: type[Model], value: Any, where: str) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:

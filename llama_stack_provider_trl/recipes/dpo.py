@@ -17,34 +17,28 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from .arguments import dpo_arguments
 from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
 
 
-def preference_loss(
-    chosen_logratios: torch.Tensor,
-    rejected_logratios: torch.Tensor,
-    chosen_lengths: torch.Tensor,
-    rejected_lengths: torch.Tensor,
-    spec: DpoSpec,
-) -> torch.Tensor:
+def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
     """Loss of each pair, shape (pairs,).
 
     Args:
-        chosen_logratios: log pi(chosen|prompt) - log pi_ref(chosen|prompt), summed over completion tokens, (pairs,).
-        rejected_logratios: the same for the rejected completions, (pairs,).
-        chosen_lengths: completion tokens of the chosen side, (pairs,); `ipo` averages by them.
-        rejected_lengths: the same for the rejected side, (pairs,).
+        logratios: log pi(completion|prompt) - log pi_ref(completion|prompt), summed over the completion's tokens; the
+            chosen completions first, then the rejected ones in the same order, shape (2 * pairs,).
+        lengths: completion tokens, same shape; `ipo` averages by them.
         spec: margin = clip(reward_scale * beta * (chosen - rejected), +-reward_clip); `sigmoid` is eq. 7 of
             arXiv:2305.18290, `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token.
     """
     if spec.loss_type == "ipo":
-        difference = chosen_logratios / chosen_lengths.clamp(min=1) - rejected_logratios / rejected_lengths.clamp(min=1)
-        return (difference - 1 / (2 * spec.beta)) ** 2
-    margin = spec.reward_scale * spec.beta * (chosen_logratios - rejected_logratios)
+        chosen, rejected = (logratios / lengths.clamp(min=1)).chunk(2)
+        return (chosen - rejected - 1 / (2 * spec.beta)) ** 2
+    chosen, rejected = logratios.chunk(2)
+    margin = spec.reward_scale * spec.beta * (chosen - rejected)
     if spec.reward_clip is not None:
         margin = margin.clamp(-spec.reward_clip, spec.reward_clip)
     if spec.loss_type == "hinge":
@@ -69,12 +63,13 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             "use_cache": False,
             "fused_lm_head": True,
         }
-        logps = model(**forward).log_probs.sum(dim=1)
-        reference = self._reference_logps(forward)
-        chosen_ratio, rejected_ratio = (logps - reference).chunk(2)
-        lengths = mask[:, 1:].sum(dim=1).chunk(2)
-        loss = preference_loss(chosen_ratio, rejected_ratio, *lengths, self.spec.dpo).mean()
-        self._note(logps.detach(), (logps - reference).detach(), inputs["attention_mask"].sum())
+        outputs = model(**forward, **({"output_router_logits": True} if self.aux_loss_enabled else {}))
+        logps = outputs.log_probs.sum(dim=1)
+        logratios = logps - self._reference_logps(forward)
+        loss = preference_loss(logratios, mask[:, 1:].sum(dim=1), self.spec.dpo).mean()
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        self._note(logps.detach(), logratios.detach(), inputs["attention_mask"].sum())
         return loss
 
     def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
@@ -135,4 +130,7 @@ def build_dpo(
         peft_config=peft_config,
     )
     trainer.bind(spec)
+    # TRL's head also computes entropy, mean logits and top-1 hits of every token, which our loss has no use for.
+    policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    add_fused_lm_head(policy, outputs=("log_probs",))
     return trainer

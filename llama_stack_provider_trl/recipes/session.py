@@ -80,10 +80,10 @@ def build_trainer(
 
 
 def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
-    examples = read_examples(dataset.path, spec.algorithm, spec.data_format)
     if spec.algorithm == "sft":
+        examples = read_examples(dataset.path, "sft", spec.data_format)
         return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input)
-    return prepare_dpo(examples, tokenizer, spec.max_seq_length)
+    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
