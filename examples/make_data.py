@@ -46,6 +46,9 @@ NEW_WORDS: Words = {
     "city": _words("London Stockholm Zurich Montreal Bangkok Hamburg Miami Florence Melbourne"),
 }
 
+# What a message says when it leaves a value open on purpose; SFT shows that null stands for it.
+OPEN_WORDS = {"color": "any-color", "count": "any number of", "city": "any town"}
+
 # A part in square brackets is left out when the order lacks its value.
 KNOWN_TEMPLATES = (
     "Please send [{count} ][{color} ]{item}s[ to {city}].",
@@ -107,11 +110,15 @@ class OrderSource:
 
 
 def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Complete messages with their JSON; the templates take turns."""
+    """Messages that say everything, with their JSON; in one of five a value is left open in so many words."""
     for index in range(count):
         order = source.draw(KNOWN_WORDS)
-        template = KNOWN_TEMPLATES[index % len(KNOWN_TEMPLATES)]
-        yield {"prompt": render(order, template, source.rng), "completion": to_json(order)}
+        said = order
+        if index % 5 == 4:
+            field = source.rng.choice(FIELDS_THAT_MAY_LACK)
+            said, order = order | {field: OPEN_WORDS[field]}, order | {field: None}
+        prompt = render(said, source.rng.choice(KNOWN_TEMPLATES), source.rng)
+        yield {"prompt": prompt, "completion": to_json(order)}
 
 
 def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:

@@ -1,0 +1,363 @@
+"""Real trainings of a tiny model: what is learnt, reported and written is what the spec says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    Evaluated,
+    Failed,
+    Finished,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+    Warned,
+)
+from llama_stack_provider_trl.recipes.spec import DpoSpec, LoraSpec, OptimizerSpec
+from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+
+pytestmark = pytest.mark.process
+
+DORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8, use_dora=True)
+
+
+def losses(events: list[Any]) -> list[float]:
+    return [event.metrics["loss"] for event in of_kind(events, Progress)]
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 23)[None]).logits
+
+
+def test_a_full_sft_job_reports_every_step_and_ends_in_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), n_epochs=2, validation_rows=SFT_ROWS[:4])
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    assert of_kind(events, Prepared)[0].total_steps == 6
+    assert [point.step for point in of_kind(events, Progress)] == [1, 2, 3, 4, 5, 6]
+    assert losses(events)[-1] < losses(events)[0]
+    step, final = of_kind(events, CheckpointSaved)
+    assert (step.kind, step.step, step.epoch, step.path.name) == ("step", 3, 1, "checkpoint-3")
+    assert (final.kind, final.step, final.epoch, final.path.name) == ("final", 6, 2, "final")
+    for checkpoint in (step, final):
+        load(checkpoint.path)
+
+
+def test_metrics_of_a_checkpoint_are_measured_and_validation_is_the_given_dataset(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), n_epochs=2, validation_rows=SFT_ROWS[:4])
+    _, events = run(tmp_path, spec)
+    step, final = of_kind(events, CheckpointSaved)
+    evaluations = of_kind(events, Evaluated)
+    assert [evaluation.step for evaluation in evaluations] == [3, 6]
+    for checkpoint, evaluation, points in ((step, evaluations[0], slice(0, 3)), (final, evaluations[1], slice(3, 6))):
+        expected = losses(events)[points]
+        assert checkpoint.train_loss == pytest.approx(sum(expected) / 3)
+        assert checkpoint.validation_loss == evaluation.metrics["eval_loss"]
+        assert checkpoint.perplexity == pytest.approx(math.exp(evaluation.metrics["eval_loss"]))
+
+
+def test_without_a_validation_dataset_nothing_is_split_off_and_no_validation_loss_is_invented(tmp_path: Path) -> None:
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
+    assert of_kind(events, Prepared)[0].num_rows == len(SFT_ROWS)
+    assert not of_kind(events, Evaluated)
+    assert of_kind(events, CheckpointSaved)[-1].validation_loss is None
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_an_adapter_loads_with_peft_and_gives_the_logits_of_the_merged_model(tmp_path: Path, algorithm: str) -> None:
+    from peft import PeftModel
+
+    spec = job_spec(tmp_path, tiny_model(), algorithm, lora=LORA, merge_adapter=True)
+    _, events = run(tmp_path, spec)
+    final, merged = of_kind(events, CheckpointSaved)
+    assert (final.kind, merged.kind) == ("final", "merged")
+    adapted = logits(PeftModel.from_pretrained(load(tiny_model()), final.path).eval())
+    assert (logits(load(merged.path)) - adapted).abs().max() < 1e-5
+    assert (logits(load(tiny_model())) - adapted).abs().max() > 1e-3
+
+
+def test_sft_gives_the_losses_of_trl_called_directly(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            from torch.utils.data import SequentialSampler
+
+            return SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        model=load(tiny_model()),
+        args=SFTConfig(**plain_arguments(tmp_path)),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model()),
+        train_dataset=Dataset.from_list([as_chat(row, "completion") for row in SFT_ROWS]),
+    )
+    trainer.train()
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), shuffle=False))
+    assert losses(events) == pytest.approx(logged_losses(trainer), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
+def test_plain_dpo_gives_the_losses_of_trl_called_directly(tmp_path: Path, loss_type: Any) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            from torch.utils.data import SequentialSampler
+
+            return SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        model=load(tiny_model()),
+        args=DPOConfig(**plain_arguments(tmp_path), loss_type=[loss_type], beta=0.2),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model()),
+        train_dataset=Dataset.from_list([as_chat(row, "chosen", "rejected") for row in DPO_ROWS]),
+    )
+    trainer.train()
+    spec = job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, dpo=DpoSpec(beta=0.2, loss_type=loss_type))
+    _, events = run(tmp_path, spec)
+    assert losses(events) == pytest.approx(logged_losses(trainer), rel=1e-4)
+
+
+def plain_arguments(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(tmp_path / "trl"),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": None,
+        "activation_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def as_chat(row: dict[str, str], *answers: str) -> dict[str, Any]:
+    chat: dict[str, Any] = {"prompt": [{"role": "user", "content": row["prompt"]}]}
+    return chat | {answer: [{"role": "assistant", "content": row[answer]}] for answer in answers}
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_reward_scale_and_clip_shape_the_margin() -> None:
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    from llama_stack_provider_trl.recipes.dpo import preference_loss
+
+    logratios = torch.tensor([30.0, 1.0, -30.0, 10.0, 2.0, 30.0])  # chosen x 3, then rejected x 3
+    lengths = torch.tensor([5, 2, 3, 5, 1, 3])
+    margins = torch.tensor([20.0, -1.0, -60.0])
+    plain = preference_loss(logratios, lengths, DpoSpec(beta=0.1))
+    assert torch.allclose(plain, -logsigmoid(0.1 * margins))
+    clipped = preference_loss(logratios, lengths, DpoSpec(beta=0.1, reward_scale=2.0, reward_clip=3.0))
+    assert torch.allclose(clipped, -logsigmoid(torch.tensor([3.0, -0.2, -3.0])))
+    hinge = preference_loss(logratios, lengths, DpoSpec(beta=0.1, loss_type="hinge"))
+    assert torch.allclose(hinge, torch.tensor([0.0, 1.1, 7.0]))
+    ipo = preference_loss(logratios, lengths, DpoSpec(beta=0.5, loss_type="ipo"))
+    assert torch.allclose(ipo, (torch.tensor([6.0 - 2.0, 0.5 - 2.0, -10.0 - 10.0]) - 1.0) ** 2)
+
+
+def test_reward_fields_reach_the_training(tmp_path: Path) -> None:
+    scaled = DpoSpec(beta=0.1, reward_scale=3.0, reward_clip=0.05)
+    _, plain = run(tmp_path / "a", job_spec(tmp_path / "a", tiny_model(), "dpo", n_epochs=2))
+    _, shaped = run(tmp_path / "b", job_spec(tmp_path / "b", tiny_model(), "dpo", n_epochs=2, dpo=scaled))
+    assert losses(plain)[0] == losses(shaped)[0] == pytest.approx(math.log(2))
+    assert losses(shaped)[-1] == pytest.approx(-math.log(1 / (1 + math.exp(-0.05))), rel=1e-3)
+
+
+def test_a_capped_epoch_ends_early_and_the_next_one_sees_other_rows() -> None:
+    from llama_stack_provider_trl.recipes.sampling import EpochSampler
+
+    sampler = EpochSampler(100, 8, shuffle=True, seed=1)
+    epochs = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    assert [len(rows) for rows in epochs] == [8, 8, 8]
+    assert len({row for rows in epochs for row in rows}) > 16
+    again = EpochSampler(100, 8, shuffle=True, seed=1)
+    again.set_epoch(2)
+    assert list(again) == epochs[2]
+    assert list(EpochSampler(5, None, shuffle=False, seed=1)) == [0, 1, 2, 3, 4]
+
+
+def test_three_epochs_of_two_steps_train_six_steps(tmp_path: Path) -> None:
+    spec = job_spec(
+        tmp_path, tiny_model(), n_epochs=3, max_steps_per_epoch=2, batch_size=1, gradient_accumulation_steps=2
+    )
+    _, events = run(tmp_path, spec)
+    assert [point.step for point in of_kind(events, Progress)] == [1, 2, 3, 4, 5, 6]
+    assert [checkpoint.step for checkpoint in of_kind(events, CheckpointSaved)] == [2, 4, 6]
+    assert of_kind(events, Prepared)[0].effective["global_batch_size"] == 2
+
+
+def test_save_steps_replaces_the_checkpoint_of_each_epoch(tmp_path: Path) -> None:
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, save_steps=2))
+    assert [(saved.kind, saved.step) for saved in of_kind(events, CheckpointSaved)] == [
+        ("step", 2),
+        ("step", 4),
+        ("final", 6),
+    ]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path) -> None:
+    weights = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(tmp_path / name, job_spec(tmp_path / name, tiny_model(), seed=seed))
+        weights.append((tmp_path / name / "checkpoints" / "final" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": OptimizerSpec(name="adam", learning_rate=1e-3, weight_decay=0.1)},
+        {"optimizer": OptimizerSpec(name="sgd", learning_rate=0.1, scheduler="cosine")},
+        {"optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="constant", max_grad_norm=0.0)},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "lora": LORA, "optimizer": OptimizerSpec(learning_rate=0.03)},
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "lora": DORA, "optimizer": OptimizerSpec(learning_rate=0.03)},
+        {"train_on_input": True},
+    ],
+    ids=["adam", "sgd", "constant", "checkpointing", "checkpointing-lora", "bf16", "bf16-dora", "train-on-input"],
+)
+def test_each_option_trains_and_changes_the_result(tmp_path: Path, changes: dict[str, Any]) -> None:
+    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, **changes))
+    assert status == 0
+    assert sum(losses(events)[3:]) < sum(losses(events)[:3])
+    assert of_kind(events, Finished)
+
+
+def test_learning_rate_follows_warmup_and_schedule(tmp_path: Path) -> None:
+    optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="constant")
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, optimizer=optimizer))
+    rates = [point.metrics["learning_rate"] for point in of_kind(events, Progress)]
+    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_a_model_without_a_chat_template_gets_the_default_one_and_keeps_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from llama_stack_provider_trl.recipes.data import DEFAULT_CHAT_TEMPLATE
+
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(chat_template=False)))
+    assert any("no chat template" in warning.message for warning in of_kind(events, Warned))
+    assert (
+        AutoTokenizer.from_pretrained(of_kind(events, CheckpointSaved)[-1].path).chat_template == DEFAULT_CHAT_TEMPLATE
+    )
+
+
+@pytest.mark.parametrize(("file", "algorithm"), [("instruct_999.jsonl", "sft"), ("preference_300.jsonl", "dpo")])
+def test_real_data_trains_for_twenty_steps_without_a_special_case(tmp_path: Path, file: str, algorithm: str) -> None:
+    rows = [json.loads(line) for line in (shared_dir() / "data" / file).read_text().splitlines()]
+    spec = job_spec(
+        tmp_path, tiny_model(), algorithm, rows=rows, max_steps_per_epoch=20, batch_size=2, max_seq_length=512
+    )
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert len(losses(events)) == 20
+    report = of_kind(events, Prepared)[0].effective["data"]
+    assert report["num_rows"] == len(rows)
+    assert report["kept"] + report["dropped"] == len(rows)
+
+
+def without_tokenizer(model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).unlink(missing_ok=True)
+
+
+def with_damaged_weights(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def with_another_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "t5", "architectures": ["T5Model"]}))
+
+
+@pytest.mark.parametrize("spoil", [without_tokenizer, with_damaged_weights, with_another_architecture])
+def test_a_model_that_cannot_be_trained_fails_the_job_with_its_name(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    spoil(model)
+    status, events = run(tmp_path, job_spec(tmp_path, model))
+    (failed,) = of_kind(events, Failed)
+    assert status == 1
+    assert failed.reason is Reason.invalid_model
+    assert str(model) in failed.message
+
+
+def test_a_model_id_that_cannot_be_reached_fails_the_job(tmp_path: Path) -> None:
+    _, events = run(tmp_path, job_spec(tmp_path, "no-such-org/no-such-model"))
+    assert of_kind(events, Failed)[0].reason is Reason.invalid_model
+
+
+def test_a_module_that_the_model_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
+    lora = LoraSpec(target_modules=("query_key_value",), rank=2, alpha=4)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "query_key_value" in failed.message
+    assert "k_proj, o_proj, q_proj, v_proj" in failed.message
+
+
+def test_a_loss_that_is_no_number_ends_the_job_instead_of_wasting_the_rest(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), n_epochs=5, optimizer=OptimizerSpec(learning_rate=1e30, max_grad_norm=0.0))
+    _, events = run(tmp_path, spec)
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.diverged
+    assert "learning rate" in failed.message
+
+
+def test_rows_that_leave_nothing_to_train_on_fail_the_job(tmp_path: Path) -> None:
+    rows = [{"prompt": "Why? " * 50, "completion": "Because."}]
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), rows=rows, max_seq_length=16))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_dataset
+    assert "max_seq_length" in failed.message
+
+
+def test_the_tokenizer_of_a_checkpoint_is_the_one_that_trained(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
+    saved = AutoTokenizer.from_pretrained(of_kind(events, CheckpointSaved)[-1].path)
+    assert saved.chat_template == tiny_tokenizer().chat_template
+    assert saved.eos_token == tiny_tokenizer().eos_token

@@ -1,0 +1,59 @@
+"""Run one attempt in this process, as the training process would, and read back what it reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.files import RunDir, put_rows
+from llama_stack_provider_trl.recipes import train
+from llama_stack_provider_trl.recipes.events import Event, iter_events
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+
+LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
+SFT_ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(12)]
+DPO_ROWS = [
+    {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": f"I would rather not add {n}."}
+    for n in range(12)
+]
+
+
+def dataset(root: Path, rows: Iterable[dict[str, Any]]) -> DatasetRef:
+    blob = put_rows(root / "datasets", rows)
+    return DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+
+
+def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: Any) -> JobSpec:
+    """A small fp32 job on the CPU; `rows`, `validation_rows` and any field of JobSpec may be given."""
+    rows = changes.pop("rows", SFT_ROWS if algorithm == "sft" else DPO_ROWS)
+    validation_rows = changes.pop("validation_rows", None)
+    fields: dict[str, Any] = {
+        "job_uuid": "job",
+        "algorithm": algorithm,
+        "model": str(model),
+        "output_name": "job",
+        "checkpoint_dir": root / "checkpoints",
+        "dataset": dataset(root, rows),
+        "validation": dataset(root, validation_rows) if validation_rows else None,
+        "n_epochs": 1,
+        "batch_size": 4,
+        "dtype": "fp32",
+        "device": "cpu",
+        "optimizer": OptimizerSpec(learning_rate=1e-3),
+        "dpo": DpoSpec() if algorithm == "dpo" else None,
+    }
+    return JobSpec(**{**fields, **changes})
+
+
+def run(root: Path, spec: JobSpec) -> tuple[int, list[Event]]:
+    """Exit status and events of one attempt at `spec`."""
+    root.mkdir(parents=True, exist_ok=True)
+    paths = RunDir(root)
+    paths.spec.write_text(AttemptSpec(job=spec, attempt=1, run_dir=root).model_dump_json())
+    status = train.main(["train", str(paths.spec)])
+    return status, list(iter_events(paths.events))
+
+
+def of_kind[E](events: Iterable[Event], kind: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
