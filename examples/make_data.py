@@ -18,7 +18,7 @@ from pathlib import Path
 
 SEED = 7
 INSTRUCTION = "Reply with JSON (item, color, count, city): "
-FIELDS_THAT_MAY_LACK = ("color", "count", "city")
+FIELDS_THAT_MAY_LACK = ("color", "city")
 Order = dict[str, str | int | None]
 Words = dict[str, tuple[str, ...]]
 
@@ -47,7 +47,7 @@ NEW_WORDS: Words = {
 }
 
 # What a message says when it leaves a value open on purpose; SFT shows that null stands for it.
-OPEN_WORDS = {"color": "any-color", "count": "any number of", "city": "any town"}
+OPEN_WORDS = {"color": "any-color", "city": "any town"}
 
 # A part in square brackets is left out when the order lacks its value.
 KNOWN_TEMPLATES = (

@@ -13,7 +13,7 @@ from ..files import RunDir, tail
 from ..process import FileLock, alive, marked, reap, send_signal
 from .base import Observation, TaskSpec, TaskState
 from .runner import RunnerStatus, RunnerTask
-from .torchrun import task_marks, training_argv, training_environment
+from .torchrun import lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
 _START_TIMEOUT = 30.0
@@ -37,8 +37,9 @@ class LocalLauncher:
         paths = RunDir(task.run_dir)
         if paths.runner_status.exists():
             return
+        locks = tuple(lock_name(device, self._outer()) for device in task.devices)
         argv = tuple(training_argv(task))
-        RunnerTask(task.task_id, task.run_dir, task.devices, argv, self._exit_deadline).write(paths.task)
+        RunnerTask(task.task_id, task.run_dir, locks, argv, self._exit_deadline).write(paths.task)
         exit_code = self._spawn(task, paths)
         if exit_code != 0 and not paths.runner_status.exists():
             raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
@@ -68,9 +69,11 @@ class LocalLauncher:
         if status.runner is None or not send_signal(status.runner, signal.SIGTERM):
             kill_marked(task)
 
+    def _outer(self) -> Mapping[str, str]:
+        return os.environ if self._environ is None else self._environ
+
     def _spawn(self, task: TaskSpec, paths: RunDir) -> int:
         """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
-        environ = os.environ if self._environ is None else self._environ
         with open(paths.runner_log, "ab") as output:
             first = subprocess.Popen(
                 [sys.executable, "-m", RUNNER, str(paths.task)],
@@ -78,7 +81,7 @@ class LocalLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=task.run_dir,
-                env=training_environment(task, environ),
+                env=training_environment(task, self._outer()),
                 start_new_session=True,
             )
         try:

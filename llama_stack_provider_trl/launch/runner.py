@@ -51,7 +51,8 @@ class RunnerTask:
 
     task_id: str
     run_dir: Path
-    devices: tuple[str, ...]
+    locks: tuple[str, ...]
+    """Names of the device locks to hold, such as `cpu` or `cuda-2`."""
     argv: tuple[str, ...]
     exit_deadline: float
     """Seconds that a process may live on after its last event."""
@@ -62,7 +63,7 @@ class RunnerTask:
         return cls(
             task_id=data["task_id"],
             run_dir=Path(data["run_dir"]),
-            devices=tuple(data["devices"]),
+            locks=tuple(data["locks"]),
             argv=tuple(data["argv"]),
             exit_deadline=data["exit_deadline"],
         )
@@ -183,7 +184,7 @@ class Runner:
     def take_devices(self) -> bool:
         """Lock every device, in one order for all runners so that none can deadlock; False: told to stop meanwhile."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
-        for name in sorted(lock_name(device, os.environ) for device in self.task.devices):
+        for name in sorted(self.task.locks):
             lock = FileLock(device_locks() / f"{name}.lock")
             while not self.signals.told_to_stop and not lock.acquire(holder):
                 self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
@@ -284,15 +285,6 @@ def device_locks() -> Path:
     directory = Path(os.environ.get("TRL_LOCK_DIR") or default)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
-
-
-def lock_name(device: str, environ: Any) -> str:
-    """`cuda:N` counts within CUDA_VISIBLE_DEVICES; the lock names the GPU that everybody means: `cuda-2`."""
-    kind, _, index = device.partition(":")
-    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if kind == "cuda" and index.isdecimal() and int(index) < len(visible):
-        index = visible[int(index)] or index
-    return f"{kind}-{index}" if index else kind
 
 
 if __name__ == "__main__":

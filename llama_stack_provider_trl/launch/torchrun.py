@@ -19,8 +19,26 @@ def training_argv(task: TaskSpec) -> list[str]:
 
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found."""
-    marks = task_marks(task)
-    return child_environment(environ, {"PYTHONUNBUFFERED": "1", **task.env, **marks})
+    added = {"PYTHONUNBUFFERED": "1", **visible_gpus(task, environ), **task.env, **task_marks(task)}
+    return child_environment(environ, added)
+
+
+def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The task's own GPUs as the only visible ones: Trainer would spread over all that it sees."""
+    gpus = [_gpu(device, environ) for device in task.devices if device.startswith("cuda:")]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def lock_name(device: str, environ: Mapping[str, str]) -> str:
+    """The name under which a device is locked; programs that see different GPUs still mean the same one by it."""
+    return f"cuda-{_gpu(device, environ)}" if device.startswith("cuda:") else device
+
+
+def _gpu(device: str, environ: Mapping[str, str]) -> str:
+    """The GPU behind `cuda:N`, which counts within CUDA_VISIBLE_DEVICES as it does in torch: its number or its UUID."""
+    index = device.partition(":")[2]
+    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return (visible[int(index)] if int(index) < len(visible) else "") or index
 
 
 def task_marks(task: TaskSpec) -> dict[str, str]:

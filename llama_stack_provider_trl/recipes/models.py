@@ -24,7 +24,7 @@ def choose_device(name: str) -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = name.partition(":")[0]
     if kind == "auto":
-        kind = name = next(kind for kind, there in available.items() if there)
+        kind = next(kind for kind, there in available.items() if there)
     if not available.get(kind, False):
         there = ", ".join(kind for kind, there in available.items() if there)
         raise JobFailure(
@@ -32,7 +32,8 @@ def choose_device(name: str) -> torch.device:
             f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
             "Set `device: auto`, or install a torch build for this device in the environment that trains.",
         )
-    return torch.device(name)
+    # The launcher makes the task's GPU the only visible one, so whatever its number was, here it is the first.
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
 
 
 def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:

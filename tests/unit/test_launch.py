@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
-from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask, lock_name
-from llama_stack_provider_trl.launch.torchrun import training_argv, training_environment
+from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask
+from llama_stack_provider_trl.launch.torchrun import lock_name, training_argv, training_environment
 from llama_stack_provider_trl.process import myself
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
@@ -53,8 +53,15 @@ def test_two_programs_that_mean_one_gpu_mean_one_lock(device: str, visible: str 
     assert lock_name(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name
 
 
+def test_a_gpu_task_sees_its_own_gpu_only() -> None:
+    task = TaskSpec("a-1", Path("/r"), ("cuda:1",))
+    assert training_environment(task, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert training_environment(task, {"CUDA_VISIBLE_DEVICES": "4,6"})["CUDA_VISIBLE_DEVICES"] == "6"
+    assert training_environment(TASK, {"CUDA_VISIBLE_DEVICES": "4,6"})["CUDA_VISIBLE_DEVICES"] == "4,6"
+
+
 def test_what_the_launcher_writes_the_runner_reads(tmp_path: Path) -> None:
-    task = RunnerTask("a-1", Path("/run/dir"), ("cpu", "cuda:0"), ("python", "-m", "x"), 30.0)
+    task = RunnerTask("a-1", Path("/run/dir"), ("cpu", "cuda-0"), ("python", "-m", "x"), 30.0)
     task.write(tmp_path / "task.json")
     assert RunnerTask.read(tmp_path / "task.json") == task
     assert (tmp_path / "task.json").stat().st_mode & 0o777 == 0o600

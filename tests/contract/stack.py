@@ -1,0 +1,233 @@
+"""A real Llama Stack on a free port of this machine, and the calls that a user makes to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from llama_stack_provider_trl.files import tail
+from llama_stack_provider_trl.process import RUN_DIR_MARK, TASK_MARK
+from tests.tiny import REPOSITORY
+
+LLAMA = Path(sys.executable).with_name("llama")
+SFT, DPO = "/post-training/supervised-fine-tune", "/post-training/preference-optimize"
+ENDED = ("completed", "failed", "cancelled")
+
+Json = dict[str, Any]
+
+
+def poll[Value](look: Callable[[], Value], what: str, timeout: float, pause: float = 0.1) -> Value:
+    """The first true value that `look` returns; an AssertionError naming `what` and the last value after `timeout`."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = look()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout:.0f} s; last seen: {value!r}")
+        time.sleep(pause)
+
+
+class LlamaStack:
+    """One server on one data directory, with the shipped run.yaml on the CPU. It can be stopped and started again."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data_dir = root / "data"
+        self.log = root / "server.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server: subprocess.Popen[bytes] | None = None
+        shipped = (REPOSITORY / "run.yaml").read_text()
+        # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
+        assert shipped.count("device: auto\n") == 1
+        self._config = root / "run.yaml"
+        self._config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
+
+    @property
+    def pid(self) -> int:
+        assert self.server is not None
+        return self.server.pid
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        self.data_dir.mkdir(exist_ok=True)
+        environ = {
+            **os.environ,
+            "TRL_OUTPUT_DIR": str(self.data_dir),
+            "TRL_LOCK_DIR": str(self.root / "locks"),  # not behind whatever else trains on this machine
+            "LLAMA_STACK_PORT": str(self.port),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
+        }
+        with open(self.log, "ab") as output:
+            self.server = subprocess.Popen(
+                [str(LLAMA), "stack", "run", str(self._config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.root,
+                env=environ,
+                start_new_session=True,
+            )
+        try:
+            poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
+        except AssertionError as error:
+            self.server.kill()
+            self.server.wait()
+            raise AssertionError(f"{error}\n{self.log_tail()}") from None
+
+    def stop(self) -> None:
+        """SIGTERM; an AssertionError where it takes a SIGKILL, or where the server ended by itself."""
+        assert self.server is not None
+        self.server.send_signal(signal.SIGTERM)
+        try:
+            exit_code = self.server.wait(15)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            exit_code = self.server.wait()
+        # uvicorn shuts down in order, then ends by the signal that it was sent.
+        assert exit_code in (0, -signal.SIGTERM), f"Llama Stack ended with {exit_code}\n{self.log_tail()}"
+
+    def get(self, path: str, *, prefix: str = "/v1", **params: str) -> requests.Response:
+        return requests.get(self.url + prefix + path, params=params, timeout=30)
+
+    def post(self, path: str, body: Json, *, prefix: str = "/v1", options: Any = None) -> requests.Response:
+        """POST, with `options` under the key `trl` of the provider-data header."""
+        headers = {"X-LlamaStack-Provider-Data": json.dumps({"trl": options})} if options is not None else {}
+        return requests.post(self.url + prefix + path, json=body, headers=headers, timeout=30)
+
+    def submit(self, path: str, body: Json, *, options: Any = None) -> str:
+        """POST a job that must be taken; returns its job_uuid."""
+        answer = self.post(path, body, options=options)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"job_uuid": body["job_uuid"]}
+        return str(body["job_uuid"])
+
+    def register(self, dataset_id: str, rows: list[Json], **more: Any) -> str:
+        return self.register_source(dataset_id, {"type": "rows", "rows": rows}, **more)
+
+    def register_source(self, dataset_id: str, source: Json, **more: Any) -> str:
+        body = {"dataset_id": dataset_id, "purpose": "post-training/messages", "source": source, **more}
+        answer = self.post("/datasets", body)
+        assert answer.status_code == 200, answer.text
+        return dataset_id
+
+    def status(self, job_uuid: str) -> Json:
+        answer = self.get("/post-training/job/status", job_uuid=job_uuid)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def cancel(self, job_uuid: str) -> requests.Response:
+        return self.post("/post-training/job/cancel", {"job_uuid": job_uuid})
+
+    def jobs(self) -> list[str]:
+        return [job["job_uuid"] for job in self.get("/post-training/jobs").json()["data"]]
+
+    def wait(self, job_uuid: str, expected: str, timeout: float = 90) -> Json:
+        """The status of a job once it has ended; it must have ended as expected."""
+
+        def ended() -> Json | None:
+            status = self.status(job_uuid)
+            return status if status["status"] in ENDED else None
+
+        status = poll(ended, f"job {job_uuid} ends", timeout)
+        assert status is not None
+        assert status["status"] == expected, json.dumps(status["resources_allocated"], indent=1)
+        return status
+
+    def wait_for_checkpoint(self, job_uuid: str, timeout: float = 60) -> Json:
+        """The status of a running job that has written its first checkpoint."""
+
+        def look() -> Json | None:
+            status = self.status(job_uuid)
+            assert status["status"] not in ENDED, json.dumps(status, indent=1)
+            return status if status["checkpoints"] else None
+
+        status = poll(look, f"job {job_uuid} writes a checkpoint", timeout)
+        assert status is not None
+        return status
+
+    def processes(self, job_uuid: str | None = None) -> list[psutil.Process]:
+        """Live processes that work for jobs of this server (for one job), found by the marks in their environment."""
+        home = self.data_dir.resolve() / "jobs" / (job_uuid or "")
+        return [process for process in psutil.process_iter() if _works_under(process, home)]
+
+    def end_jobs(self) -> list[str]:
+        """End every job; returns what still runs some seconds later, after having killed it."""
+        for job_uuid in self.jobs():
+            if self.status(job_uuid)["status"] not in ENDED:
+                self.cancel(job_uuid)
+        try:
+            poll(lambda: not self.processes(), "processes of ended jobs are gone", timeout=15)
+        except AssertionError:
+            return [_kill(process) for process in self.processes()]
+        return []
+
+    def log_tail(self) -> str:
+        """The end of the server's log, without the requests that went well."""
+        lines = (line.rstrip() for line in tail(self.log, 2000, 1 << 20).splitlines())
+        return "\n".join([line for line in lines if not (line.endswith(" 200") and "uvicorn.access" in line)][-60:])
+
+    def _healthy(self) -> bool:
+        assert self.server is not None
+        if self.server.poll() is not None:
+            raise AssertionError(f"Llama Stack exited with {self.server.returncode}")
+        try:
+            return requests.get(f"{self.url}/v1/health", timeout=5).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+
+@contextmanager
+def running_stack(root: Path) -> Iterator[LlamaStack]:
+    """A server for a test; fails it if a training process outlives its job or the server does not end properly."""
+    stack = LlamaStack(root)
+    stack.start()
+    try:
+        yield stack
+        if stack.server is not None and stack.server.poll() is None:
+            survivors = stack.end_jobs()
+            stack.stop()
+            assert not survivors, f"processes outlived their jobs: {survivors}"
+    finally:
+        if stack.server is not None and stack.server.poll() is None:
+            stack.stop()
+        for process in stack.processes():
+            _kill(process)
+
+
+def _works_under(process: psutil.Process, home: Path) -> bool:
+    try:
+        environ = process.environ()
+    except psutil.Error:
+        return False
+    return TASK_MARK in environ and Path(environ.get(RUN_DIR_MARK, "/")).is_relative_to(home)
+
+
+def _kill(process: psutil.Process) -> str:
+    try:
+        seen = f"{process.pid} {' '.join(process.cmdline())}"
+        process.kill()
+    except psutil.Error:
+        return f"{process.pid} (gone meanwhile)"
+    return seen
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

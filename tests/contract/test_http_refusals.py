@@ -1,0 +1,134 @@
+"""What a running Llama Stack answers to requests that cannot be honoured: a status code and a sentence to act on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+
+from tests.contract.payloads import LORA, PAIRS, promised, sft
+from tests.contract.stack import DPO, SFT, LlamaStack
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_queued(stack: LlamaStack) -> Any:
+    before = stack.jobs()
+    yield
+    assert stack.jobs() == before
+
+
+@pytest.fixture(scope="module")
+def pairs(stack: LlamaStack) -> str:
+    return stack.register("refused-pairs", PAIRS)
+
+
+def refusal(answer: requests.Response, status_code: int = 400) -> str:
+    """The sentence of an answer that must be a refusal."""
+    assert answer.status_code == status_code, answer.text
+    detail = answer.json()["detail"]
+    assert isinstance(detail, str)
+    return detail
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])
+def test_an_unknown_job_is_not_found_by_status_artifacts_and_cancel(stack: LlamaStack, prefix: str) -> None:
+    answers = [
+        stack.get("/post-training/job/status", prefix=prefix, job_uuid="nobody"),
+        stack.get("/post-training/job/artifacts", prefix=prefix, job_uuid="nobody"),
+        stack.post("/post-training/job/cancel", {"job_uuid": "nobody"}, prefix=prefix),
+    ]
+    for answer in answers:
+        assert "job 'nobody' not found" in refusal(answer, 404)
+
+
+@pytest.mark.parametrize("call", [SFT, DPO])
+@pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])
+def test_an_empty_body_names_the_fields_that_are_missing(stack: LlamaStack, prefix: str, call: str) -> None:
+    answer = stack.post(call, {}, prefix=prefix)
+    assert answer.status_code == 400
+    missing = {error["loc"][-1] for error in answer.json()["error"]["detail"]["errors"]}
+    assert missing == {"job_uuid", "training_config"}
+
+
+def test_an_unknown_field_is_named_with_the_nearest_that_exists(stack: LlamaStack, pairs: str) -> None:
+    body = promised("refused", pairs)
+    body["training_config"]["n_epoch"] = 3
+    text = refusal(stack.post(DPO, body))
+    assert "training_config.n_epoch=3" in text
+    assert "`n_epochs`" in text
+
+
+def test_an_unknown_field_deep_in_the_body_is_named_with_its_path(stack: LlamaStack, pairs: str) -> None:
+    body = promised("refused", pairs)
+    body["training_config"]["data_config"]["batchsize"] = 3
+    text = refusal(stack.post(DPO, body))
+    assert "training_config.data_config.batchsize=3" in text
+    assert "`batch_size`" in text
+
+
+def test_a_row_that_cannot_be_read_is_named_by_number(stack: LlamaStack) -> None:
+    rows = [dict(PAIRS[number % len(PAIRS)]) for number in range(24)]
+    del rows[17]["chosen"]
+    text = refusal(stack.post(DPO, promised("refused", stack.register("gap-in-row-17", rows))))
+    assert "row 17:" in text
+    assert "chosen" in text
+
+
+def test_a_bad_row_of_the_validation_dataset_is_refused_too(stack: LlamaStack, pairs: str) -> None:
+    body = promised("refused", pairs)
+    body["training_config"]["data_config"]["validation_dataset_id"] = stack.register("not-pairs", [{"text": "hello"}])
+    assert "row 0:" in refusal(stack.post(DPO, body))
+
+
+def test_an_empty_dataset_is_refused(stack: LlamaStack) -> None:
+    text = refusal(stack.post(DPO, promised("refused", stack.register("empty", []))))
+    assert "the dataset is empty" in text
+
+
+def test_an_unknown_dataset_is_refused_by_name(stack: LlamaStack) -> None:
+    assert "`no-such-rows`" in refusal(stack.post(DPO, promised("refused", "no-such-rows")))
+
+
+def test_a_model_directory_that_does_not_exist_is_refused_before_anything_is_queued(
+    stack: LlamaStack, pairs: str
+) -> None:
+    body = promised("refused", pairs) | {"model": "/no/such/model"}
+    assert "model='/no/such/model'" in refusal(stack.post(DPO, body))
+
+
+def test_a_checkpoint_dir_outside_the_data_directory_is_refused(stack: LlamaStack, pairs: str) -> None:
+    body = promised("refused", pairs) | {"checkpoint_dir": "/somewhere/else"}
+    assert "checkpoint_dir='/somewhere/else'" in refusal(stack.post(DPO, body))
+
+
+def test_an_unknown_option_is_refused_with_a_list_of_those_that_exist(stack: LlamaStack, pairs: str) -> None:
+    text = refusal(stack.post(DPO, promised("refused", pairs), options={"merge_adaptor": True}))
+    assert "provider_options.merge_adaptor=True" in text
+    assert "merge_adapter" in text.partition("the options are:")[2]
+
+
+@pytest.mark.parametrize("options", ["x", 7, ["merge_adapter"]])
+def test_options_that_are_no_object_are_refused(stack: LlamaStack, pairs: str, options: Any) -> None:
+    assert f"provider_options={options!r}" in refusal(stack.post(DPO, promised("refused", pairs), options=options))
+
+
+def test_an_option_that_has_nothing_to_act_on_is_refused(stack: LlamaStack, pairs: str) -> None:
+    text = refusal(stack.post(DPO, promised("refused", pairs), options={"merge_adapter": True}))
+    assert "provider_options.merge_adapter=True" in text
+
+
+def test_a_lora_field_that_would_be_ignored_is_refused(stack: LlamaStack) -> None:
+    config = LORA | {"apply_lora_to_output": True}
+    text = refusal(stack.post(SFT, sft("refused", "never-read", algorithm_config=config)))
+    assert "algorithm_config.apply_lora_to_output=True" in text
+
+
+def test_other_providers_keys_in_the_header_do_not_disturb(stack: LlamaStack) -> None:
+    headers = {"X-LlamaStack-Provider-Data": json.dumps({"fireworks_api_key": "k"})}
+    body = promised("refused", "no-such-rows")
+    answer = requests.post(stack.url + "/v1" + DPO, json=body, headers=headers, timeout=30)
+    assert "`no-such-rows`" in refusal(answer)  # as far as without the header

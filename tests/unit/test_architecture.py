@@ -1,0 +1,102 @@
+"""The table of rooms in docs/architecture.md is kept: a room imports only what the table lets it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = "llama_stack_provider_trl"
+STDLIB = set(sys.stdlib_module_names)
+HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
+
+
+def rooms() -> dict[str, tuple[list[str], list[str]]]:
+    """Room -> (patterns of its modules, patterns of what it may import), from the table in docs/architecture.md."""
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    table = text.split("<!-- rooms -->")[1].split("<!-- /rooms -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
+    ]
+    found = {}
+    for name, modules, _, imports in rows[1:]:
+        found[name] = (re.findall(r"`([^`]+)`", modules), re.findall(r"`([^`]+)`", imports))
+    return found
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below the package -> file."""
+    root = REPOSITORY / PACKAGE
+    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
+    return {name.removesuffix(".__init__") or "__init__": path for name, path in files.items()}
+
+
+def room_of(module: str) -> str:
+    homes = [name for name, (patterns, _) in rooms().items() if any(fnmatch(module, pattern) for pattern in patterns)]
+    assert len(homes) == 1, f"{module} must be in one room of docs/architecture.md, found: {homes}"
+    return homes[0]
+
+
+def imports(module: str, path: Path) -> Iterator[str]:
+    """Top-level packages that a module imports, and modules of ours as dotted names below the package."""
+    package = module.split(".")[: None if path.name == "__init__.py" else -1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if package != ["__init__"] else []
+            target = [*base, *(node.module or "").split(".")] if node.module else base
+            names = [".".join([*target, alias.name]) for alias in node.names]
+            known = modules()
+            yield from ("our:" + (name if name in known else ".".join(target)) for name in names)
+
+
+def allowed_modules(patterns: list[str]) -> list[str]:
+    """Patterns of our modules that a room may import: those of the rooms it names."""
+    table = rooms()
+    return [pattern for name in patterns if name in table for pattern in table[name][0]]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_a_module_imports_only_what_its_room_may(module: str) -> None:
+    home = room_of(module)
+    own, may = rooms()[home]
+    ours = own + allowed_modules(may)
+    for imported in imports(module, modules()[module]):
+        if imported.startswith("our:"):
+            name = imported.removeprefix("our:")
+            assert name in ("", "__init__") or any(fnmatch(name, pattern) for pattern in ours), (
+                f"{module} (room {home}) imports {name}, which docs/architecture.md does not let it"
+            )
+        else:
+            assert imported in STDLIB or imported == PACKAGE or imported in may, (
+                f"{module} (room {home}) imports {imported}, which docs/architecture.md does not let it"
+            )
+
+
+def test_a_room_imports_only_rooms_above_it() -> None:
+    names = list(rooms())
+    for position, name in enumerate(names):
+        below = [other for other in rooms()[name][1] if other in names and names.index(other) >= position]
+        assert not below, f"room {name} may import {below}, which stand below it"
+
+
+def test_only_compat_imports_llama_stack() -> None:
+    users = [name for name, path in modules().items() if "llama_stack" in set(imports(name, path))]
+    assert users == ["compat"]
+
+
+@pytest.mark.parametrize("door", ["launch.runner", "jobs.supervisor", "launch.local", "resolve", "recipes.train"])
+def test_the_processes_that_serve_and_start_jobs_import_no_torch(door: str) -> None:
+    script = f"import sys, {PACKAGE}.{door}; print(*sorted(set(sys.modules) & set({HEAVY!r})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,56 @@
+"""The provider's configuration: documented key by key, unknown keys refused, shipped files loadable."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from llama_stack_provider_trl.config import TrlConfig
+from llama_stack_provider_trl.devices import usable_devices
+from llama_stack_provider_trl.errors import InvalidRequest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_the_documentation_lists_every_key_and_no_other() -> None:
+    table = (REPOSITORY / "docs" / "configuration.md").read_text().split("<!-- config -->")[1].split("<!-- /config")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(TrlConfig.model_fields)
+
+
+def test_an_unknown_key_is_refused_when_llama_stack_starts() -> None:
+    with pytest.raises(ValidationError, match="devise"):
+        TrlConfig.model_validate({"devise": "cpu"})
+
+
+def test_an_empty_data_dir_means_the_default_and_paths_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert TrlConfig.model_validate({"data_dir": None}).data_dir == Path("/home/somebody/.llama/trl")
+    assert TrlConfig.model_validate({"data_dir": "here"}).data_dir == Path.cwd() / "here"
+
+
+def test_the_shipped_run_yaml_configures_the_provider_with_known_keys() -> None:
+    run = yaml.safe_load((REPOSITORY / "run.yaml").read_text())
+    (provider,) = run["providers"]["post_training"]
+    assert provider["provider_type"] == "inline::trl"
+    assert set(provider["config"]) <= set(TrlConfig.model_fields)
+
+
+def test_a_device_setting_names_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert usable_devices("auto") == usable_devices("cuda") == ["cuda:0", "cuda:1"]
+    assert usable_devices("cuda:1") == ["cuda:1"]
+    assert usable_devices("cpu") == ["cpu"]
+    with pytest.raises(InvalidRequest, match="cuda:0, cuda:1"):
+        usable_devices("cuda:2")
+
+
+def test_a_machine_without_gpus_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    assert usable_devices("auto") == ["cpu"]
+    with pytest.raises(InvalidRequest, match="device"):
+        usable_devices("cuda")
