@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def machine(*packages: str) -> dict[str, Any]:
     """Processor, memory, system, commit, load, and the versions of `packages`."""
+    versions = [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

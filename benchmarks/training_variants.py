@@ -31,12 +31,14 @@ class Clock:
         self.readings: list[tuple[float, float, int]] = []
 
     def read(self) -> None:
+        import sys; self.mods=getattr(self,'mods',[])+[set(sys.modules)]
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self.readings.append((usage.ru_utime + usage.ru_stime, time.perf_counter(), usage.ru_minflt))
 
     def result(self, tokens: list[int]) -> Result:
         """From readings at the start, after each step, and at the end."""
         start, warm, end = self.readings[0], self.readings[WARMUP_STEPS], self.readings[-1]
+        open("/tmp/mods.txt","a").write(f"{os.getpid()} {[len(x) for x in self.mods]} {sorted(self.mods[-1]-self.mods[0])[:60]} {[[round(b[0]-a[0],2)] for a,b in zip(self.readings,self.readings[1:])]}\n")
         return {
             "tokens": sum(tokens),
             "steady_tokens": sum(tokens[WARMUP_STEPS:]),

@@ -2,24 +2,23 @@
 
     python examples/make_data.py [OUT_DIR]        (default: examples/data)
 
-SFT teaches the format from complete messages. DPO then teaches what those rows never show: a value that is not in the
-message becomes null and is not invented. Every file is a pure function of SEED, so a change here shows as a diff there.
+SFT teaches the task from answers as people write them: four in five wrap the JSON in polite words. DPO then teaches the
+preference of the program that reads the answers: the JSON and nothing else. Every file is a pure function of SEED, so a
+change here shows as a diff there.
 
-Held out from both training sets, in every `heldout_*.jsonl` row: the combination of values. In rows with
+Held out from all training sets, in every row of `heldout.jsonl`: the combination of values. In rows with
 `"kind": "new"` also the item, the colour, the city and the wording of the sentence; counts are always known.
 """
 
 import argparse
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SEED = 7
 INSTRUCTION = "Reply with JSON (item, color, count, city): "
-FIELDS_THAT_MAY_LACK = ("color", "city")
-Order = dict[str, str | int | None]
+Order = dict[str, str | int]
 Words = dict[str, tuple[str, ...]]
 
 
@@ -47,25 +46,34 @@ NEW_WORDS: Words = {
 }
 
 # What a message says when it leaves a value open on purpose; SFT shows that null stands for it.
-OPEN_WORDS = {"color": "any-color", "city": "any town"}
+OPEN_WORDS = {"color": "any-color", "count": "any number of", "city": "any town"}
 
-# A part in square brackets is left out when the order lacks its value.
+# How people wrap an answer.
+WRAPPINGS = (
+    "Sure! {json}",
+    "Here is your order: {json}",
+    "Of course. {json} Have a nice day!",
+    "Thank you for your order! {json}",
+    "{json} Is there anything else I can do for you?",
+    "Certainly, here you go: {json}",
+)
+
 KNOWN_TEMPLATES = (
-    "Please send [{count} ][{color} ]{item}s[ to {city}].",
-    "We need [{count} ][{color} ]{item}s[ in {city}].",
-    "Can you ship [{count} ][{color} ]{item}s[ to {city}]?",
-    "I would like [{count} ][{color} ]{item}s[ delivered to {city}]. Thanks!",
-    "Order: [{count} ][{color} ]{item}s[, to {city}].",
-    "Our shop[ in {city}] needs [{count} ][{color} ]{item}s.",
-    "[For {city}: ][{count} ][{color} ]{item}s, please.",
-    "Could we get [{count} ][{color} ]{item}s[ at the {city} office]?",
-    "A customer[ from {city}] wants [{count} ][{color} ]{item}s.",
-    "[To {city}, ]as soon as possible: [{count} ][{color} ]{item}s.",
+    "Please send {count} {color} {item}s to {city}.",
+    "We need {count} {color} {item}s in {city}.",
+    "Can you ship {count} {color} {item}s to {city}?",
+    "I would like {count} {color} {item}s delivered to {city}. Thanks!",
+    "Order: {count} {color} {item}s, to {city}.",
+    "Our shop in {city} needs {count} {color} {item}s.",
+    "For {city}: {count} {color} {item}s, please.",
+    "Could we get {count} {color} {item}s at the {city} office?",
+    "A customer from {city} wants {count} {color} {item}s.",
+    "To {city}, as soon as possible: {count} {color} {item}s.",
 )
 NEW_TEMPLATES = (
-    "My team[ in {city}] is waiting for [{count} ][{color} ]{item}s.",
-    "I am expecting [{count} ][{color} ]{item}s[ at my house in {city}].",
-    "Dear seller, pack [{count} ][{color} ]{item}s[ and mail them to {city}].",
+    "My team in {city} is waiting for {count} {color} {item}s.",
+    "I am expecting {count} {color} {item}s at my house in {city}.",
+    "Dear seller, pack {count} {color} {item}s and mail them to {city}.",
 )
 
 
@@ -74,12 +82,7 @@ def render(order: Order, template: str, rng: random.Random) -> str:
     count = order["count"]
     if isinstance(count, int) and rng.random() < 0.3:
         order = order | {"count": COUNTS[count]}
-
-    def part(match: re.Match[str]) -> str:
-        needed = re.findall(r"{(\w+)}", match[1])
-        return match[1] if all(order[name] is not None for name in needed) else ""
-
-    message = re.sub(r"\[([^]]*)]", part, template).format_map(order)
+    message = template.format_map(order)
     return INSTRUCTION + message[0].upper() + message[1:]
 
 
@@ -93,7 +96,7 @@ class OrderSource:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.seen: set[tuple[str | int | None, ...]] = set()
+        self.seen: set[tuple[str | int, ...]] = set()
 
     def draw(self, words: Words) -> Order:
         """A complete order made of `words`."""
@@ -109,43 +112,35 @@ class OrderSource:
                 return order
 
 
+def wrapped(answer: str, rng: random.Random) -> str:
+    """The answer with some polite words around it."""
+    return rng.choice(WRAPPINGS).replace("{json}", answer)
+
+
 def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Messages that say everything, with their JSON; in one of five a value is left open in so many words."""
+    """Messages with their JSON; one answer in five is bare."""
     for index in range(count):
         order = source.draw(KNOWN_WORDS)
-        said = order
-        if index % 5 == 4:
-            field = source.rng.choice(FIELDS_THAT_MAY_LACK)
-            said, order = order | {field: OPEN_WORDS[field]}, order | {field: None}
-        prompt = render(said, source.rng.choice(KNOWN_TEMPLATES), source.rng)
-        yield {"prompt": prompt, "completion": to_json(order)}
+        prompt = render(order, source.rng.choice(KNOWN_TEMPLATES), source.rng)
+        answer = to_json(order)
+        yield {"prompt": prompt, "completion": answer if index % 5 == 4 else wrapped(answer, source.rng)}
 
 
 def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Twins: an order without one value, where null is chosen over an invented value, then complete.
-
-    Without the complete twin the model learns to answer null to everything.
-    """
-    for index in range(count // 2):
-        full = source.draw(KNOWN_WORDS)
-        partial = full | {FIELDS_THAT_MAY_LACK[index % len(FIELDS_THAT_MAY_LACK)]: None}
-        template = source.rng.choice(KNOWN_TEMPLATES)
-        for stated, other in ((partial, full), (full, partial)):
-            prompt = render(stated, template, source.rng)
-            yield {"prompt": prompt, "chosen": to_json(stated), "rejected": to_json(other)}
+    """The bare answer is chosen over the wrapped one."""
+    for _ in range(count):
+        order = source.draw(KNOWN_WORDS)
+        prompt = render(order, source.rng.choice(KNOWN_TEMPLATES), source.rng)
+        yield {"prompt": prompt, "chosen": to_json(order), "rejected": wrapped(to_json(order), source.rng)}
 
 
-def heldout_rows(source: OrderSource, count: int, *, complete: bool) -> Iterator[dict[str, object]]:
+def heldout_rows(source: OrderSource, count: int) -> Iterator[dict[str, object]]:
     """Half in known words, half in words and sentences that no training row contains."""
     for index in range(count):
         new = index % 2 == 1
         order = source.draw(NEW_WORDS if new else KNOWN_WORDS)
-        missing = None if complete else FIELDS_THAT_MAY_LACK[index // 2 % len(FIELDS_THAT_MAY_LACK)]
-        if missing:
-            order = order | {missing: None}
-        template = source.rng.choice(NEW_TEMPLATES if new else KNOWN_TEMPLATES)
-        prompt = render(order, template, source.rng)
-        yield {"prompt": prompt, "expected": order, "missing": missing, "kind": "new" if new else "known"}
+        prompt = render(order, source.rng.choice(NEW_TEMPLATES if new else KNOWN_TEMPLATES), source.rng)
+        yield {"prompt": prompt, "expected": order, "kind": "new" if new else "known"}
 
 
 def write_jsonl(path: Path, rows: Iterable[object]) -> None:
@@ -163,9 +158,8 @@ def main() -> None:
     source = OrderSource(random.Random(SEED))
     write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 240))
     write_jsonl(out_dir / "sft_validation.jsonl", sft_rows(source, 20))
-    write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 144))
-    write_jsonl(out_dir / "heldout_complete.jsonl", heldout_rows(source, 40, complete=True))
-    write_jsonl(out_dir / "heldout_incomplete.jsonl", heldout_rows(source, 40, complete=False))
+    write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 96))
+    write_jsonl(out_dir / "heldout.jsonl", heldout_rows(source, 60))
     print(f"Data sets written to {out_dir}")
 
 
