@@ -25,9 +25,7 @@ def machine(*packages: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": platform.platform(),
-        "versions": ", ".join(
-            [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
-        ),
+        "versions": ", ".join(versions),
         "commit": commit(),
         "load_before": os.getloadavg(),
     }

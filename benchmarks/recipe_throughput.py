@@ -22,12 +22,16 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from machine import REPOSITORY, command, machine, print_header, spread
 from training_inputs import data_file, prepare_inputs
 from training_variants import AGAIN, BARE, OURS, STOCK, WARMUP_STEPS, Result, measure
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.recipes.spec import Algorithm
 
 SAME_LOSS = {"fp32": 1e-3, "bf16": 1e-2}
 """Relative difference of the first losses above which the variants do not compute the same thing. In bf16 the bare
@@ -45,10 +49,10 @@ def main() -> None:
         work = Path(scratch)
         report: dict[str, Any] = {"command": command(), "machine": surroundings(options), "options": plain(options)}
         print_header(report)
-        for algorithm in ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,):
+        for algorithm in chosen_algorithms(options):
             folder = work / algorithm
             folder.mkdir()
-            in_child(folder / "setup", lambda out, at=folder, name=algorithm: prepare_inputs(at, name, options, out))
+            in_child(folder / "setup", partial(prepare_inputs, folder, algorithm, options))
             runs = measure_rounds(folder, algorithm, options)
             report[algorithm] = {"runs": runs, "summary": summarize(runs)}
             print_losses(runs)
@@ -81,6 +85,10 @@ def parse_options() -> argparse.Namespace:
     if options.model and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: expected a directory with config.json")
     return options
+
+
+def chosen_algorithms(options: argparse.Namespace) -> tuple[Algorithm, ...]:
+    return ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
 
 
 def enter_environment(options: argparse.Namespace) -> None:
@@ -152,7 +160,7 @@ def _run_and_exit(work: Callable[[Path], None], result: Path, log: Path) -> NoRe
 # --- Rounds and figures -----------------------------------------------------------------------------------------------
 
 
-def measure_rounds(folder: Path, algorithm: str, options: argparse.Namespace) -> list[Result]:
+def measure_rounds(folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> list[Result]:
     """Each round: every variant once, in an order drawn for this round."""
     variants = [STOCK, OURS, BARE, *([AGAIN] if options.control else [])]
     runs = []
@@ -160,7 +168,7 @@ def measure_rounds(folder: Path, algorithm: str, options: argparse.Namespace) ->
         order = random.Random(f"{options.seed}-{number}").sample(variants, len(variants))
         for variant in order:
             run = folder / f"{number}-{variant.replace(' ', '-')}"
-            result = in_child(run, lambda out, which=variant: measure(which, folder, algorithm, options, out))
+            result = in_child(run, partial(measure, variant, folder, algorithm, options))
             shutil.rmtree(run)
             runs.append({"round": number, "variant": variant, **result})
             print(
@@ -223,7 +231,7 @@ def print_losses(runs: list[Result]) -> None:
     print(f"  the same batches in all {len(runs)} runs")
 
 
-def print_summary(algorithm: str, runs: list[Result], summary: dict[str, Any]) -> None:
+def print_summary(algorithm: Algorithm, runs: list[Result], summary: dict[str, Any]) -> None:
     rounds = 1 + max(run["round"] for run in runs)
     print(f"\n{algorithm.upper()}: medians of {rounds} rounds, {runs[0]['steps']} steps, {runs[0]['tokens']} tokens")
     print(f"{'':13}{'cpu s':>8}{'wall s':>8}{'tokens/s':>10}{'per cpu s':>11}{'faults':>9}{'peak MB':>9}")
@@ -251,10 +259,9 @@ def print_summary(algorithm: str, runs: list[Result], summary: dict[str, Any]) -
 
 
 def surroundings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
     return {
         **machine("torch", "transformers", "trl"),
-        "data": [str(data_file(name)) for name in names],
+        "data": [str(data_file(name)) for name in chosen_algorithms(options)],
         "threads": options.threads,
         "malloc": options.allocator,
     }

@@ -8,14 +8,17 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from machine import REPOSITORY
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.recipes.spec import Algorithm
 
 Rows = list[dict[str, Any]]
 
 
-def prepare_inputs(folder: Path, algorithm: str, options: argparse.Namespace, out: Path) -> None:
+def prepare_inputs(folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
     """Write `folder/model` (unless one was given) and `folder/rows.jsonl`, which every variant reads."""
     model = options.model.resolve() if options.model else folder / "model"
     if not options.model:
@@ -80,7 +83,7 @@ def train_tokenizer() -> Any:
     )
 
 
-def usable_rows(algorithm: str, model: Path, options: argparse.Namespace) -> Rows:
+def usable_rows(algorithm: Algorithm, model: Path, options: argparse.Namespace) -> Rows:
     """The first steps x batch rows whose answer is not cut away whole, as TRL's conversational columns."""
     from transformers import AutoTokenizer
 
@@ -93,7 +96,7 @@ def usable_rows(algorithm: str, model: Path, options: argparse.Namespace) -> Row
     return list(itertools.islice(itertools.cycle(found), options.steps * options.batch))
 
 
-def conversational_rows(algorithm: str) -> Iterator[dict[str, Any]]:
+def conversational_rows(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
     from llama_stack_provider_trl.recipes.data import read_examples
 
     source = data_file(algorithm)
@@ -108,14 +111,14 @@ def conversational_rows(algorithm: str) -> Iterator[dict[str, Any]]:
         yield {"prompt": turns[:asked], "completion": turns[asked:]}
 
 
-def data_file(algorithm: str) -> Path:
+def data_file(algorithm: Algorithm) -> Path:
     """Real rows where `$TRL_SHARED_DIR/data` (or `../shared/data`) has them, else those of examples/data."""
     shared = Path(os.environ.get("TRL_SHARED_DIR", REPOSITORY.parent / "shared")) / "data"
     real = shared / {"sft": "instruct_999.jsonl", "dpo": "preference_300.jsonl"}[algorithm]
     return real if real.is_file() else REPOSITORY / "examples/data" / f"{algorithm}_train.jsonl"
 
 
-def _has_answer(row: dict[str, Any], algorithm: str, tokenizer: Any, max_length: int) -> bool:
+def _has_answer(row: dict[str, Any], algorithm: Algorithm, tokenizer: Any, max_length: int) -> bool:
     def ids(answer: list[dict[str, str]]) -> list[int]:
         text = tokenizer.apply_chat_template(row["prompt"] + answer, tokenize=False)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -13,9 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training_inputs import model_of, read_rows
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.recipes.spec import Algorithm
 
 STOCK, OURS, BARE, AGAIN = "stock TRL", "our recipe", "bare loop", "stock again"
 WARMUP_STEPS = 2
@@ -31,14 +34,12 @@ class Clock:
         self.readings: list[tuple[float, float, int]] = []
 
     def read(self) -> None:
-        import sys; self.mods=getattr(self,'mods',[])+[set(sys.modules)]
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self.readings.append((usage.ru_utime + usage.ru_stime, time.perf_counter(), usage.ru_minflt))
 
     def result(self, tokens: list[int]) -> Result:
         """From readings at the start, after each step, and at the end."""
         start, warm, end = self.readings[0], self.readings[WARMUP_STEPS], self.readings[-1]
-        open("/tmp/mods.txt","a").write(f"{os.getpid()} {[len(x) for x in self.mods]} {sorted(self.mods[-1]-self.mods[0])[:60]} {[[round(b[0]-a[0],2)] for a,b in zip(self.readings,self.readings[1:])]}\n")
         return {
             "tokens": sum(tokens),
             "steady_tokens": sum(tokens[WARMUP_STEPS:]),
@@ -51,7 +52,7 @@ class Clock:
         }
 
 
-def measure(variant: str, folder: Path, algorithm: str, options: argparse.Namespace, out: Path) -> None:
+def measure(variant: str, folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
     """In a child: run one variant; it writes its own result and ends the process after its last step."""
     import torch
     from transformers.trainer_utils import set_seed
@@ -107,7 +108,7 @@ def report_run(out: Path, clock: Clock, batches: Iterable[dict[str, Any]], losse
     out.write_text(json.dumps(result | {"losses": losses, "batches": digest.hexdigest()}))
 
 
-def run_ours(folder: Path, algorithm: str, options: argparse.Namespace, run_dir: Path) -> None:
+def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
     """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one CPU."""
     from llama_stack_provider_trl.files import RunDir, put_rows
     from llama_stack_provider_trl.recipes.events import EventWriter
@@ -137,7 +138,7 @@ def run_ours(folder: Path, algorithm: str, options: argparse.Namespace, run_dir:
     train_attempt(attempt, EventWriter(RunDir(run_dir).events))
 
 
-def run_stock(folder: Path, algorithm: str, options: argparse.Namespace, run_dir: Path) -> None:
+def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
     """TRL as its documentation calls it, with what would change the work set as on our side."""
     import torch
     from datasets import Dataset
@@ -175,7 +176,7 @@ def run_stock(folder: Path, algorithm: str, options: argparse.Namespace, run_dir
     trainer.train()
 
 
-def run_bare(folder: Path, algorithm: str, options: argparse.Namespace, out: Path) -> None:
+def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
     """The loop that one would write by hand: forward, loss, backward, clip, fused AdamW, linear schedule."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -203,7 +204,7 @@ def run_bare(folder: Path, algorithm: str, options: argparse.Namespace, out: Pat
     report_run(out, clock, batches, logged)
 
 
-def bare_batches(folder: Path, algorithm: str, options: argparse.Namespace) -> Any:
+def bare_batches(folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> Any:
     """A DataLoader over our tokenized rows with TRL's collator: the very batches of the other two."""
     from torch.utils.data import DataLoader
     from transformers import AutoTokenizer
@@ -213,10 +214,13 @@ def bare_batches(folder: Path, algorithm: str, options: argparse.Namespace) -> A
     from llama_stack_provider_trl.recipes.data import prepare_dpo, prepare_sft, read_examples
 
     tokenizer = AutoTokenizer.from_pretrained(model_of(folder))
-    prepare = prepare_sft if algorithm == "sft" else prepare_dpo
-    dataset, _ = prepare(read_examples(folder / "rows.jsonl", algorithm), tokenizer, options.max_length)
-    collator = DataCollatorForLanguageModeling if algorithm == "sft" else DataCollatorForPreference
-    collate = collator(pad_token_id=tokenizer.pad_token_id)
+    rows, pad = folder / "rows.jsonl", tokenizer.pad_token_id
+    if algorithm == "sft":
+        dataset, _ = prepare_sft(read_examples(rows, "sft"), tokenizer, options.max_length)
+        collate = DataCollatorForLanguageModeling(pad_token_id=pad)
+    else:
+        dataset, _ = prepare_dpo(read_examples(rows, "dpo"), tokenizer, options.max_length)
+        collate = DataCollatorForPreference(pad_token_id=pad)
     return DataLoader(dataset, batch_size=options.batch, shuffle=False, collate_fn=collate)
 
 

@@ -2,7 +2,7 @@
 
     python examples/make_data.py [OUT_DIR]        (default: examples/data)
 
-SFT teaches the task from answers as people write them: four in five wrap the JSON in polite words. DPO then teaches the
+SFT teaches the task from answers as people write them: nine in ten wrap the JSON in polite words. DPO then teaches the
 preference of the program that reads the answers: the JSON and nothing else. Every file is a pure function of SEED, so a
 change here shows as a diff there.
 
@@ -118,12 +118,12 @@ def wrapped(answer: str, rng: random.Random) -> str:
 
 
 def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Messages with their JSON; one answer in five is bare."""
+    """Messages with their JSON; one answer in ten is bare."""
     for index in range(count):
         order = source.draw(KNOWN_WORDS)
         prompt = render(order, source.rng.choice(KNOWN_TEMPLATES), source.rng)
         answer = to_json(order)
-        yield {"prompt": prompt, "completion": answer if index % 5 == 4 else wrapped(answer, source.rng)}
+        yield {"prompt": prompt, "completion": answer if index % 10 == 9 else wrapped(answer, source.rng)}
 
 
 def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
@@ -156,7 +156,7 @@ def main() -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
 
     source = OrderSource(random.Random(SEED))
-    write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 240))
+    write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 200))
     write_jsonl(out_dir / "sft_validation.jsonl", sft_rows(source, 20))
     write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 96))
     write_jsonl(out_dir / "heldout.jsonl", heldout_rows(source, 60))

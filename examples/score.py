@@ -1,9 +1,9 @@
 """Score a checkpoint on the quickstart's held-out orders.
 
-    python examples/score.py MODEL_DIR [--threads 2] [--json OUT]
+    python examples/score.py MODEL [--threads 2] [--json OUT]
 
-MODEL_DIR is a transformers checkpoint, or a PEFT adapter (it is then loaded on its base model). Answers are greedy, so
-the same checkpoint always gets the same scores.
+MODEL is a transformers checkpoint, a PEFT adapter (it is then loaded on its base model), or a model id of the hub.
+Answers are greedy, so the same checkpoint always gets the same scores.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
 
@@ -46,14 +45,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def load(model_dir: Path) -> tuple[Any, Any]:
+def load(model_dir: Path | str) -> tuple[Any, Any]:
     """The model, ready to generate, and its tokenizer; an adapter directory names its base model itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base_dir = model_dir
-    adapter_config = model_dir / "adapter_config.json"
+    adapter_config = Path(model_dir) / "adapter_config.json"
     if adapter_config.is_file():
-        base_dir = Path(json.loads(adapter_config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        base_dir = json.loads(adapter_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="float32")
     if base_dir is not model_dir:
         from peft import PeftModel
@@ -117,18 +116,21 @@ def score(rows: list[dict[str, Any]]) -> Scores:
 def main() -> None:
     """Load, answer, score, report."""
     parser = argparse.ArgumentParser(description="Score a checkpoint on the quickstart's held-out orders.")
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR")
+    parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--json", type=Path, dest="json_path", help="also write the scores to this file")
     arguments = parser.parse_args()
-    if not arguments.model_dir.is_dir():
-        sys.exit(f"score: there is no directory {arguments.model_dir}: give the path of a checkpoint.")
+    if Path(arguments.model).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
 
     began = time.monotonic()
     import torch
 
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load(arguments.model_dir)
+    try:
+        model, tokenizer = load(arguments.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"score: {arguments.model} cannot be loaded: {str(error).splitlines()[0]}")
     rows = read_rows(DATA_DIR / "heldout.jsonl")
     for row, text in zip(rows, answer(model, tokenizer, [row["prompt"] for row in rows]), strict=True):
         row["answer"] = text

@@ -27,15 +27,15 @@ class ProviderOptions(BaseModel):
     """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
-    max_seq_length: int | None = Field(None, gt=1)
+    max_seq_length: int | None = Field(None, gt=1, le=10**7)
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
     lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
     """Learning rate after warmup."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
-    save_steps: int | None = Field(None, gt=0)
+    save_steps: int | None = Field(None, gt=0, le=10**9)
     """A checkpoint every so many optimizer steps; left out: at the end of every epoch."""
-    logging_steps: int = Field(1, gt=0)
+    logging_steps: int = Field(1, gt=0, le=10**9)
     """A metric point every so many optimizer steps."""
     seed: int = Field(42, ge=0, lt=2**31)
     """Decides shuffling and the initial values of adapters."""
@@ -54,5 +54,6 @@ class ProviderOptions(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
+            problem = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
             names = ", ".join(cls.model_fields)
-            raise InvalidRequest(field, first["input"], f"{first['msg']}; the options are: {names}") from error
+            raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

@@ -146,8 +146,9 @@ class TrlPostTraining(NeedsRequestProviderData):
         """Answer only when the job is stored: from then on nothing can lose it."""
         options = self._options()
         digest = request.digest(options)
-        resolution = resolve(request, options, self.settings)
+        # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
         if not self.store.holds(request.job_uuid, digest):
+            resolution = resolve(request, options, self.settings)
             algorithm: Algorithm = resolution.fields["algorithm"]
             data_format: DataFormat | None = resolution.fields["data_format"]
             dataset, warnings = await self._dataset(resolution.dataset_id, algorithm, data_format)

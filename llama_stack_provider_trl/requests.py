@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
+"""Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
 JOB_UUID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
@@ -22,7 +24,7 @@ class _Body(BaseModel):
 class DataConfig(_Body):
     dataset_id: str
     """Id of a dataset registered with Llama Stack."""
-    batch_size: int = Field(gt=0)
+    batch_size: int = Field(**COUNT)
     """Rows (SFT) or pairs (DPO) per rank and micro step."""
     shuffle: bool = True
     """Shuffle all rows anew in every epoch."""
@@ -43,7 +45,7 @@ class OptimizerConfig(_Body):
     """Peak learning rate."""
     weight_decay: float | None = Field(None, ge=0)
     """adamw: decoupled; adam and sgd: L2. Default 0."""
-    num_warmup_steps: int | None = Field(None, ge=0)
+    num_warmup_steps: int | None = Field(None, ge=0, le=10**9)
     """Optimizer steps of linear warmup. Default 0."""
 
 
@@ -59,13 +61,13 @@ class EfficiencyConfig(_Body):
 
 
 class TrainingConfig(_Body):
-    n_epochs: int = Field(gt=0)
+    n_epochs: int = Field(**COUNT)
     """Passes over the dataset."""
-    max_steps_per_epoch: int | None = Field(None, gt=0)
+    max_steps_per_epoch: int | None = Field(None, **COUNT)
     """Optimizer steps after which an epoch ends early; only when you set it."""
-    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, **COUNT)
     """Micro steps per optimizer step. Default 1."""
-    max_validation_steps: int | None = Field(None, gt=0)
+    max_validation_steps: int | None = Field(None, **COUNT)
     """Batches per evaluation; only when you set it."""
     data_config: DataConfig | None = None
     """Required: which data to train on."""
@@ -74,7 +76,7 @@ class TrainingConfig(_Body):
     efficiency_config: EfficiencyConfig | None = None
     """Memory savers."""
     dtype: str | None = None
-    """bf16 (default) or fp32."""
+    """bf16 or fp32. Default: bf16 on cuda, else fp32."""
     learning_rate: float | None = Field(None, gt=0)
     """The same as optimizer_config.lr; both with different values are refused."""
 
@@ -84,13 +86,13 @@ class LoraFinetuningConfig(_Body):
     """LoRA."""
     lora_attn_modules: list[str] = Field(default_factory=lambda: ["q_proj", "v_proj"])
     """Attention modules to adapt, in Llama Stack's or Hugging Face's names."""
-    apply_lora_to_mlp: bool = False
+    apply_lora_to_mlp: bool | None = None
     """Adapt every linear layer of the MLP blocks too."""
-    apply_lora_to_output: bool = False
+    apply_lora_to_output: bool | None = None
     """Refused when true."""
-    rank: int = Field(8, gt=0)
+    rank: int = Field(8, **COUNT)
     """Rank of the adapters."""
-    alpha: int = Field(16, gt=0)
+    alpha: int = Field(16, **COUNT)
     """Scale: the adapter's output is multiplied by alpha / rank."""
     use_dora: bool | None = None
     """Weight-decomposed adapters (DoRA)."""

@@ -136,7 +136,7 @@ def _suffixes(names: Iterable[str]) -> list[str]:
 
 
 def _invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
-    detail = " ".join(str(error).split())
+    detail = " ".join(str(error).split()).rstrip(".")
     return JobFailure(
         Reason.invalid_model,
         f"model {model!r}: {problem}: {detail[:500]}. Expected a directory written by save_pretrained (config.json, "

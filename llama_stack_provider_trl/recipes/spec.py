@@ -22,7 +22,7 @@ DataFormat = Literal["instruct", "dialog"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class DatasetRef(_Frozen):

@@ -90,6 +90,9 @@ class LlamaStack:
             self.server.wait()
             raise AssertionError(f"{error}\n{self.log_tail()}") from None
 
+    def runs(self) -> bool:
+        return self.server is not None and self.server.poll() is None
+
     def stop(self) -> None:
         """SIGTERM; an AssertionError where it takes a SIGKILL, or where the server ended by itself."""
         assert self.server is not None
@@ -183,9 +186,7 @@ class LlamaStack:
         return "\n".join([line for line in lines if not (line.endswith(" 200") and "uvicorn.access" in line)][-60:])
 
     def _healthy(self) -> bool:
-        assert self.server is not None
-        if self.server.poll() is not None:
-            raise AssertionError(f"Llama Stack exited with {self.server.returncode}")
+        assert self.runs(), "Llama Stack ended by itself"
         try:
             return requests.get(f"{self.url}/v1/health", timeout=5).status_code == 200
         except requests.ConnectionError:
@@ -199,15 +200,16 @@ def running_stack(root: Path) -> Iterator[LlamaStack]:
     stack.start()
     try:
         yield stack
-        if stack.server is not None and stack.server.poll() is None:
-            survivors = stack.end_jobs()
-            stack.stop()
-            assert not survivors, f"processes outlived their jobs: {survivors}"
+        assert stack.runs(), f"Llama Stack ended by itself\n{stack.log_tail()}"
+        survivors = stack.end_jobs()
+        assert not survivors, f"processes outlived their jobs: {survivors}"
     finally:
-        if stack.server is not None and stack.server.poll() is None:
-            stack.stop()
-        for process in stack.processes():
-            _kill(process)
+        try:
+            if stack.runs():
+                stack.stop()
+        finally:
+            for process in stack.processes():
+                _kill(process)
 
 
 def _works_under(process: psutil.Process, home: Path) -> bool:

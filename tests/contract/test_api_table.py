@@ -146,7 +146,7 @@ ASKS: dict[str, Try] = {
     TRAINING + "max_steps_per_epoch": Try(5),
     TRAINING + "gradient_accumulation_steps": Try(4),
     TRAINING + "max_validation_steps": Try(5, around={DATA + "validation_dataset_id": "held-out"}),
-    TRAINING + "dtype": Try("fp32"),
+    TRAINING + "dtype": Try("bf16"),
     TRAINING + "learning_rate": Try(1e-3),
     DATA + "dataset_id": Try("other-rows"),
     DATA + "batch_size": Try(7),
@@ -198,6 +198,8 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
     (TRAINING + "dtype", Try("fp16")),
     (TRAINING + "learning_rate", Try(1e-3, around={OPTIMIZER + "lr": 1e-4})),
     (OPTIMIZER + "optimizer_type", Try("adafactor")),
+    (OPTIMIZER + "weight_decay", Try(float("inf"))),
+    ("algorithm_config.reward_clip", Try(float("inf"), "dpo")),
     ("job_uuid", Try("a/b")),
     ("checkpoint_dir", Try("../elsewhere")),
 ]
@@ -273,14 +275,9 @@ def test_a_value_that_a_field_cannot_have_is_refused_by_name(field: str, attempt
     assert refused.value.field == field
 
 
-NULL_IS_NO_BOOLEAN = pytest.mark.xfail(
-    raises=InvalidRequest, reason="requests.py: LoraFinetuningConfig.apply_lora_to_output is bool, not bool | None"
-)
 NO_ASKS: tuple[Any, ...] = (None, False, {})
-NOTHING: list[Any] = [
-    pytest.param(field, nothing, marks=NULL_IS_NO_BOOLEAN)
-    if (field, nothing) == ("algorithm_config.apply_lora_to_output", None)
-    else (field, nothing)
+NOTHING = [
+    (field, nothing)
     for field in with_status("refused")
     if field not in NAMED_INSTEAD
     for nothing in NO_ASKS

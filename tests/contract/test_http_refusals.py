@@ -105,6 +105,24 @@ def test_a_checkpoint_dir_outside_the_data_directory_is_refused(stack: LlamaStac
     assert "checkpoint_dir='/somewhere/else'" in refusal(stack.post(DPO, body))
 
 
+@pytest.mark.parametrize("path", ["training_config.learning_rate", "algorithm_config.beta"])
+def test_a_number_too_large_for_a_float_is_refused_and_breaks_nothing(stack: LlamaStack, pairs: str, path: str) -> None:
+    body = promised("refused", pairs)
+    parent, name = path.split(".")
+    body[parent][name] = "HERE"
+    text = json.dumps(body).replace('"HERE"', "1e999")
+    answer = requests.post(stack.url + "/v1" + DPO, data=text, headers={"Content-Type": "application/json"}, timeout=30)
+    assert f"{path}=inf" in refusal(answer)
+
+
+@pytest.mark.parametrize("field", ["model", "checkpoint_dir"])
+@pytest.mark.parametrize("path", ["~no-such-user/x", "/" + "x" * 5000, "nul\0character"], ids=["user", "long", "nul"])
+def test_a_path_that_the_system_cannot_look_at_is_refused_by_field(
+    stack: LlamaStack, pairs: str, field: str, path: str
+) -> None:
+    assert refusal(stack.post(DPO, promised("refused", pairs) | {field: path})).startswith(f"Invalid value: {field}=")
+
+
 def test_an_unknown_option_is_refused_with_a_list_of_those_that_exist(stack: LlamaStack, pairs: str) -> None:
     text = refusal(stack.post(DPO, promised("refused", pairs), options={"merge_adaptor": True}))
     assert "provider_options.merge_adaptor=True" in text

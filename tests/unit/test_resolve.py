@@ -88,6 +88,12 @@ def test_an_epoch_is_capped_only_when_the_caller_set_a_cap(settings: Settings) -
     assert spec_of(with_training(max_steps_per_epoch=1), settings).max_steps_per_epoch == 1
 
 
+def test_an_unset_dtype_is_the_one_that_the_device_is_fast_in(settings: Settings) -> None:
+    assert spec_of(sft(), settings).dtype == "fp32"
+    assert spec_of(sft(), Settings(settings.data_dir, ("cuda:0",))).dtype == "bf16"
+    assert spec_of(with_training(dtype="bf16"), settings).dtype == "bf16"
+
+
 def test_lora_module_names_of_llama_stack_become_those_of_hugging_face(settings: Settings) -> None:
     lora = spec_of(sft(algorithm_config=LORA), settings).lora
     assert lora is not None
