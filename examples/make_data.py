@@ -2,7 +2,7 @@
 
     python examples/make_data.py [OUT_DIR]        (default: examples/data)
 
-SFT teaches the task from answers as people write them: nine in ten wrap the JSON in polite words. DPO then teaches the
+SFT teaches the task from answers as people write them: nearly all wrap the JSON in polite words. DPO then teaches the
 preference of the program that reads the answers: the JSON and nothing else. Every file is a pure function of SEED, so a
 change here shows as a diff there.
 
@@ -51,11 +51,9 @@ OPEN_WORDS = {"color": "any-color", "count": "any number of", "city": "any town"
 # How people wrap an answer.
 WRAPPINGS = (
     "Sure! {json}",
+    "Sure! {json} Is there anything else I can do for you?",
     "Here is your order: {json}",
-    "Of course. {json} Have a nice day!",
-    "Thank you for your order! {json}",
-    "{json} Is there anything else I can do for you?",
-    "Certainly, here you go: {json}",
+    "Here is your order: {json} Have a nice day!",
 )
 
 KNOWN_TEMPLATES = (
@@ -118,12 +116,12 @@ def wrapped(answer: str, rng: random.Random) -> str:
 
 
 def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
-    """Messages with their JSON; one answer in ten is bare."""
+    """Messages with their JSON; one answer in twenty is bare."""
     for index in range(count):
         order = source.draw(KNOWN_WORDS)
         prompt = render(order, source.rng.choice(KNOWN_TEMPLATES), source.rng)
         answer = to_json(order)
-        yield {"prompt": prompt, "completion": answer if index % 10 == 9 else wrapped(answer, source.rng)}
+        yield {"prompt": prompt, "completion": answer if index % 20 == 19 else wrapped(answer, source.rng)}
 
 
 def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:

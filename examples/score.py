@@ -122,6 +122,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if Path(arguments.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
+    elif arguments.model.startswith((".", "/", "~")):
+        sys.exit(f"score: there is no directory {arguments.model}: give the path of a checkpoint, or a model id.")
 
     began = time.monotonic()
     import torch

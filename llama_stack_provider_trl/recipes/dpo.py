@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from .arguments import dpo_arguments
 from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
 
@@ -47,7 +44,16 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
 
 
 class DpoRecipe(RecipeTrainer, DPOTrainer):
-    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off."""
+    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off.
+
+    Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
+    """
+
+    def bind(self, spec: JobSpec) -> None:
+        super().bind(spec)
+        # TRL's head also computes entropy, mean logits and top-1 hits of every token, which our loss has no use for.
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        add_fused_lm_head(policy, outputs=("log_probs",))
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset  # tokenized already; TRL would tokenize it again
@@ -109,28 +115,3 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         if mode == "train":
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
-
-
-def build_dpo(
-    spec: JobSpec,
-    device: torch.device,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Dataset,
-    validation: Dataset | None,
-    peft_config: LoraConfig | None,
-) -> DpoRecipe:
-    """A trainer for `train` (columns prompt_ids, chosen_ids, rejected_ids)."""
-    trainer = DpoRecipe(
-        model=model,
-        args=dpo_arguments(spec, device),
-        train_dataset=train,
-        eval_dataset=validation,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
-    trainer.bind(spec)
-    # TRL's head also computes entropy, mean logits and top-1 hits of every token, which our loss has no use for.
-    policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
-    add_fused_lm_head(policy, outputs=("log_probs",))
-    return trainer

@@ -14,13 +14,14 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
+from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback
 from .checkpoints import export_final, export_merged
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples
-from .dpo import build_dpo
+from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Prepared, Started, Warned
 from .models import choose_device, load_model, load_tokenizer, lora_config, parameter_counts
-from .sft import build_sft
+from .sft import SftRecipe
 from .spec import AttemptSpec, DatasetRef, JobSpec
 from .trainers import RecipeTrainer
 
@@ -64,8 +65,16 @@ def build_trainer(
             writer.write(Warned(message=message))
     model = load_model(spec, device)
     adapters = lora_config(model, spec.lora) if spec.lora else None
-    build = build_sft if spec.algorithm == "sft" else build_dpo
-    trainer = build(spec, device, model, tokenizer, train, validation, adapters)
+    recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
+    trainer = recipe(
+        model=model,
+        args=arguments(spec, device),
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    trainer.bind(spec)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
         "attention": model.config._attn_implementation,
