@@ -167,9 +167,9 @@ def report(scores: dict[str, dict[str, float]]) -> None:
 def shortfalls(base: dict[str, float], sft: dict[str, float], dpo: dict[str, float]) -> list[str]:
     """What did not clearly improve; empty when the run is a success."""
     claims = [
-        ("SFT: orders understood", sft["right"], base["right"] + 0.4),
+        ("SFT: orders understood", sft["right"], min(0.95, base["right"] + 0.4)),
         ("DPO: orders still understood", dpo["right"], sft["right"] - 0.2),
-        ("DPO: answers that are only JSON", dpo["only_json"], min(0.9, sft["only_json"] + 0.4)),
+        ("DPO: answers that are only JSON", dpo["only_json"], max(sft["only_json"], min(0.9, sft["only_json"] + 0.4))),
     ]
     return [f"{claim}: {got:.0%}, expected at least {least:.0%}" for claim, got, least in claims if got < least]
 

@@ -57,7 +57,10 @@ class JobConflict(TrlError, RuntimeError):
 
 
 class StoreError(TrlError, RuntimeError):
-    """Raised when the job database cannot be opened or written; says which file and why."""
+    """Raised when the job database or a dataset cannot be opened or written; says which file and why."""
+
+    status_code = 500
+    """Llama Stack shows the text of an error that carries its own status; of others it says "unexpected"."""
 
 
 class JobFailure(TrlError, RuntimeError):

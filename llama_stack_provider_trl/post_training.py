@@ -13,7 +13,7 @@ from typing import Any
 from .compat import Api, NeedsRequestProviderData, read_rows, to_http
 from .config import TrlConfig
 from .devices import usable_devices
-from .errors import TrlError
+from .errors import InvalidRows, StoreError, TrlError
 from .files import put_rows
 from .jobs.store import Store
 from .jobs.supervisor import Supervisor
@@ -170,9 +170,14 @@ class TrlPostTraining(NeedsRequestProviderData):
     ) -> tuple[DatasetRef, list[str]]:
         rows = await read_rows(self.datasetio, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
-        return await asyncio.to_thread(
-            _store_rows, self.settings.data_dir / "datasets", dataset_id, rows, algorithm, data_format
-        )
+        try:
+            return await asyncio.to_thread(
+                _store_rows, self.settings.data_dir / "datasets", dataset_id, rows, algorithm, data_format
+            )
+        except InvalidRows as error:
+            raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
 
 def _store_rows(

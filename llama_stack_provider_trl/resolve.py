@@ -37,6 +37,8 @@ Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
 LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-6, ("dpo", True): 1e-5}
 # Llama Stack's names (from torchtune) that differ from Hugging Face's.
 MODULE_NAMES = {"output_proj": "o_proj"}
+# What a job writes into its directory: a job of such a name could land on another one's checkpoint.
+RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
 DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
 
 
@@ -94,7 +96,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "max_steps_per_epoch": training.max_steps_per_epoch,
         "batch_size": data.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
-        "max_validation_steps": _max_validation_steps(training, data),
+        "max_validation_steps": _max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
         "train_on_input": _train_on_input(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
@@ -185,11 +187,12 @@ def _data_config(training: TrainingConfig) -> DataConfig:
 
 
 def _job_uuid(job_uuid: str) -> str:
-    if not re.match(JOB_UUID_PATTERN, job_uuid):
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or re.fullmatch(RESERVED_NAMES, job_uuid):
         raise InvalidRequest(
             "job_uuid",
             job_uuid,
-            "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit; it names a directory",
+            "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit, and not a name that "
+            "checkpoints have (final, merged, checkpoint-7); it names a directory",
         )
     return job_uuid
 
@@ -244,6 +247,11 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
             f"give a path relative to the data directory, or one inside {', '.join(map(str, roots))} "
             "(`checkpoint_roots` in the provider's configuration adds more)",
         )
+    for reserved in ("jobs", "datasets"):
+        if base.is_relative_to((settings.data_dir / reserved).resolve()):
+            raise InvalidRequest(
+                "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
+            )
     return base / request.job_uuid
 
 
@@ -267,9 +275,12 @@ def _train_on_input(data: DataConfig, is_sft: bool) -> bool:
     return bool(data.train_on_input)
 
 
-def _max_validation_steps(training: TrainingConfig, data: DataConfig) -> int | None:
-    # Without a validation dataset the schema's own default of 1 arrives from some clients: it limits nothing then.
-    return training.max_validation_steps if data.validation_dataset_id else None
+def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: list[str]) -> int | None:
+    if data.validation_dataset_id:
+        return training.max_validation_steps
+    if training.max_validation_steps is not None:  # not refused: some clients always send the schema's default
+        warnings.append("training_config.max_validation_steps has no effect without a validation_dataset_id")
+    return None
 
 
 def _dtype(training: TrainingConfig, device: str) -> str:
@@ -308,7 +319,7 @@ def _sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> L
     if options.lora is not None:
         raise InvalidRequest("provider_options.lora", "...", "SFT takes its LoRA settings from algorithm_config")
     config = request.algorithm_config
-    if config is None:
+    if not config:
         return None
     kind = config.get("type", "LoRA")
     if kind != "LoRA":

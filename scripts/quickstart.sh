@@ -6,6 +6,7 @@
 #
 # Everything it writes goes to ./quickstart-output (QUICKSTART_DIR changes that).
 set -euo pipefail
+here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=""
@@ -17,6 +18,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 
+case "$model" in ./* | ../*) model="$here/$model" ;; esac
 ./scripts/prepare-env.sh
 mkdir -p "${QUICKSTART_DIR:-quickstart-output}"
 out="$(cd "${QUICKSTART_DIR:-quickstart-output}" && pwd)"

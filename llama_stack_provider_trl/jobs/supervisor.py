@@ -64,7 +64,7 @@ class Supervisor:
         self._python = python
         self._tick_seconds = tick
         self._trouble: dict[str, int] = {}
-        self._store_trouble = ""
+        self._trouble_seen = ""
         self._lock = FileLock(self._data_dir / "supervisor.lock")
         self._wakeup = threading.Event()
         self._stopping = threading.Event()
@@ -108,28 +108,31 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if self._lock.held or self._acquire():
-                self._tick_unless_store_fails()
+            self._pass()
             self._wakeup.wait(self._tick_seconds if self._lock.held else LOCK_RETRY)
             self._wakeup.clear()
         if self._lock.held:
             log.info("supervisor of %s stops; trainings go on and are taken up at the next start", self._data_dir)
             self._lock.release()
 
+    def _pass(self) -> None:
+        """One turn of the loop. The thread must outlive anything: a full disk gets free again, a data directory comes
+        back, and without it no job would ever move. Each kind of trouble is said once."""
+        try:
+            if self._lock.held or self._acquire():
+                self.tick()
+            self._trouble_seen = ""
+        except Exception as error:
+            if str(error) != self._trouble_seen:
+                told = isinstance(error, StoreError)  # its sentence says it all; anything else is a bug to find
+                log.error("supervisor: %s; trying again until it works", error, exc_info=None if told else error)
+            self._trouble_seen = str(error)
+
     def _acquire(self) -> bool:
         acquired = self._lock.acquire(f"supervisor (pid {os.getpid()})")
         if acquired:
             log.info("supervising %s on %s", self._data_dir, ", ".join(self._devices))
         return acquired
-
-    def _tick_unless_store_fails(self) -> None:
-        try:
-            self.tick()
-            self._store_trouble = ""
-        except StoreError as error:  # a full disk may get free again; until then every pass would say the same
-            if str(error) != self._store_trouble:
-                log.error("%s; trying again until it works", error)
-            self._store_trouble = str(error)
 
     def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
         """Keep one job's trouble from stopping the loop for the others."""

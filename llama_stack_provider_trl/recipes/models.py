@@ -87,7 +87,9 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
             f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
             f"Its attention modules are: {', '.join(_suffixes(attention))}.",
         )
-    wanted = _matching(attention, spec.target_modules) or _matching(mlp, spec.target_modules)
+    wanted = [
+        name for module in spec.target_modules for name in _matching(attention, [module]) or _matching(mlp, [module])
+    ]
     if spec.mlp:
         wanted = wanted + [name for name in mlp if name not in wanted]
     suffixes = _suffixes(wanted)
@@ -101,6 +103,21 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         use_dora=spec.use_dora,
         target_modules=suffixes if exact else wanted,
     )
+
+
+def check_length(model: PreTrainedModel, spec: JobSpec) -> None:
+    """Refuse sequences longer than the model has positions for; it would fail in mid-training, on CUDA without a word.
+
+    Raises:
+        JobFailure: invalid_request, naming both lengths.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and spec.max_seq_length > positions:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"max_seq_length is {spec.max_seq_length}, but this {type(model).__name__} has {positions} positions. "
+            f"Set the provider option max_seq_length to {positions} or less.",
+        )
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:

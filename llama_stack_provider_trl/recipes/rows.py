@@ -125,10 +125,12 @@ class _Row:
     def plain(self, value: Any, column: str, where: str) -> str:
         """`value` as text: text as it stands, a number or a boolean as JSON writes it."""
         if not isinstance(value, str):
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not isinstance(value, (int, float)) or value in (math.inf, -math.inf) or value != value:
                 raise self.refuse(where, _kind(value), "text")
             self.notes.scalars[column] += 1
-            return json.dumps(value)
+            # pandas makes floats of a column of integers with gaps: 42 arrives as 42.0.
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            return json.dumps(int(value) if whole else value)
         if not value.isascii() and not _is_unicode(value):
             raise self.refuse(where, "half of a UTF-16 surrogate pair", "valid Unicode text")
         return value
@@ -136,8 +138,9 @@ class _Row:
     def _parsed(self, column: str, text: str) -> Any:
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
-            found = f"text that is not JSON ({error.msg} at character {error.pos})"
+        except (json.JSONDecodeError, RecursionError) as error:
+            at = f"{error.msg} at character {error.pos}" if isinstance(error, ValueError) else "nested too deeply"
+            found = f"text that is not JSON ({at})"
             expected = "a list of {role, content} messages, or its JSON text (json.dumps, not str)"
             raise self.refuse(column, found, expected) from error
 

@@ -20,7 +20,7 @@ from .checkpoints import export_final, export_merged
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Prepared, Started, Warned
-from .models import choose_device, load_model, load_tokenizer, lora_config, parameter_counts
+from .models import check_length, choose_device, load_model, load_tokenizer, lora_config, parameter_counts
 from .sft import SftRecipe
 from .spec import AttemptSpec, DatasetRef, JobSpec
 from .trainers import RecipeTrainer
@@ -64,6 +64,7 @@ def build_trainer(
         for message in warnings:
             writer.write(Warned(message=message))
     model = load_model(spec, device)
+    check_length(model, spec)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
     trainer = recipe(

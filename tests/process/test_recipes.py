@@ -239,25 +239,78 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(tmp_path
     assert weights[0] == weights[1] != weights[2]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optimizer": OptimizerSpec(name="adam", learning_rate=1e-3, weight_decay=0.1)},
-        {"optimizer": OptimizerSpec(name="sgd", learning_rate=0.1, scheduler="cosine")},
-        {"optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="constant", max_grad_norm=0.0)},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "lora": LORA, "optimizer": OptimizerSpec(learning_rate=0.03)},
-        {"dtype": "bf16"},
-        {"dtype": "bf16", "lora": DORA, "optimizer": OptimizerSpec(learning_rate=0.03)},
-        {"train_on_input": True},
-    ],
-    ids=["adam", "sgd", "constant", "checkpointing", "checkpointing-lora", "bf16", "bf16-dora", "train-on-input"],
-)
-def test_each_option_trains_and_changes_the_result(tmp_path: Path, changes: dict[str, Any]) -> None:
-    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, **changes))
-    assert status == 0
-    assert sum(losses(events)[3:]) < sum(losses(events)[:3])
-    assert of_kind(events, Finished)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer": OptimizerSpec(name="adam", learning_rate=1e-3, weight_decay=0.1)},
+    "weight decay": {"optimizer": OptimizerSpec(learning_rate=1e-3, weight_decay=0.5)},
+    "sgd": {"optimizer": OptimizerSpec(name="sgd", learning_rate=1e-3)},
+    "cosine": {"optimizer": OptimizerSpec(learning_rate=1e-3, scheduler="cosine")},
+    "clipping": {"optimizer": OptimizerSpec(name="sgd", learning_rate=1e-3, max_grad_norm=0.01)},
+    "bf16": {"dtype": "bf16"},
+    "train on input": {"train_on_input": True},
+    "lora": {"lora": LORA},
+    "alpha": {"lora": LORA.model_copy(update={"alpha": 64})},
+    "dora": {"lora": DORA},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of one short job per option, the first being without any."""
+    found = {}
+    for name, changes in {"default": {}, **OPTIONS}.items():
+        root = tmp_path_factory.mktemp("option")
+        status, events = run(root, job_spec(root, tiny_model(), n_epochs=2, **changes))
+        assert status == 0, name
+        found[name] = losses(events)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_changes_the_training_in_its_own_way(results: dict[str, list[float]], name: str) -> None:
+    same = [other for other, values in results.items() if other != name and values == results[name]]
+    assert same == []
+
+
+def test_activation_checkpointing_recomputes_and_gives_the_same_numbers(
+    tmp_path: Path, results: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.utils.checkpoint
+
+    calls = []
+    original = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", torch.utils.checkpoint.checkpoint, raising=False)
+    spec = job_spec(tmp_path, tiny_model(), n_epochs=2, gradient_checkpointing=True)
+    _, events = run(tmp_path, spec)
+    assert losses(events) == pytest.approx(results["default"], rel=1e-5)
+    assert calls
+
+
+def test_an_adapter_is_what_was_asked_for(tmp_path: Path) -> None:
+    lora = LoraSpec(target_modules=("q_proj", "gate_proj"), rank=3, alpha=7, use_dora=True)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))
+    config = json.loads((of_kind(events, CheckpointSaved)[-1].path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (3, 7, True)
+    assert sorted(config["target_modules"]) == ["gate_proj", "q_proj"]
+
+
+def test_an_evaluation_stops_after_the_given_number_of_batches(tmp_path: Path) -> None:
+    def evaluated(root: Path, **changes: Any) -> float:
+        _, events = run(root, job_spec(root, tiny_model(), validation_rows=SFT_ROWS, batch_size=2, **changes))
+        return of_kind(events, Evaluated)[-1].metrics["eval_loss"]
+
+    first_rows = job_spec(tmp_path, tiny_model(), validation_rows=SFT_ROWS[:4], batch_size=2)
+    _, events = run(tmp_path / "c", first_rows)
+    capped = evaluated(tmp_path / "a", max_validation_steps=2)
+    assert capped == pytest.approx(of_kind(events, Evaluated)[-1].metrics["eval_loss"], rel=1e-6)
+    assert capped != pytest.approx(evaluated(tmp_path / "b"), rel=1e-6)
+
+
+def test_sequences_longer_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), max_seq_length=4096))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "2048 positions" in failed.message
 
 
 def test_learning_rate_follows_warmup_and_schedule(tmp_path: Path) -> None:

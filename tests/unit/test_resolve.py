@@ -116,6 +116,9 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(model="/no/such/directory"), "model"),
         (sft(job_uuid="a/b"), "job_uuid"),
         (sft(job_uuid="x" * 300), "job_uuid"),
+        (sft(job_uuid="newline\n"), "job_uuid"),
+        (sft(job_uuid="checkpoint-7"), "job_uuid"),
+        (sft(checkpoint_dir="jobs/x"), "checkpoint_dir"),
         (sft(job_uuid="..", model="org/base"), "job_uuid"),
         (sft(checkpoint_dir="/etc"), "checkpoint_dir"),
         (sft(checkpoint_dir="../outside"), "checkpoint_dir"),
@@ -174,6 +177,12 @@ def test_fields_without_meaning_in_dpo_become_warnings(settings: Settings) -> No
         "algorithm_config.epsilon",
         "algorithm_config.gamma",
     ]
+
+
+def test_a_validation_limit_without_validation_data_is_said_to_have_no_effect(settings: Settings) -> None:
+    resolution = resolve(with_training(max_validation_steps=1), ProviderOptions(), settings)
+    assert "max_validation_steps" in resolution.warnings[0]
+    assert resolve(sft(algorithm_config={}), ProviderOptions(), settings).fields["lora"] is None
 
 
 def test_a_symlink_cannot_lead_checkpoints_out_of_the_data_directory(settings: Settings, tmp_path: Path) -> None:
