@@ -15,9 +15,9 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import add_fused_lm_head, use_adapter
+from trl.trainer.utils import use_adapter
 
-from .spec import DpoSpec, JobSpec
+from .spec import DpoSpec
 from .trainers import RecipeTrainer
 
 
@@ -49,11 +49,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
     Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
     """
 
-    def bind(self, spec: JobSpec) -> None:
-        super().bind(spec)
-        # TRL's head also computes entropy, mean logits and top-1 hits of every token, which our loss has no use for.
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        add_fused_lm_head(policy, outputs=("log_probs",))
+    head_outputs = ("log_probs",)
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset  # tokenized already; TRL would tokenize it again
@@ -106,12 +102,3 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             self._metrics[mode][name].append(gather(value).mean())
         if mode == "train":
             self._total_train_tokens += gather(num_tokens).sum()
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        for name, values in metrics.items():
-            metrics[name] = [float(value) for value in values]
-        if mode == "train":
-            metrics["num_tokens"] = [float(self._total_train_tokens)]
-        super().log(logs, start_time)

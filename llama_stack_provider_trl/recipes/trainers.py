@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import Trainer
+from trl.trainer.utils import add_fused_lm_head
 
 from ..files import fsync_tree
 from .arguments import optimizer_class
@@ -23,10 +25,25 @@ class RecipeTrainer(Trainer):
     """The checkpoint directory that was written last, complete and fsynced."""
     _staging: Path | None = None
 
+    head_outputs: tuple[str, ...]
+    """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
+
     def bind(self, spec: JobSpec) -> None:
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
         self.spec = spec
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        add_fused_lm_head(policy, outputs=self.head_outputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Turn the metrics, kept as tensors so that no step waits for the device, into numbers."""
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        for name, values in metrics.items():
+            metrics[name] = [float(value) for value in values]
+        if mode == "train":
+            metrics["num_tokens"] = [float(self._total_train_tokens)]
+        super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         spec = self.spec
