@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.recipes.events import EventWriter
 from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, OptimizerSpec
+
+# The kernel splits a `#!` line at spaces, and the path of a checkout may have one: sh starts the interpreter,
+# which in turn reads these lines as a string.
+SHEBANG = f"""#!/bin/sh
+'''exec' "{sys.executable}" -S "$0" "$@"
+' '''"""
 
 
 class FakeClock:

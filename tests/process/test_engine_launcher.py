@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +10,11 @@ import pytest
 
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
-from tests.fakes import FakeLauncher
+from tests.fakes import SHEBANG, FakeLauncher
 
 pytestmark = pytest.mark.process
 
-TRAINER = f"""#!{sys.executable} -S
+TRAINER = f"""{SHEBANG}
 import pathlib, sys, time
 run_dir = pathlib.Path(sys.argv[-1]).parent
 with open(run_dir / "starts", "a") as file:

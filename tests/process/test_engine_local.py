@@ -25,13 +25,13 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
 from llama_stack_provider_trl.process import ProcessId, alive, marked
-from tests.fakes import job_spec
+from tests.fakes import SHEBANG, job_spec
 
 pytestmark = pytest.mark.process
 
 REPOSITORY = Path(__file__).parents[2]
 
-PRELUDE = f"""#!{sys.executable} -S
+PRELUDE = f"""{SHEBANG}
 import json, os, pathlib, signal, subprocess, sys, time
 run_dir = pathlib.Path(sys.argv[-1]).parent
 
