@@ -29,7 +29,6 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
     assert environ == {
         "PATH": "/bin",
         "PYTHONUNBUFFERED": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
         "MASTER_PORT": "29500",
         "TRL_TASK_ID": "a-1",
         "TRL_RUN_DIR": "/r",
@@ -52,10 +51,6 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
 )
 def test_two_programs_that_mean_one_gpu_mean_one_lock(device: str, visible: str | None, name: str) -> None:
     assert lock_name(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name
-
-
-def test_a_wait_policy_that_the_user_set_is_kept() -> None:
-    assert training_environment(TASK, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_gpu_task_sees_its_own_gpu_only() -> None:
