@@ -27,7 +27,6 @@ class RunDir:
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"
         self.runner_status = root / "runner.json"
-        self.control = root / "control.json"
 
 
 class Blob(NamedTuple):
