@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from .options import Priority
+
 DEFAULT_DATA_DIR = "~/.llama/trl"
 
 
@@ -23,6 +25,22 @@ class TrlConfig(BaseModel):
     """Tokens per sequence where a job does not say."""
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between checkpoints where a job does not say; unset: one at the end of every epoch."""
+    keep_last: int | None = Field(None, gt=0)
+    """Step checkpoints to keep where a job does not say; unset: all."""
+    retries: int = Field(3, ge=0)
+    """How often a job that does not say is tried again after a failure that another try can mend."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds that a job may train where it does not say; unset: no limit."""
+    priority: Priority = "normal"
+    """Priority of a job that does not say."""
+    hang_timeout: float = Field(1800.0, gt=0)
+    """Seconds without any progress after which a training is ended as `hung`. Loading a large model from a slow disk
+    counts as one step."""
+    min_free_disk_mb: int = Field(512, ge=0)
+    """MiB that a job's checkpoints must leave free on their disk: it fails, or waits for its next try, before that."""
 
     @field_validator("data_dir", "checkpoint_roots", mode="after")
     @classmethod

@@ -1,17 +1,22 @@
-"""Files that outlive a crash: content-addressed rows, atomic JSON, confinement to a root, paths of an attempt."""
+"""Files that outlive a crash: content-addressed rows, atomic JSON, whole directories, confinement to a root, paths."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from .errors import InvalidRequest, InvalidRows
 
+MANIFEST = "manifest.json"
+"""In a checkpoint: the size of each of its files. Written last, so that a directory with it was complete once."""
+_STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
@@ -23,6 +28,12 @@ class RunDir:
         self.spec = root / "spec.json"
         self.events = root / "events.jsonl"
         self.log = root / "rank-0.log"
+        self.stacks = root / "stacks"
+        """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
+        self.control = root / "control.json"
+        """What rank 0 is to do after the step at hand; written by the launcher."""
+        self.ballast = root / "ballast"
+        """Given up for the last words of a training process on a full disk."""
         self.task = root / "task.json"
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"
@@ -87,6 +98,71 @@ def fsync_tree(directory: Path) -> None:
         _fsync_path(Path(root))
 
 
+def write_manifest(directory: Path) -> None:
+    """Record the size of every file of a directory that is complete, in the directory."""
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in _files(directory)}
+    (directory / MANIFEST).write_text(json.dumps({"files": dict(sorted(sizes.items()))}, indent=1) + "\n")
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether every file that the directory's manifest names is there with its size."""
+    try:
+        sizes = json.loads((directory / MANIFEST).read_text())["files"]
+        return all((directory / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """Make a complete directory visible under its name, in one step; one that has the name is replaced."""
+    fsync_tree(staging)
+    old = target.with_name(f"{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    _fsync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_staged(directory: Path) -> None:
+    """Remove what a process that was killed while it wrote a checkpoint has left in a job's checkpoint directory.
+
+    A checkpoint that was set aside for a new one which never came gets its name back.
+    """
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if not _STAGED.fullmatch(path.name):
+            continue
+        replaced = path.with_suffix("")
+        if path.suffix == ".old" and not replaced.exists():
+            path.rename(replaced)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that we may still write where `path` is or would be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def tree_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in _files(directory))
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Rename a directory to `<name>.stale-<n>`, if there is one; returns its new name."""
+    if not directory.exists():
+        return None
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.stale-{number}")).exists():
+        number += 1
+    return directory.rename(aside)
+
+
 def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
     """`root / relative` without symlinks, sure to lie under `root`.
 
@@ -133,6 +209,10 @@ def _encoded(row: dict[str, Any], number: int) -> bytes:
         raise InvalidRows(
             f"cannot be written as JSON ({error}); columns: {sorted(map(str, row))}", row=number
         ) from error
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file())
 
 
 def _flush(file: BinaryIO) -> None:

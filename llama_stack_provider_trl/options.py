@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import InvalidRequest
 from .requests import LoraFinetuningConfig
 
+PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
+Priority = Literal["low", "normal", "high", "critical"]
+
 
 class ProviderData(BaseModel):
     """What Llama Stack validates the header with. It takes anything: a failed validation would reach us as None, so
@@ -34,7 +37,15 @@ class ProviderOptions(BaseModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)
-    """A checkpoint every so many optimizer steps; left out: at the end of every epoch."""
+    """A checkpoint every so many optimizer steps. Default: the configuration's, else at the end of every epoch."""
+    keep_last: int | None = Field(None, gt=0, le=10**9)
+    """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
+    retries: int | None = Field(None, ge=0, le=1000)
+    """How often the job is tried again, from its last checkpoint, after a failure that another try can mend."""
+    max_duration: float | None = Field(None, gt=0, le=10**9)
+    """Seconds of training in all; then the job saves a checkpoint and fails. Default: the configuration's."""
+    priority: Priority | None = None
+    """`low`, `normal`, `high` or `critical`: who gets a free device first; equals in order of arrival."""
     logging_steps: int = Field(1, gt=0, le=10**9)
     """A metric point every so many optimizer steps."""
     seed: int = Field(42, ge=0, lt=2**31)

@@ -15,7 +15,7 @@ from .config import TrlConfig
 from .devices import usable_devices
 from .errors import InvalidRows, StoreError, TrlError
 from .files import put_rows
-from .jobs.store import Store
+from .jobs.store import DATABASE, Store
 from .jobs.supervisor import Supervisor
 from .launch.local import LocalLauncher
 from .options import ProviderOptions
@@ -52,16 +52,24 @@ class TrlPostTraining(NeedsRequestProviderData):
     """The provider object inside Llama Stack. Training happens in processes of its own; this imports no torch."""
 
     def __init__(self, config: TrlConfig, deps: dict[Any, Any]) -> None:
-        self.datasetio = deps[Api.datasetio]
+        self.datasets, self.datasetio = deps[Api.datasets], deps[Api.datasetio]
         devices = usable_devices(config.device)
         self.settings = Settings(
             data_dir=config.data_dir,
             devices=tuple(devices),
             max_seq_length=config.max_seq_length,
             checkpoint_roots=tuple(config.checkpoint_roots),
+            save_steps=config.save_steps,
+            keep_last=config.keep_last,
+            retries=config.retries,
+            max_duration=config.max_duration,
+            priority=config.priority,
+            min_free_bytes=config.min_free_disk_mb << 20,
         )
-        self.store = Store(config.data_dir / "jobs.sqlite3")
-        self.supervisor = Supervisor(self.store, LocalLauncher(), devices, config.data_dir)
+        self.store = Store(config.data_dir / DATABASE)
+        self.supervisor = Supervisor(
+            self.store, LocalLauncher(), devices, config.data_dir, hang_timeout=config.hang_timeout
+        )
 
     async def initialize(self) -> None:
         """Start supervising. A thread, not a task: the event loop of this call is closed before the first request."""
@@ -123,23 +131,31 @@ class TrlPostTraining(NeedsRequestProviderData):
     @answers_clearly
     async def get_training_jobs(self) -> ListPostTrainingJobsResponse:
         """Every job, oldest first."""
-        jobs = await asyncio.to_thread(self.store.list)
-        return ListPostTrainingJobsResponse(data=[PostTrainingJob(job_uuid=job.job_uuid) for job in jobs])
+        names = await asyncio.to_thread(self.store.names)
+        return ListPostTrainingJobsResponse(data=[PostTrainingJob(job_uuid=name) for name in names])
 
     @answers_clearly
     async def get_training_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """How a job stands; `resources_allocated` holds progress, effective configuration, warnings and errors."""
-        return status_response(self.store.get(job_uuid), self.store.checkpoints(job_uuid))
+        return await asyncio.to_thread(self._status, job_uuid)
 
     @answers_clearly
     async def cancel_training_job(self, job_uuid: str) -> None:
         """End a job: its processes are gone within seconds, its checkpoints stay."""
-        self.store.request_cancel(job_uuid)
+        await asyncio.to_thread(self.store.request_cancel, job_uuid)
         self.supervisor.wake()
 
     @answers_clearly
     async def get_training_job_artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
         """Every complete checkpoint of a job."""
+        return await asyncio.to_thread(self._artifacts, job_uuid)
+
+    def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        return status_response(
+            self.store.get(job_uuid), self.store.checkpoints(job_uuid), self.store.attempts(job_uuid)
+        )
+
+    def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
         return artifacts_response(self.store.get(job_uuid), self.store.checkpoints(job_uuid))
 
     async def _submit(self, request: Request) -> PostTrainingJob:
@@ -168,7 +184,7 @@ class TrlPostTraining(NeedsRequestProviderData):
     async def _dataset(
         self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        rows = await read_rows(self.datasetio, dataset_id)
+        rows = await read_rows(self.datasets, self.datasetio, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
         try:
             return await asyncio.to_thread(

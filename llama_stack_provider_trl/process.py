@@ -34,7 +34,7 @@ _PASSED_TO_CHILDREN = re.compile(
     | (http|https|all|no)_proxy | (HTTP|HTTPS|ALL|NO)_PROXY
     | (CUDA|NVIDIA|NCCL|GLOO|HSA|HIP|ROCR|ROCM)_?.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.*
     | HF_.* | HUGGINGFACE_.* | HUGGING_FACE_.* | TRANSFORMERS_.* | TOKENIZERS_.* | ACCELERATE_.* | BNB_.*
-    | TORCH.* | PYTORCH_.* | TRITON_.* | TRL_LOCK_DIR""",
+    | TORCH.* | PYTORCH_.* | TRITON_.* | TRL_LOCK_DIR | TRL_FAULTS""",
     re.VERBOSE,
 )
 
@@ -88,6 +88,16 @@ def descendants(pid: int) -> list[ProcessId]:
 def marked(marks: Mapping[str, str]) -> list[ProcessId]:
     """Processes of this user whose environment carries all of `marks`: a tree whose root is gone is found that way."""
     return _identified(process.pid for process in psutil.process_iter() if _carries(process, marks))
+
+
+def tasks_below(directory: Path) -> dict[Path, list[ProcessId]]:
+    """Every process of this user that belongs to a task whose run directory is below `directory`, by run directory."""
+    found: dict[Path, list[ProcessId]] = {}
+    for process in psutil.process_iter():
+        run_dir = _environment(process).get(RUN_DIR_MARK)
+        if run_dir and Path(run_dir).is_relative_to(directory) and (known := identify(process.pid)):
+            found.setdefault(Path(run_dir), []).append(known)
+    return found
 
 
 def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> None:
@@ -190,11 +200,16 @@ def _identified(pids: Iterable[int]) -> list[ProcessId]:
 
 
 def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
-    try:
-        environ = process.environ()
-    except (psutil.Error, OSError):
-        return False
+    environ = _environment(process)
     return all(environ.get(name) == value for name, value in marks.items())
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """The environment a process was started with; empty where we may not look."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 def _started_on_linux(pid: int) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
-from .options import ProviderOptions
+from .options import PRIORITIES, ProviderOptions
 from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
 from .requests import (
     JOB_UUID_PATTERN,
@@ -50,6 +50,12 @@ class Settings:
     devices: tuple[str, ...]
     max_seq_length: int = 1024
     checkpoint_roots: tuple[Path, ...] = ()
+    save_steps: int | None = None
+    keep_last: int | None = None
+    retries: int = 0
+    max_duration: float | None = None
+    priority: str = "normal"
+    min_free_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,12 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "lora": lora,
         "dpo": dpo,
         "merge_adapter": options.merge_adapter,
-        "save_steps": options.save_steps,
+        "save_steps": options.save_steps or settings.save_steps,
+        "keep_last": options.keep_last or settings.keep_last,
+        "retries": settings.retries if options.retries is None else options.retries,
+        "max_duration": options.max_duration or settings.max_duration,
+        "priority": PRIORITIES[options.priority or settings.priority],
+        "min_free_bytes": settings.min_free_bytes,
         "logging_steps": options.logging_steps,
         "seed": options.seed,
         "device": _device(options, settings),

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .jobs.records import CheckpointRecord, JobProgress, JobRecord
+from .files import RunDir
+from .jobs.records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord
 
 
 class PostTrainingJob(BaseModel):
@@ -55,14 +56,16 @@ class PostTrainingJobArtifactsResponse(BaseModel):
     checkpoints: list[Checkpoint]
 
 
-def status_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> PostTrainingJobStatusResponse:
+def status_response(
+    job: JobRecord, checkpoints: Sequence[CheckpointRecord], attempts: Sequence[AttemptRecord] = ()
+) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
         status=job.status,
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job),
+        resources_allocated=resources(job, attempts),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -72,13 +75,15 @@ def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) 
     return PostTrainingJobArtifactsResponse(job_uuid=job.job_uuid, checkpoints=shown)
 
 
-def resources(job: JobRecord) -> dict[str, Any]:
+def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[str, Any]:
     """Where the job runs, how far it is, what it really does, and why it failed."""
     return {
         "state": job.state.value,
         "detail": job.detail,
         "device": job.device,
         "attempt": job.attempt,
+        "retries_used": job.retries_used,
+        "attempts": [_attempt(attempt) for attempt in attempts],
         "progress": _progress(job.progress),
         "warnings": list(job.warnings),
         "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
@@ -119,6 +124,21 @@ def _progress(progress: JobProgress) -> dict[str, Any]:
         "loss": progress.loss,
         "tokens_per_second": progress.tokens_per_second,
         "peak_memory_bytes": progress.peak_memory_bytes,
+    }
+
+
+def _attempt(attempt: AttemptRecord) -> dict[str, Any]:
+    return {
+        "attempt": attempt.attempt,
+        "device": attempt.device,
+        "started_at": None if attempt.started_at is None else attempt.started_at.isoformat(),
+        "ended_at": None if attempt.ended_at is None else attempt.ended_at.isoformat(),
+        "resumed_from": None if attempt.resume_from is None else str(attempt.resume_from),
+        "start_step": attempt.start_step,
+        "step": attempt.step,
+        "reason": attempt.reason,
+        "message": attempt.message,
+        "log_path": str(RunDir(attempt.run_dir).log),
     }
 
 

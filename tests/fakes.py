@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -38,6 +40,7 @@ class FakeTask:
     spec: TaskSpec
     seen: Observation
     cancels: int = 0
+    pauses: int = 0
 
 
 class FakeLauncher:
@@ -72,6 +75,21 @@ class FakeLauncher:
         if self.obedient and known.seen.state is not TaskState.exited:
             self.exit(task.task_id, -15)
 
+    def pause(self, task: TaskSpec) -> None:
+        self.tasks[task.task_id].pauses += 1
+
+    def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
+        left = [
+            task
+            for task in self.tasks.values()
+            if task.seen.state is not TaskState.exited
+            and task.spec.run_dir.is_relative_to(root)
+            and task.spec.run_dir not in keep
+        ]
+        for task in left:
+            self.exit(task.spec.task_id, -9)
+        return [task.spec.run_dir for task in left]
+
     def say(self, task_id: str, *events: BaseModel) -> None:
         """Append events to the task's event file, as its rank 0 would."""
         writer = EventWriter(RunDir(self.tasks[task_id].spec.run_dir).events)
@@ -82,7 +100,7 @@ class FakeLauncher:
     def print(self, task_id: str, text: str) -> None:
         RunDir(self.tasks[task_id].spec.run_dir).log.write_text(text)
 
-    def exit(self, task_id: str, exit_code: int | None, **seen: str) -> None:
+    def exit(self, task_id: str, exit_code: int | None, **seen: Any) -> None:
         self.tasks[task_id].seen = Observation(TaskState.exited, exit_code, **seen)
 
     def wait_for_device(self, task_id: str, detail: str) -> None:

@@ -20,39 +20,74 @@ SELECT * FROM job_records WHERE job_uuid = :job_uuid;
 -- name: select_jobs
 SELECT * FROM job_records ORDER BY age;
 
+-- name: select_names
+SELECT job_uuid FROM jobs ORDER BY age;
+
+-- name: select_run_dirs
+-- Run directories whose processes belong to somebody: the current attempts of jobs in states.ACTIVE.
+SELECT run_dir FROM jobs JOIN attempts USING (job_uuid, attempt)
+WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
+-- name: select_neighbour
+-- A job whose checkpoints lie above, below or in the same directory.
+SELECT job_uuid
+FROM (SELECT job_uuid, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.checkpoint_dir') || '/' END AS theirs
+      FROM jobs)
+WHERE substr(theirs, 1, length(:ours)) = :ours OR substr(:ours, 1, length(theirs)) = theirs LIMIT 1;
+
 -- name: select_active
 -- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
 
 -- name: select_queue
--- What placement needs to know of the jobs that wait, oldest first.
-SELECT job_uuid, age, json_extract(spec, '$.device') AS device, detail FROM jobs WHERE state = 'scheduled' ORDER BY age;
+-- What placement needs to know of the jobs that wait, oldest first; not of those that wait for their next try.
+SELECT job_uuid, age, json_extract(spec, '$.device') AS device, coalesce(json_extract(spec, '$.priority'), 0) AS priority,
+       detail
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND json_valid(spec) ORDER BY age;
 
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
+
+-- name: select_attempts
+SELECT * FROM attempts WHERE job_uuid = :job_uuid ORDER BY attempt;
+
+-- name: select_seconds
+-- How long a job has trained, from `started` of each attempt to its end.
+SELECT coalesce(sum(ended_at - started_at), 0) AS seconds FROM attempts WHERE job_uuid = :job_uuid;
+
+-- name: delete_checkpoint
+DELETE FROM checkpoints WHERE job_uuid = :job_uuid AND path = :path;
 
 -- name: select_points
 SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind;
 
 -- name: select_outcome
-SELECT event_offset, finished, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
+SELECT event_offset, finished, paused_at_step, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: change_state
 -- Every change of state names the state and the attempt it assumes: a second writer finds no row.
 UPDATE jobs SET state = :target, reason = :reason, message = :message, detail = '', completed_at = :completed_at
 WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 
+-- name: retry_job
+UPDATE jobs SET state = 'scheduled', detail = :detail, retries_used = retries_used + 1, not_before = :not_before
+WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
+
+-- name: end_attempt
+UPDATE attempts SET ended_at = :now, reason = :reason, message = :message
+WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
 -- name: change_detail
 UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
 
 -- name: launch_job
 -- scheduled -> launching, with the next attempt.
-UPDATE jobs SET state = 'launching', attempt = attempt + 1, device = :device, detail = '', started_at = NULL
+UPDATE jobs SET state = 'launching', attempt = attempt + 1, device = :device, detail = ''
 WHERE job_uuid = :job_uuid AND attempt = :attempt - 1 AND state = 'scheduled';
 
 -- name: insert_attempt
-INSERT INTO attempts (job_uuid, attempt, run_dir, device, launched_at)
-VALUES (:job_uuid, :attempt, :run_dir, :device, :now);
+INSERT INTO attempts (job_uuid, attempt, run_dir, device, launched_at, resume_from, step, start_step)
+VALUES (:job_uuid, :attempt, :run_dir, :device, :now, :resume_from, :resume_step, :resume_step);
 
 -- name: advance_cursor
 -- The gate of apply_events: events of an attempt that is not the current one, or that were read before, stay out.
@@ -63,13 +98,21 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt AND event_offset < :offset
 
 -- name: note_started
 -- `started`: launching -> in_progress; a job that is being cancelled stays so.
-UPDATE jobs SET started_at = :time, detail = '',
+UPDATE jobs SET started_at = coalesce(started_at, :time), detail = '',
        state = CASE state WHEN 'launching' THEN 'in_progress' ELSE state END
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
+-- name: note_attempt_started
+UPDATE attempts SET started_at = :time WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
 -- name: note_prepared
-UPDATE attempts SET prepared = :event, prepared_at = :time, total_steps = :total_steps
+UPDATE attempts SET prepared = :event, prepared_at = :time, total_steps = :total_steps, start_step = :start_step,
+       step = :start_step
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: supersede_points
+-- Steps that an earlier attempt did beyond the checkpoint are done again; what it measured there no longer counts.
+DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > :start_step;
 
 -- name: note_progress
 UPDATE attempts SET step = :step, stepped_at = :time, epoch = :epoch, loss = coalesce(:loss, loss),
@@ -78,6 +121,9 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_finished
 UPDATE attempts SET finished = 1 WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_paused
+UPDATE attempts SET paused_at_step = :step WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_failed
 UPDATE attempts SET failed = :event WHERE job_uuid = :job_uuid AND attempt = :attempt;

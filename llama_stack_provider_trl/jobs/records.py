@@ -43,9 +43,10 @@ class JobRecord:
     state: JobState
     attempt: int
     """Number of the current attempt; 0: none yet."""
+    retries_used: int
     scheduled_at: datetime
     started_at: datetime | None = None
-    """When rank 0 of the current attempt said `started`."""
+    """When the first attempt that did said `started`."""
     completed_at: datetime | None = None
     """When the job completed, failed or was cancelled."""
     device: str | None = None
@@ -99,6 +100,25 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
+class AttemptRecord:
+    """One try at a job. Times are UTC."""
+
+    attempt: int
+    run_dir: Path
+    device: str
+    launched_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    resume_from: Path | None
+    """The checkpoint it went on from; None: from the start."""
+    start_step: int
+    step: int
+    reason: Reason | None
+    """Why it ended, if not by finishing or because it was told to."""
+    message: str
+
+
+@dataclass(frozen=True)
 class PointRecord:
     """Metrics after one optimizer step."""
 
@@ -117,3 +137,5 @@ class Outcome:
     """Bytes of `events.jsonl` that are in the store."""
     finished: bool
     failed: Failed | None
+    paused_at_step: int | None = None
+    """Optimizer steps that were saved when it did as it was told and stopped."""

@@ -9,9 +9,11 @@ CREATE TABLE IF NOT EXISTS jobs (
     spec TEXT NOT NULL,                     -- JobSpec as JSON, frozen at POST
     state TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,     -- the current one; events of any other are refused
+    retries_used INTEGER NOT NULL DEFAULT 0,
+    not_before REAL NOT NULL DEFAULT 0,     -- waits for its next try until then
     device TEXT,                            -- of the current attempt
     scheduled_at REAL NOT NULL,
-    started_at REAL,
+    started_at REAL,                        -- of the first attempt that did
     completed_at REAL,
     detail TEXT NOT NULL DEFAULT '',
     reason TEXT,
@@ -27,12 +29,19 @@ CREATE TABLE IF NOT EXISTS attempts (
     run_dir TEXT NOT NULL,
     device TEXT NOT NULL,
     launched_at REAL NOT NULL,
+    resume_from TEXT,                       -- checkpoint directory it went on from
+    started_at REAL,
+    ended_at REAL,
+    reason TEXT,                            -- why it ended, if not by finishing
+    message TEXT NOT NULL DEFAULT '',
     event_offset INTEGER NOT NULL DEFAULT 0,
     finished INTEGER NOT NULL DEFAULT 0,    -- 1: the `finished` event was read
+    paused_at_step INTEGER,                 -- of the `paused` event
     failed TEXT,                            -- the `failed` event as JSON
     prepared TEXT,                          -- the `prepared` event as JSON
     prepared_at REAL,
     total_steps INTEGER,
+    start_step INTEGER NOT NULL DEFAULT 0,  -- steps that the checkpoint brought along
     step INTEGER NOT NULL DEFAULT 0,        -- this and the rest: of the last `progress` event
     stepped_at REAL,
     epoch REAL,
@@ -78,11 +87,11 @@ CREATE TABLE IF NOT EXISTS warnings (
 
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
-SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, step, stepped_at, epoch, loss, tokens_per_second,
-       peak_memory_bytes,
+SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, epoch, loss,
+       tokens_per_second, peak_memory_bytes,
        (SELECT json_group_array(message) FROM (SELECT message FROM warnings WHERE warnings.job_uuid = jobs.job_uuid
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
 COMMIT;

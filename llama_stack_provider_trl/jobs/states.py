@@ -31,10 +31,13 @@ ACTIVE = frozenset({JobState.launching, JobState.in_progress, JobState.pausing, 
 """States in which a task of the job may exist: the supervisor looks at these in every pass."""
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.scheduled: frozenset({JobState.launching, JobState.cancelled, JobState.failed}),
+    JobState.scheduled: frozenset({JobState.launching, JobState.paused, JobState.cancelled, JobState.failed}),
     JobState.launching: frozenset(
-        # completed: a short job may start and finish between two looks
-        {JobState.in_progress, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed}
+        # completed: a short job may start and finish between two looks. scheduled: tried again
+        {
+            *(JobState.in_progress, JobState.scheduled, JobState.pausing, JobState.cancelling),
+            *(JobState.completed, JobState.failed),
+        }
     ),
     JobState.in_progress: frozenset(
         {JobState.pausing, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed}
@@ -64,34 +67,58 @@ def shown(state: JobState) -> str:
 class Remedy(NamedTuple):
     """What follows from a reason."""
 
-    retryable: bool
-    """Whether the same job may succeed when it is simply tried again."""
+    backoff: float | None
+    """Seconds to wait before the same job is tried again, doubled with each try; None: another try cannot mend it."""
     advice: str
     """What the user can do next, as a full sentence."""
 
+    @property
+    def retryable(self) -> bool:
+        return self.backoff is not None
+
+
+LONGEST_BACKOFF = 600.0
+"""Seconds."""
+
 
 REASONS: dict[Reason, Remedy] = {
-    Reason.invalid_dataset: Remedy(False, "Correct the dataset as the message says and submit the job again."),
-    Reason.invalid_model: Remedy(False, "Name a model that transformers can load: a local directory or a hub id."),
-    Reason.invalid_request: Remedy(False, "Change the request as the message says and submit the job again."),
+    Reason.invalid_dataset: Remedy(None, "Correct the dataset as the message says and submit the job again."),
+    Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
+    Reason.invalid_request: Remedy(None, "Change the request as the message says and submit the job again."),
     Reason.launch_failed: Remedy(
-        True, "Check the interpreter and the data directory that the message names, then submit the job again."
+        10.0, "Check the interpreter and the data directory that the message names, then submit the job again."
     ),
-    Reason.rank_failed: Remedy(True, "Read the end of the log file (log_path), then submit the job again."),
+    Reason.rank_failed: Remedy(2.0, "Read the end of the log file (log_path), then submit the job again."),
     Reason.out_of_memory: Remedy(
-        False, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
+        None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),
     Reason.diverged: Remedy(
-        False, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
+        None, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
     ),
-    Reason.not_sharded: Remedy(False, "This is a bug: report it with the job's log file and versions."),
-    Reason.disk_full: Remedy(True, "Free disk space where checkpoints and jobs are written, then submit it again."),
-    Reason.hung: Remedy(True, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),
+    Reason.not_sharded: Remedy(None, "This is a bug: report it with the job's log file and versions."),
+    Reason.disk_full: Remedy(30.0, "Free disk space where checkpoints and jobs are written, then submit it again."),
+    Reason.hung: Remedy(2.0, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),
+    Reason.timed_out: Remedy(
+        None, "Raise max_duration, or train less: fewer epochs, a lower max_steps_per_epoch. Its checkpoints are kept."
+    ),
     Reason.node_lost: Remedy(
-        True, "The machine restarted or the training processes were killed from outside: submit the job again."
+        2.0, "The machine restarted or the training processes were killed from outside: submit the job again."
     ),
     Reason.no_result: Remedy(
-        False, "The training process ended early of its own accord: read the end of the log file (log_path)."
+        None, "The training process ended early of its own accord: read the end of the log file (log_path)."
     ),
-    Reason.internal: Remedy(False, "This is a bug: report it with the server's log and the job's log file."),
+    Reason.internal: Remedy(None, "This is a bug: report it with the server's log and the job's log file."),
 }
+
+
+def backoff(reason: Reason, tries: int) -> float | None:
+    """Seconds to wait before the next try.
+
+    Args:
+        tries: how often the job was tried again before.
+
+    Returns:
+        None where another try cannot mend it.
+    """
+    first = REASONS[reason].backoff
+    return None if first is None else min(first * 2.0 ** min(tries, 20), LONGEST_BACKOFF)

@@ -7,6 +7,8 @@ assumes, and says whether it applied. The statements are in `queries.sql`, the t
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sqlite3
 import threading
 import time
@@ -20,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobConflict, JobNotFound, StoreError
+from ..process import FileLock
 from ..recipes.events import (
     CheckpointSaved,
     Evaluated,
     Event,
     Failed,
     Finished,
+    Paused,
     Prepared,
     Progress,
     Reason,
@@ -34,10 +38,13 @@ from ..recipes.events import (
 )
 from ..recipes.spec import JobSpec
 from .placement import Queued
-from .records import CheckpointRecord, JobProgress, JobRecord, Outcome, PointRecord
+from .records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord, Outcome, PointRecord
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
-SCHEMA_VERSION = 1
+DATABASE = "jobs.sqlite3"
+"""Its name in a data directory."""
+SCHEMA_VERSION = 2
+log = logging.getLogger(__name__)
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another. Transactions take about a millisecond."""
 
@@ -60,6 +67,7 @@ class Store:
         self._clock = clock
         self._local = threading.local()
         self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._damaged: set[str] = set()
         self._create()
 
     def add_job(self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = ()) -> bool:
@@ -69,11 +77,18 @@ class Store:
             Whether the job is new.
 
         Raises:
-            JobConflict: the job_uuid is taken by a job with another digest.
+            JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
+                job's.
         """
         key = {"job_uuid": spec.job_uuid}
         with self._transaction() as execute:
             row = {**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()}
+            neighbour = execute("select_neighbour", {"ours": f"{spec.checkpoint_dir}/"}).fetchone()
+            if neighbour is not None and neighbour["job_uuid"] != spec.job_uuid:
+                raise JobConflict(
+                    f"checkpoint_dir {str(spec.checkpoint_dir)!r} is in the way of job {neighbour['job_uuid']!r}, "
+                    "whose checkpoints lie there: choose another checkpoint_dir"
+                )
             created = execute("insert_job", row).rowcount == 1
             if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
                 raise _taken(spec.job_uuid)
@@ -93,23 +108,43 @@ class Store:
         return bool(rows)
 
     def get(self, job_uuid: str) -> JobRecord:
-        """Raises JobNotFound."""
+        """Raises JobNotFound; StoreError where the job's record cannot be read."""
         rows = self._select("select_job", {"job_uuid": job_uuid})
         if not rows:
             raise JobNotFound(job_uuid)
-        return _job(rows[0])
+        try:
+            return _job(rows[0])
+        except ValueError as error:
+            raise StoreError(f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}") from error
+
+    def names(self) -> Sequence[str]:
+        """The job_uuid of every job, oldest first."""
+        return [row["job_uuid"] for row in self._select("select_names", {})]
 
     def list(self) -> Sequence[JobRecord]:
-        """All jobs, oldest first."""
-        return [_job(row) for row in self._select("select_jobs", {})]
+        """All jobs whose records can be read, oldest first."""
+        return self._readable(self._select("select_jobs", {}))
 
     def active(self) -> Sequence[JobRecord]:
         """Jobs of which processes may exist (`states.ACTIVE`), oldest first."""
-        return [_job(row) for row in self._select("select_active", {})]
+        return self._readable(self._select("select_active", {}))
+
+    def active_run_dirs(self) -> frozenset[Path]:
+        """Run directories in which processes may be at work, those of damaged records included."""
+        return frozenset(Path(row["run_dir"]) for row in self._select("select_run_dirs", {}))
 
     def queue(self) -> Sequence[Queued]:
-        """Jobs that wait for a device, oldest first."""
-        return [Queued(**dict(row)) for row in self._select("select_queue", {})]
+        """Jobs that wait for a device, oldest first; those that wait for the time of their next try are left out."""
+        return [Queued(**dict(row)) for row in self._select("select_queue", {"now": self._clock()})]
+
+    def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
+        """Every try at a job, the first one first."""
+        return [_attempt(row) for row in self._select("select_attempts", {"job_uuid": job_uuid})]
+
+    def seconds_trained(self, job_uuid: str) -> float:
+        """Over all attempts that have ended."""
+        (row,) = self._select("select_seconds", {"job_uuid": job_uuid})
+        return float(row["seconds"])
 
     def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRecord]:
         """Oldest first. Raises JobNotFound."""
@@ -125,7 +160,7 @@ class Store:
         """What the events of an attempt have said about its end, and the cursor."""
         (row,) = self._select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
         failed = None if row["failed"] is None else Failed.model_validate_json(row["failed"])
-        return Outcome(row["event_offset"], bool(row["finished"]), failed)
+        return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
 
     def request_cancel(self, job_uuid: str) -> JobRecord:
         """Record that the job is to end: at once where it waits, `cancelling` where it runs, no change if cancelled.
@@ -141,8 +176,41 @@ class Store:
             if job.state in TERMINAL:
                 raise JobConflict(f"job {job_uuid!r} is {job.state} already: there is nothing left to cancel")
             target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
-            # Not applied: the job moved on meanwhile, so look again. States move forward, so this ends.
+            # Not applied: the job moved on meanwhile, so look again.
             self.transition(job_uuid, job.attempt, job.state, target)
+
+    def request_pause(self, job_uuid: str) -> JobRecord:
+        """Record that the job is to save and give its device back: at once where it waits, `pausing` where it runs.
+
+        Raises:
+            JobNotFound.
+            JobConflict: the job has ended, or is about to.
+        """
+        while True:
+            job = self.get(job_uuid)
+            if job.state in (JobState.pausing, JobState.paused):
+                return job
+            if job.state in TERMINAL or job.state is JobState.cancelling:
+                raise JobConflict(f"job {job_uuid!r} is {job.state}: there is nothing left to pause")
+            target = JobState.pausing if job.state in ACTIVE else JobState.paused
+            self.transition(job_uuid, job.attempt, job.state, target)
+
+    def request_resume(self, job_uuid: str) -> JobRecord:
+        """Queue a paused job again; one that was not paused is left as it is.
+
+        Raises:
+            JobNotFound.
+            JobConflict: the job has ended, or has not finished pausing.
+        """
+        while True:
+            job = self.get(job_uuid)
+            if job.state is JobState.pausing:
+                raise JobConflict(f"job {job_uuid!r} is still saving its checkpoint: resume it when it is paused")
+            if job.state in TERMINAL or job.state is JobState.cancelling:
+                raise JobConflict(f"job {job_uuid!r} is {job.state}: submit it again under another job_uuid")
+            if job.state is not JobState.paused:
+                return job
+            self.transition(job_uuid, job.attempt, job.state, JobState.scheduled)
 
     def transition(
         self,
@@ -161,11 +229,48 @@ class Store:
             "completed_at": self._clock() if target in TERMINAL else None,
         }
         with self._transaction() as execute:
-            return execute("change_state", row).rowcount == 1
+            moved = execute("change_state", row).rowcount == 1
+            if moved and source in ACTIVE and target not in ACTIVE:
+                execute("end_attempt", {**row, "now": self._clock()})
+        return moved
 
-    def launch(self, job_uuid: str, attempt: int, device: str, run_dir: Path) -> bool:
-        """Record the next attempt (`attempt`) of a scheduled job, which is `launching` then. Returns whether it was."""
-        row = {"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)}
+    def retry(self, job: JobRecord, reason: Reason, message: str, wait: float) -> bool:
+        """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there."""
+        now = self._clock()
+        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s"
+        row = {
+            **{"job_uuid": job.job_uuid, "attempt": job.attempt, "source": job.state, "reason": reason},
+            **{"message": message, "not_before": now + wait, "now": now, "detail": detail},
+        }
+        with self._transaction() as execute:
+            moved = execute("retry_job", row).rowcount == 1
+            if moved:
+                execute("end_attempt", row)
+        return moved
+
+    def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Stop listing a checkpoint."""
+        with self._transaction() as execute:
+            execute("delete_checkpoint", {"job_uuid": checkpoint.job_uuid, "path": str(checkpoint.path)})
+
+    def warn(self, job_uuid: str, message: str) -> None:
+        """Tell the user of a job something, once."""
+        with self._transaction() as execute:
+            execute("insert_warning", {"job_uuid": job_uuid, "message": message})
+
+    def launch(
+        self, job_uuid: str, attempt: int, device: str, run_dir: Path, resume: CheckpointRecord | None = None
+    ) -> bool:
+        """Record the next attempt (`attempt`) of a scheduled job, which is `launching` then. Returns whether it was.
+
+        Args:
+            resume: the checkpoint that it goes on from; None: from the start.
+        """
+        row = {
+            **{"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)},
+            "resume_from": None if resume is None else str(resume.path),
+            "resume_step": 0 if resume is None else resume.step,
+        }
         with self._transaction() as execute:
             launched = execute("launch_job", row).rowcount == 1
             if launched:
@@ -190,6 +295,18 @@ class Store:
                 for name, row in _changes(event):
                     execute(name, {**key, **row})
         return applied
+
+    def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
+        """One damaged record must not hide the other jobs; it is said once."""
+        jobs = []
+        for row in rows:
+            try:
+                jobs.append(_job(row))
+            except ValueError as error:
+                if row["job_uuid"] not in self._damaged:
+                    self._damaged.add(row["job_uuid"])
+                    log.error("job database %s: job %r is left alone: %s", self.path, row["job_uuid"], error)
+        return jobs
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -258,7 +375,11 @@ class Store:
                 )
             if version < SCHEMA_VERSION:
                 _use_wal(connection)
-                connection.executescript(_sql("schema.sql"))
+                with _lock(self.path):
+                    (version,) = connection.execute("PRAGMA user_version").fetchone()
+                    for old in range(version, SCHEMA_VERSION) if version else ():
+                        connection.executescript(_sql(f"upgrade-{old}.sql"))
+                    connection.executescript(_sql("schema.sql"))
 
 
 def _taken(job_uuid: str) -> JobConflict:
@@ -266,6 +387,19 @@ def _taken(job_uuid: str) -> JobConflict:
         f"job {job_uuid!r} exists already and was made from a different request:"
         " choose another job_uuid, or send the same request to get the same job"
     )
+
+
+@contextmanager
+def _lock(database: Path) -> Iterator[None]:
+    """Keeps two processes from upgrading a database at once."""
+    lock = FileLock(database.with_name(f"{database.name}.upgrade"))
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while not lock.acquire(f"pid {os.getpid()}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
@@ -287,8 +421,11 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
     match event:
         case Started():
             yield "note_started", row
+            yield "note_attempt_started", row
         case Prepared():
-            yield "note_prepared", {**row, "event": event.model_dump_json(), "total_steps": event.total_steps}
+            steps = {"total_steps": event.total_steps, "start_step": event.start_step}
+            yield "note_prepared", {**row, **steps, "event": event.model_dump_json()}
+            yield "supersede_points", steps
         case Warned():
             yield "insert_warning", {"message": event.message}
         case Progress():
@@ -300,6 +437,8 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
         case Finished():
             yield "note_finished", {}
+        case Paused():
+            yield "note_paused", {"step": event.step}
         case Failed():
             yield "note_failed", {"event": event.model_dump_json()}
 
@@ -324,6 +463,7 @@ def _job(row: sqlite3.Row) -> JobRecord:
         spec=JobSpec.model_validate_json(row["spec"]),
         state=JobState(row["state"]),
         attempt=row["attempt"],
+        retries_used=row["retries_used"],
         scheduled_at=_utc(row["scheduled_at"]),
         started_at=_utc_or_none(row["started_at"]),
         completed_at=_utc_or_none(row["completed_at"]),
@@ -347,14 +487,31 @@ def _progress(row: sqlite3.Row) -> JobProgress:
 
 def _eta(row: sqlite3.Row) -> float | None:
     """Seconds left at the mean pace of this attempt; None before its first step."""
-    if row["prepared_at"] is None or not row["step"]:
+    done = row["step"] - row["start_step"]
+    if row["prepared_at"] is None or row["stepped_at"] is None or not done:
         return None
-    per_step = (row["stepped_at"] - row["prepared_at"]) / row["step"]
+    per_step = (row["stepped_at"] - row["prepared_at"]) / done
     return float(max(0.0, per_step * (row["total_steps"] - row["step"])))
 
 
 def _checkpoint(row: sqlite3.Row) -> CheckpointRecord:
     return CheckpointRecord(**{**dict(row), "path": Path(row["path"]), "created_at": _utc(row["created_at"])})
+
+
+def _attempt(row: sqlite3.Row) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=row["attempt"],
+        run_dir=Path(row["run_dir"]),
+        device=row["device"],
+        launched_at=_utc(row["launched_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        ended_at=_utc_or_none(row["ended_at"]),
+        resume_from=None if row["resume_from"] is None else Path(row["resume_from"]),
+        start_step=row["start_step"],
+        step=row["step"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+    )
 
 
 def _point(row: sqlite3.Row) -> PointRecord:

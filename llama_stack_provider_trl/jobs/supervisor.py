@@ -9,20 +9,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from .. import faults
 from ..errors import StoreError
-from ..files import RunDir, resolve_under, tail
+from ..files import RunDir, free_bytes, is_whole, remove_staged, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..process import FileLock
-from ..recipes.events import Reason, read_events
+from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
 from .placement import Queued, choose, why_waiting
-from .records import JobRecord
-from .states import JobState
+from .records import CheckpointRecord, JobRecord
+from .states import JobState, backoff
 from .store import Store
 from .verdict import verdict
 
@@ -44,6 +46,7 @@ class Supervisor:
         devices: concrete devices of this node, such as ["cpu"] or ["cuda:0", "cuda:1"]; the first is `auto`.
         data_dir: attempts live in `<data_dir>/jobs/<job_uuid>/attempts/<n>`; also holds `supervisor.lock`.
         python: interpreter that trains; None: this process's own.
+        hang_timeout: seconds without progress after which a training is ended; None: never.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Supervisor:
         *,
         python: str | None = None,
         tick: float = TICK,
+        hang_timeout: float | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -63,8 +67,10 @@ class Supervisor:
         self._data_dir = data_dir.resolve()
         self._python = python
         self._tick_seconds = tick
+        self._hang_timeout = hang_timeout
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
+        self._swept = False
         self._lock = FileLock(self._data_dir / "supervisor.lock")
         self._wakeup = threading.Event()
         self._stopping = threading.Event()
@@ -102,6 +108,8 @@ class Supervisor:
 
     def tick(self) -> None:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
+        if not self._swept:
+            self._sweep()
         for job in self._store.active():
             self._guarded(job, partial(self._advance, job))
         self._place()
@@ -132,7 +140,15 @@ class Supervisor:
         acquired = self._lock.acquire(f"supervisor (pid {os.getpid()})")
         if acquired:
             log.info("supervising %s on %s", self._data_dir, ", ".join(self._devices))
+            self._swept = False
         return acquired
+
+    def _sweep(self) -> None:
+        """End trainings that no job of ours knows: their job was deleted with the database, or has ended without
+        them. Done once, by whoever begins to supervise."""
+        for run_dir in self._launcher.sweep(self._data_dir / "jobs", self._store.active_run_dirs()):
+            log.warning("ended what was left running of %s: no job owns it", run_dir)
+        self._swept = True
 
     def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
         """Keep one job's trouble from stopping the loop for the others."""
@@ -166,6 +182,8 @@ class Supervisor:
             self._conclude(job, task, seen)
         elif job.state is JobState.cancelling:
             self._launcher.cancel(task)
+        elif job.state is JobState.pausing:
+            self._pause(task, seen)
         elif seen.state is not TaskState.unknown:
             self._note_detail(job, seen.detail)
         elif job.state is JobState.launching:
@@ -173,9 +191,36 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
+    def _pause(self, task: TaskSpec, seen: Observation) -> None:
+        """Have a training save and end; one that has not begun, and so has nothing to save, is simply ended."""
+        if seen.state is TaskState.running:
+            self._launcher.pause(task)
+        else:
+            self._launcher.cancel(task)
+
     def _conclude(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
+        """Nothing of the task is left: decide what it amounts to."""
         outcome = self._store.outcome(job.job_uuid, job.attempt)
-        self._move(job, *verdict(job.state, outcome, seen, tail(RunDir(task.run_dir).log)))
+        decided = verdict(job.state, outcome, seen, tail(RunDir(task.run_dir).log))
+        remove_staged(job.spec.checkpoint_dir)
+        faults.reach("supervisor-concluding")
+        if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
+            return
+        self._move(job, *decided)
+
+    def _try_again(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
+        """Queue a failed job once more, if another try may mend it and it has one left."""
+        wait = None if reason is None else backoff(reason, job.retries_used)
+        if reason is None or wait is None or job.retries_used >= job.spec.retries:
+            return False
+        moved = self._store.retry(job, reason, message, wait)
+        if moved:
+            log.warning(
+                "job %s: attempt %d ended (%s), retry %d of %d in %.0f s: %s",
+                *(job.job_uuid, job.attempt, reason, job.retries_used + 1, job.spec.retries, wait),
+                message.partition("\n")[0],
+            )
+        return moved
 
     def _take_in_events(self, job: JobRecord) -> JobRecord:
         """Read the event file to its end; returns the job as it stands then."""
@@ -187,6 +232,19 @@ class Supervisor:
                 return self._store.get(job.job_uuid)
             self._store.apply_events(job.job_uuid, job.attempt, events, after)
             offset = after
+            if job.spec.keep_last and any(isinstance(event, CheckpointSaved) for event in events):
+                self._forget_old_checkpoints(job)
+
+    def _forget_old_checkpoints(self, job: JobRecord) -> None:
+        """Keep the newest `keep_last` step checkpoints: a retry goes on from the newest.
+
+        A checkpoint leaves the list before it leaves the disk, so that no listed one is ever missing.
+        """
+        assert job.spec.keep_last is not None
+        steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
+        for checkpoint in steps[: -job.spec.keep_last]:
+            self._store.remove_checkpoint(checkpoint)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def _place(self) -> None:
         """Give free devices to waiting jobs and launch those; tell the others what they wait for."""
@@ -206,29 +264,66 @@ class Supervisor:
         attempt = job.attempt + 1
         home = resolve_under(self._data_dir / "jobs", job.job_uuid, "job_uuid")
         run_dir = home / "attempts" / str(attempt)
-        _set_aside(run_dir)
-        if self._store.launch(job.job_uuid, attempt, device, run_dir):
+        # What an earlier database left under these names is not this job's.
+        set_aside(run_dir)
+        if attempt == 1 and (aside := set_aside(job.spec.checkpoint_dir)):
+            self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
+        if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
+            faults.reach("supervisor-attempt-recorded")
             self._advance(self._store.get(job.job_uuid))
+
+    def _resume_point(self, job: JobRecord) -> CheckpointRecord | None:
+        """The newest step checkpoint that is whole; one that somebody damaged is no longer listed."""
+        steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
+        for checkpoint in reversed(steps):
+            if is_whole(checkpoint.path):
+                return checkpoint
+            self._store.remove_checkpoint(checkpoint)
+            message = f"checkpoint {checkpoint.path} is damaged or gone and was not used to go on from"
+            self._store.warn(job.job_uuid, message)
+        return None
 
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
+            self._check_disk(job)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
             self._launcher.start(task)
         except OSError as error:
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
-            self._move(job, JobState.failed, reason, f"the training process could not be started: {error}")
+            message = f"the training process could not be started: {error}"
+            if not self._try_again(job, reason, message):
+                self._move(job, JobState.failed, reason, message)
+        else:
+            faults.reach("supervisor-task-started")
+
+    def _check_disk(self, job: JobRecord) -> None:
+        for directory in (self._data_dir, job.spec.checkpoint_dir):
+            free, needed = free_bytes(directory), job.spec.min_free_bytes
+            if free < needed:
+                sizes = f"{free >> 20} MiB are free and min_free_disk_mb asks for {needed >> 20}"
+                raise OSError(errno.ENOSPC, f"the disk of {directory} is full: {sizes}")
 
     def _write_spec(self, job: JobRecord) -> None:
         assert job.run_dir is not None
         assert job.device is not None
-        spec = derive(job.spec, job.attempt, job.device, job.run_dir)
+        (attempt,) = (tried for tried in self._store.attempts(job.job_uuid) if tried.attempt == job.attempt)
+        spec = derive(job.spec, job.attempt, job.device, job.run_dir, attempt.resume_from)
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 
     def _task(self, job: JobRecord) -> TaskSpec:
         assert job.run_dir is not None
         assert job.device is not None
-        return TaskSpec(f"{job.job_uuid}-{job.attempt}", job.run_dir, (job.device,), self._python)
+        limit = job.spec.max_duration
+        return TaskSpec(
+            f"{job.job_uuid}-{job.attempt}",
+            job.run_dir,
+            (job.device,),
+            self._python,
+            # Only a start reads it. Never 0: even the last try may save.
+            time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
+            hang_timeout=self._hang_timeout,
+        )
 
     def _note_detail(self, job: JobRecord | Queued, detail: str) -> None:
         if detail != job.detail:
@@ -240,13 +335,3 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
-
-
-def _set_aside(run_dir: Path) -> None:
-    """Rename a directory that an earlier database left under this name: its events are not this attempt's."""
-    number = 1
-    while run_dir.exists():
-        aside = run_dir.with_name(f"{run_dir.name}.stale-{number}")
-        if not aside.exists():
-            run_dir.rename(aside)
-        number += 1

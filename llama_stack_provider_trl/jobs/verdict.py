@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from ..launch.base import Observation
+from ..launch.base import Ended, Observation
 from ..recipes.events import Failed, Reason
 from .records import Outcome
-from .states import JobState
+from .states import REASONS, JobState
 
 _TRACEBACK_LINES = 12
 
@@ -26,15 +26,31 @@ def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str)
     and one that was told to stop may exit with anything.
 
     Args:
-        state: the job's state; `cancelling` makes everything but `finished` a cancel.
+        state: the job's state; `cancelling` makes everything but `finished` a cancel, `pausing` everything that
+            another try can mend a pause.
         log_tail: the last lines that the training process printed.
     """
     if outcome.finished:
         return Verdict(JobState.completed)
     if state is JobState.cancelling:
         return Verdict(JobState.cancelled)
+    failure = _failure(outcome, seen, log_tail)
+    if state is JobState.pausing and (failure.reason is None or REASONS[failure.reason].retryable):
+        return Verdict(JobState.paused)  # however it ended: it goes on from its last checkpoint
+    return failure
+
+
+def _failure(outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
     if outcome.failed is not None:
         return Verdict(JobState.failed, outcome.failed.reason, _told(outcome.failed))
+    if seen.ended is Ended.timed_out:
+        saved = f" at step {outcome.paused_at_step}" if outcome.paused_at_step is not None else ""
+        return Verdict(JobState.failed, Reason.timed_out, f"max_duration was reached{saved}.")
+    if seen.ended is Ended.hung:
+        stacks = _with_lines("no progress for hang_timeout seconds.", "What its ranks were doing", seen.stacks)
+        return Verdict(JobState.failed, Reason.hung, _with_lines(stacks, "Last lines of its log", log_tail))
+    if outcome.paused_at_step is not None:
+        return Verdict(JobState.paused)
     if seen.launch_error:
         return Verdict(JobState.failed, Reason.launch_failed, seen.launch_error)
     reason, message = _unexplained(seen)

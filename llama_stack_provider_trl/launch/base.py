@@ -6,6 +6,7 @@ that crashed between recording a task and starting it may simply call it again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,10 @@ class TaskSpec:
     """Interpreter that trains; None: the launcher's own."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
+    time_limit: float | None = None
+    """Seconds of training after which the task is told to save, and ended if it does not."""
+    hang_timeout: float | None = None
+    """Seconds without progress after which the task is ended; None: it may stand still for ever."""
 
 
 class TaskState(StrEnum):
@@ -36,6 +41,15 @@ class TaskState(StrEnum):
     """No process of the task is left, and none will ever be."""
 
 
+class Ended(StrEnum):
+    """Why a runner ended its task of its own accord."""
+
+    hung = "hung"
+    """No progress for `hang_timeout`."""
+    timed_out = "timed_out"
+    """`time_limit` was reached."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What a launcher sees of a task, from the processes themselves and never from memory."""
@@ -46,6 +60,10 @@ class Observation:
     detail: str = ""
     launch_error: str = ""
     """Why the training process could not be started; the task has exited then. Empty where it could."""
+    ended: Ended | None = None
+    """Why the runner ended the task; None: it did not, or it was told to."""
+    stacks: str = ""
+    """What every rank was doing when the task was found to hang."""
 
 
 class Launcher(Protocol):
@@ -60,6 +78,20 @@ class Launcher(Protocol):
 
     def poll(self, task: TaskSpec) -> Observation:
         """Look at the task."""
+
+    def pause(self, task: TaskSpec) -> None:
+        """Tell rank 0 to save after the step at hand and end, with a `paused` event. May be called again and again.
+
+        Raises:
+            OSError: it cannot be told.
+        """
+
+    def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
+        """End every process of a task whose run directory is below `root` and not in `keep`.
+
+        Returns:
+            The run directories of the tasks that were ended.
+        """
 
     def cancel(self, task: TaskSpec) -> None:
         """Ask the task to end: SIGTERM, then SIGKILL 3 s later, for every process of it. Returns before it is over.

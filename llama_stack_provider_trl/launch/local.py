@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..files import RunDir, tail
-from ..process import FileLock, alive, marked, reap, send_signal
+from ..files import RunDir, atomic_write_json, tail
+from ..process import FileLock, alive, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
-from .runner import RunnerStatus, RunnerTask
+from .runner import PAUSE, RunnerStatus, RunnerTask
 from .torchrun import lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
@@ -39,7 +39,9 @@ class LocalLauncher:
             return
         locks = tuple(lock_name(device, self._outer()) for device in task.devices)
         argv = tuple(training_argv(task))
-        RunnerTask(task.task_id, task.run_dir, locks, argv, self._exit_deadline).write(paths.task)
+        RunnerTask(
+            task.task_id, task.run_dir, locks, argv, self._exit_deadline, task.time_limit, task.hang_timeout
+        ).write(paths.task)
         exit_code = self._spawn(task, paths)
         if exit_code != 0 and not paths.runner_status.exists():
             raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
@@ -57,6 +59,22 @@ class LocalLauncher:
         if left := kill_marked(task):
             return Observation(TaskState.running, detail=f"the runner is gone; ending the {left} processes it left")
         return Observation(TaskState.exited, detail="the runner was killed, and its training process with it")
+
+    def pause(self, task: TaskSpec) -> None:
+        """See `Launcher.pause`."""
+        control = RunDir(task.run_dir).control
+        if not control.exists():
+            atomic_write_json(control, PAUSE)
+
+    def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
+        """See `Launcher.sweep`. A runner ends its processes itself; what has no runner is killed here."""
+        found = {run_dir: left for run_dir, left in tasks_below(root).items() if run_dir not in keep}
+        for run_dir, left in found.items():
+            status = RunnerStatus.read(RunDir(run_dir).runner_status) if run_dir.is_dir() else None
+            if status is None or status.runner is None or not send_signal(status.runner, signal.SIGTERM):
+                for process in left:
+                    send_signal(process, signal.SIGKILL)
+        return sorted(found)
 
     def cancel(self, task: TaskSpec) -> None:
         """See `Launcher.cancel`."""
@@ -110,7 +128,7 @@ def _lives(status: RunnerStatus) -> bool:
 
 
 def _observed(status: RunnerStatus) -> Observation:
-    return Observation(status.state, status.exit_code, status.detail, status.launch_error)
+    return Observation(status.state, status.exit_code, status.detail, status.launch_error, status.ended, status.stacks)
 
 
 def _forestall(task: TaskSpec, paths: RunDir) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -21,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import RunDir, atomic_write_json
+from .. import faults
+from ..files import RunDir, atomic_write_json, tail
 from ..process import (
     FileLock,
     ProcessId,
@@ -30,9 +32,10 @@ from ..process import (
     die_with_parent,
     identify,
     myself,
+    send_signal,
     terminate,
 )
-from .base import TaskState
+from .base import Ended, TaskState
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,13 @@ NICE = 10
 """Training yields to whatever else the machine does, such as answering requests."""
 _DEVICE_RETRY = 0.2
 """Seconds between two looks at a lock that somebody else holds."""
-_FINAL_EVENTS = ("finished", "failed")
+_FINAL_EVENTS = ("finished", "failed", "paused")
+PAUSE = {"command": "pause"}
+"""What `control.json` says when rank 0 is to save and end."""
+_SAVING_TIME = 60.0
+"""Seconds that a training which has reached its time limit gets to save a checkpoint."""
+_STACKS_TIME = 1.0
+_STACKS_BYTES = 16_384
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class RunnerTask:
     argv: tuple[str, ...]
     exit_deadline: float
     """Seconds that a process may live on after its last event."""
+    time_limit: float | None = None
+    hang_timeout: float | None = None
 
     @classmethod
     def read(cls, path: Path) -> RunnerTask:
@@ -66,6 +77,8 @@ class RunnerTask:
             locks=tuple(data["locks"]),
             argv=tuple(data["argv"]),
             exit_deadline=data["exit_deadline"],
+            time_limit=data.get("time_limit"),
+            hang_timeout=data.get("hang_timeout"),
         )
 
     def write(self, path: Path) -> None:
@@ -83,6 +96,8 @@ class RunnerStatus:
     exit_code: int | None = None
     detail: str = ""
     launch_error: str = ""
+    ended: Ended | None = None
+    stacks: str = ""
 
     @classmethod
     def read(cls, path: Path) -> RunnerStatus | None:
@@ -92,7 +107,8 @@ class RunnerStatus:
             return None
         for name in ("runner", "trainer"):
             data[name] = data[name] and ProcessId(**data[name])
-        return cls(**{**data, "state": TaskState(data["state"])})
+        ended = data.get("ended")
+        return cls(**{**data, "state": TaskState(data["state"]), "ended": None if ended is None else Ended(ended)})
 
     def write(self, path: Path) -> None:
         atomic_write_json(path, asdict(self))
@@ -166,8 +182,10 @@ class Runner:
             reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
             return self.report(state=TaskState.exited, launch_error=reason)
         self.report(state=TaskState.running, trainer=identify(trainer.pid), detail="")
+        faults.reach("runner-trainer-started")
         exit_code = self.watch(trainer)
         terminate(self.left_behind, grace=0)
+        faults.reach("runner-trainer-ended")
         self.report(state=TaskState.exited, exit_code=exit_code)
 
     def report(self, **changes: Any) -> None:
@@ -206,18 +224,43 @@ class Runner:
             )
 
     def watch(self, trainer: subprocess.Popen[bytes]) -> int:
-        """Wait for the trainer, ending it when told to or when it does not exit after its last event."""
-        events = _FinalEvent(self.paths.events)
+        """Wait for the trainer, ending it when told to, when it hangs, when its time is over, or when it does not exit
+        after its last event."""
+        began = time.monotonic()
+        events = _EventFile(self.paths.events)
         while (exit_code := collect(trainer)) is None:
+            overtime = time.monotonic() - began - (self.task.time_limit or math.inf)
             if self.signals.told_to_stop:
                 log.info("told to stop")
                 terminate(self.left_behind, GRACE)
-            elif events.age() > self.task.exit_deadline:
+            elif events.seconds_since_final() > self.task.exit_deadline:
                 log.info("still alive %.0f s after its last event: ending it", self.task.exit_deadline)
+                terminate(self.left_behind, GRACE)
+            elif overtime > 0 and self.out_of_time(overtime):
+                terminate(self.left_behind, GRACE)
+            elif events.seconds_still() > (self.task.hang_timeout or math.inf) and not events.is_over:
+                self.report(ended=Ended.hung, stacks=self.collect_stacks())
                 terminate(self.left_behind, GRACE)
             else:
                 self.signals.wait(1.0)
         return exit_code
+
+    def out_of_time(self, overtime: float) -> bool:
+        """Tell the trainer to save what it has; True once it has had the time for that."""
+        if self.status.ended is None:
+            self.report(ended=Ended.timed_out)
+            atomic_write_json(self.paths.control, PAUSE)
+        return overtime > _SAVING_TIME
+
+    def collect_stacks(self) -> str:
+        """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would be the
+        end of any other."""
+        asked = [process for process in self.left_behind() if (self.paths.stacks / str(process.pid)).exists()]
+        for process in asked:
+            send_signal(process, signal.SIGUSR1)
+        time.sleep(_STACKS_TIME)
+        texts = [tail(self.paths.stacks / str(process.pid), 400, _STACKS_BYTES) for process in asked]
+        return "\n\n".join(text for text in texts if text)
 
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
@@ -231,19 +274,38 @@ class Runner:
         return prepare
 
 
-class _FinalEvent:
-    """Watches `events.jsonl` for the event after which nothing but the exit is left to do."""
+class _EventFile:
+    """Watches `events.jsonl`: for the event after which nothing but the exit is left to do, and for signs of life.
+
+    Ages are counted from when something was first seen here: clocks that are set do not matter.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._seen: float | None = None
+        self._final_seen: float | None = None
+        self._stamp = 0
+        self._moved = time.monotonic()
 
-    def age(self) -> float:
-        """Seconds since the event was first seen here; 0 while there is none."""
-        if self._seen is None and self._look():
-            self._seen = time.monotonic()
-        return 0.0 if self._seen is None else time.monotonic() - self._seen
+    @property
+    def is_over(self) -> bool:
+        return self._final_seen is not None
+
+    def seconds_since_final(self) -> float:
+        """0 while there is no final event."""
+        if self._final_seen is None and self._look():
+            self._final_seen = time.monotonic()
+        return 0.0 if self._final_seen is None else time.monotonic() - self._final_seen
+
+    def seconds_still(self) -> float:
+        """Since the file was last written or touched, or since we began to watch."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            stamp = 0
+        if stamp != self._stamp:
+            self._stamp, self._moved = stamp, time.monotonic()
+        return time.monotonic() - self._moved
 
     def _look(self) -> bool:
         try:

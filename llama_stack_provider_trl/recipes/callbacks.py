@@ -6,11 +6,13 @@ import math
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .. import faults
 from ..errors import JobFailure
 from .events import CheckpointSaved, Evaluated, EventWriter, Progress, Reason
 from .spec import JobSpec
@@ -18,15 +20,23 @@ from .trainers import RecipeTrainer
 
 
 class JobCallback(TrainerCallback):
-    """Reports one job. Decides when to save: every `save_steps`, or at the end of each epoch; never at the last step,
-    whose weights the final export holds."""
+    """Reports one attempt. Decides when to save: every `save_steps`, or at the end of each epoch; never at the last
+    step, whose weights the final export holds.
 
-    def __init__(self, spec: JobSpec, writer: EventWriter, trainer: RecipeTrainer) -> None:
-        self.spec, self.writer, self.trainer = spec, writer, trainer
-        self.last_logged = 0
+    Args:
+        control: the file that tells us to stop, once it exists.
+        start_step: optimizer steps that a checkpoint brought along.
+    """
+
+    def __init__(
+        self, spec: JobSpec, writer: EventWriter, trainer: RecipeTrainer, control: Path, start_step: int = 0
+    ) -> None:
+        self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
+        self.paused = False
+        self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
-        self._tokens = 0.0
+        self._tokens = float(trainer._total_train_tokens)
         self._busy = self._began = 0.0
 
     def on_step_begin(
@@ -36,15 +46,34 @@ class JobCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
+        self.writer.beat()
         if state.global_step >= state.max_steps:
             control.should_log = True
+        elif self.told_to_stop():
+            self.paused = control.should_training_stop = True
+            self._save(control, evaluate=False)  # an evaluation would use random numbers that the job has planned
         elif self.spec.save_steps and state.global_step % self.spec.save_steps == 0:
             self._save(control)
+        faults.reach(f"step-{state.global_step}")
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.writer.beat()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.writer.beat()
+
+    def told_to_stop(self) -> bool:
+        return self.control_file.exists()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.spec.save_steps is None and state.global_step < state.max_steps:
+        unsaved = self._last_saved < state.global_step < state.max_steps
+        if self.spec.save_steps is None and unsaved and not self.paused:
             self._save(control)
 
     def on_log(
@@ -91,6 +120,9 @@ class JobCallback(TrainerCallback):
             raise AssertionError("Trainer announced a checkpoint that was not written")
         self.announce(CheckpointSaved(kind="step", path=path, **self.standing(state)))
         self._losses.clear()
+        self._last_saved = state.global_step
+        state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
+        faults.reach(f"announced-{state.global_step}")
 
     def standing(self, state: TrainerState) -> dict[str, Any]:
         """The fields of a checkpoint event that say where training stands."""
@@ -108,9 +140,9 @@ class JobCallback(TrainerCallback):
     def announce(self, event: CheckpointSaved) -> None:
         self.writer.write(event, durable=True)
 
-    def _save(self, control: TrainerControl) -> None:
+    def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
         control.should_log = True
-        control.should_evaluate = self.spec.validation is not None
+        control.should_evaluate = evaluate and self.spec.validation is not None
         control.should_save = True
 
     def _tokens_per_second(self, logs: dict[str, float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import fsync_tree
+from .. import faults
+from ..files import free_bytes, put_in_place, write_manifest
 from .spec import JobSpec
 
 
@@ -42,10 +44,32 @@ def _export(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBa
     shutil.rmtree(staging, ignore_errors=True)
     # Training switched the cache off; a checkpoint that kept this would generate slowly for ever.
     model.config.use_cache = True
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
-    fsync_tree(staging)
-    shutil.rmtree(target, ignore_errors=True)
-    staging.rename(target)
+    try:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
+        faults.reach(f"exporting-{name}")
+        write_manifest(staging)
+        put_in_place(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    faults.reach(f"exported-{name}")
     return target
+
+
+def need_space(spec: JobSpec, num_bytes: int) -> None:
+    """Raises what a full disk raises where `num_bytes` more would not leave `min_free_bytes` free."""
+    free = free_bytes(spec.checkpoint_dir)
+    if free < num_bytes + spec.min_free_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
+            f"free and {spec.min_free_bytes >> 20} MiB must stay free",
+        )
+
+
+def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
+    """About how large a step checkpoint is: the trained weights and the optimizer's moments of them."""
+    moments = 0 if spec.optimizer.name == "sgd" else 2
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)

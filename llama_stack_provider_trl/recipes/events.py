@@ -29,6 +29,7 @@ class Reason(StrEnum):
     not_sharded = "not_sharded"
     disk_full = "disk_full"
     hung = "hung"
+    timed_out = "timed_out"
     node_lost = "node_lost"
     no_result = "no_result"
     internal = "internal"
@@ -58,6 +59,8 @@ class Prepared(_Event):
     type: Literal["prepared"] = "prepared"
     total_steps: int
     """Optimizer steps of the whole job."""
+    start_step: int = 0
+    """Optimizer steps that a checkpoint brought along: training goes on with the next one."""
     num_rows: int
     """Rows that are trained on, after dropping those that cannot be."""
     trainable_parameters: int
@@ -111,6 +114,13 @@ class CheckpointSaved(_Event):
     """exp(validation_loss), SFT only."""
 
 
+class Paused(_Event):
+    """Told to stop (`control.json`): all is saved up to `step`, nothing is exported, the process ends."""
+
+    type: Literal["paused"] = "paused"
+    step: int
+
+
 class Finished(_Event):
     """Everything was done and written. A job without this event did not complete, whatever its exit code."""
 
@@ -129,23 +139,41 @@ class Failed(_Event):
 
 
 Event = Annotated[
-    Started | Prepared | Warned | Progress | Evaluated | CheckpointSaved | Finished | Failed,
+    Started | Prepared | Warned | Progress | Evaluated | CheckpointSaved | Paused | Finished | Failed,
     Field(discriminator="type"),
 ]
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class EventWriter:
-    """Appends events to a file. Safe against kill -9; not for use by two processes at once."""
+    """Appends events to a file. Safe against kill -9; not for use by two processes at once.
+
+    The file's modification time says when the process last got anything done: a runner ends one that stands still.
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
-        """Append one event; `durable` waits until it is on disk (checkpoints, results)."""
-        os.write(self._fd, event.model_dump_json().encode() + b"\n")
+        """Append one event, whole or not at all; `durable` waits until it is on disk (checkpoints, results).
+
+        Raises:
+            OSError: the disk is full.
+        """
+        line = event.model_dump_json().encode() + b"\n"
+        written = os.write(self._fd, line)
+        try:
+            while written < len(line):  # the disk has filled up in the middle of the line
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise
         if durable:
             os.fsync(self._fd)
+
+    def beat(self) -> None:
+        """Say that work goes on, without an event."""
+        os.utime(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import peft
@@ -14,12 +15,14 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
+from .. import faults
+from ..files import RunDir
 from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback
-from .checkpoints import export_final, export_merged
+from .checkpoints import export_final, export_merged, need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples
 from .dpo import DpoRecipe
-from .events import CheckpointSaved, EventWriter, Finished, Prepared, Started, Warned
+from .events import CheckpointSaved, EventWriter, Finished, Paused, Prepared, Started, Warned
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config, parameter_counts
 from .sft import SftRecipe
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -37,17 +40,29 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
+    faults.reach("started")
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
     trainer, effective = build_trainer(spec, device, writer)
-    callback = JobCallback(spec, writer, trainer)
+    control = RunDir(attempt.run_dir).control
+    start_step = trainer.take_up(attempt.resume_from) if attempt.resume_from else 0
+    callback = JobCallback(spec, writer, trainer, control, start_step)
     trainer.add_callback(callback)
-    writer.write(_prepared(spec, trainer, effective))
-    trainer.train()
+    needed = step_bytes(trainer.model, spec)
+    trainer.need_space = partial(need_space, spec, needed)
+    trainer.need_space()  # before hours of training, not after
+    writer.write(_prepared(spec, trainer, effective, start_step))
+    faults.reach("prepared")
+    if callback.told_to_stop():
+        return writer.write(Paused(step=start_step), durable=True)
+    trainer.train(resume_from_checkpoint=str(attempt.resume_from) if attempt.resume_from else None)
+    if callback.paused:
+        return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
     _export(spec, trainer, callback)
+    faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
 
@@ -106,11 +121,12 @@ def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     return dataset, report
 
 
-def _prepared(spec: JobSpec, trainer: RecipeTrainer, effective: dict[str, Any]) -> Prepared:
+def _prepared(spec: JobSpec, trainer: RecipeTrainer, effective: dict[str, Any], start_step: int) -> Prepared:
     trainable, total = parameter_counts(trainer.model)
     dataloader = trainer.get_train_dataloader()
     return Prepared(
         total_steps=trainer.set_initial_training_values(trainer.args, dataloader)[-1],
+        start_step=start_step,
         num_rows=len(trainer.train_dataset),
         trainable_parameters=trainable,
         total_parameters=total,

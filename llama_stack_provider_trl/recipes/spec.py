@@ -108,10 +108,20 @@ class JobSpec(_Frozen):
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch."""
+    keep_last: int | None = Field(None, gt=0)
+    """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)
     seed: int = 42
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
+    retries: int = Field(0, ge=0)
+    """How often the job is tried again after a failure that another try can mend."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
+    priority: int = 0
+    """The higher, the sooner it gets a device; equals in order of arrival."""
+    min_free_bytes: int = Field(0, ge=0)
+    """Disk space that a checkpoint must leave free."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
 

@@ -7,7 +7,9 @@ after the event file is open, so that even a broken environment ends in a senten
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,21 +19,40 @@ from ..files import RunDir
 from .events import EventWriter, Failed, Reason
 from .spec import AttemptSpec
 
+_BALLAST = 64 << 10
+"""Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""
+
 
 def main(argv: list[str]) -> int:
     """Run the attempt whose spec is the one argument; returns the exit status (0 finished, 1 failed)."""
     spec_path = Path(argv[1])
     attempt = AttemptSpec.model_validate_json(spec_path.read_text())
-    writer = EventWriter(RunDir(spec_path.parent).events)
+    paths = RunDir(spec_path.parent)
+    writer = EventWriter(paths.events)
     try:
+        paths.ballast.write_bytes(bytes(_BALLAST))
+        _show_stacks_when_asked(paths)
         from .session import train_attempt
 
         train_attempt(attempt, writer)
     except BaseException as error:
         traceback.print_exc()
+        # The last words need room too: on a full disk, that of the ballast.
+        paths.ballast.unlink(missing_ok=True)
         writer.write(classify(error), durable=True)
         return 1
+    paths.ballast.unlink(missing_ok=True)
     return 0
+
+
+def _show_stacks_when_asked(paths: RunDir) -> None:
+    """SIGUSR1 writes the Python stacks of all threads to a file: the runner asks before it ends a task that hangs.
+
+    At the level of C, so that it works while Python waits for a collective operation that never ends.
+    """
+    paths.stacks.mkdir(exist_ok=True)
+    file = open(paths.stacks / str(os.getpid()), "w")  # noqa: SIM115 - open for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 def classify(error: BaseException) -> Failed:

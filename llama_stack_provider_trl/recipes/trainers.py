@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer
 from trl.trainer.utils import add_fused_lm_head
 
-from ..files import fsync_tree
+from .. import faults
+from ..files import put_in_place, write_manifest
 from .arguments import optimizer_class
 from .sampling import EpochSampler
 from .spec import JobSpec
+
+_STATE = "recipe_state.json"
+"""In a step checkpoint: what the recipe must know to go on and Trainer's own files do not say."""
 
 
 class RecipeTrainer(Trainer):
@@ -23,6 +29,8 @@ class RecipeTrainer(Trainer):
     spec: JobSpec
     saved_checkpoint: Path | None = None
     """The checkpoint directory that was written last, complete and fsynced."""
+    need_space: Callable[[], None]
+    """Called before a checkpoint is written; raises where it would not fit."""
     _staging: Path | None = None
 
     head_outputs: tuple[str, ...]
@@ -54,18 +62,29 @@ class RecipeTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write `checkpoint-N` beside its final place, fsync it, then rename: a directory of that name is complete."""
-        name = f"checkpoint-{self.state.global_step}"
+        step = self.state.global_step
+        self.need_space()
         self._staging = Path(self.args.output_dir) / ".saving"
         shutil.rmtree(self._staging, ignore_errors=True)
-        # Trainer's own method: TRL's would also write a model card that names us as nothing but "trl".
-        Trainer._save_checkpoint(self, model, trial)
-        target = Path(self.args.output_dir) / name
-        fsync_tree(self._staging / name)
-        shutil.rmtree(target, ignore_errors=True)
-        (self._staging / name).rename(target)
-        self._staging.rmdir()
-        self._staging = None
+        written = self._staging / f"checkpoint-{step}"
+        target = Path(self.args.output_dir) / written.name
+        try:
+            # Trainer's own method: TRL's would also write a model card that names us as nothing but "trl".
+            Trainer._save_checkpoint(self, model, trial)
+            (written / _STATE).write_text(json.dumps({"num_tokens": float(self._total_train_tokens)}))
+            faults.reach(f"saving-{step}")
+            write_manifest(written)
+            put_in_place(written, target)
+        finally:  # a full disk must not stay full because of us
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
         self.saved_checkpoint = target
+        faults.reach(f"saved-{step}")
+
+    def take_up(self, checkpoint: Path) -> int:
+        """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step."""
+        self._total_train_tokens += json.loads((checkpoint / _STATE).read_text())["num_tokens"]
+        return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
@@ -412,3 +413,69 @@ def test_a_cancelled_job_is_over_within_seconds(stage: Stage) -> None:
     finally:
         supervisor.stop()
         store.close()
+
+
+# What the runner ends of its own accord
+
+STUCK = """
+import faulthandler
+(run_dir / "stacks").mkdir()
+faulthandler.register(signal.SIGUSR1, file=open(run_dir / "stacks" / str(os.getpid()), "w"), all_threads=True)
+say(**STARTED)
+
+def stuck_in_a_collective():
+    time.sleep(600)
+
+stuck_in_a_collective()
+"""
+
+
+def test_a_training_that_stands_still_is_ended_and_shows_what_it_was_doing(stage: Stage) -> None:
+    task = replace(stage.task(STUCK), hang_timeout=1.0)
+    stage.launcher.start(task)
+    seen = stage.reaches(task, TaskState.exited, 15)
+    assert seen.ended is Ended.hung
+    assert "stuck_in_a_collective" in seen.stacks
+
+
+def test_a_training_that_gets_something_done_is_left_alone(stage: Stage) -> None:
+    body = """
+say(**STARTED)
+for _ in range(30):
+    time.sleep(0.1)
+    os.utime(run_dir / "events.jsonl")
+say(**FINISHED)
+"""
+    task = replace(stage.task(body), hang_timeout=2.0)
+    stage.launcher.start(task)
+    assert stage.reaches(task, TaskState.exited, 15) == Observation(TaskState.exited, 0)
+
+
+def test_a_training_that_is_out_of_time_is_told_to_save(stage: Stage) -> None:
+    body = """
+say(**STARTED)
+while not (run_dir / "control.json").exists():
+    time.sleep(0.05)
+say(type="paused", step=3)
+"""
+    task = replace(stage.task(body), time_limit=1.0)
+    stage.launcher.start(task)
+    assert stage.reaches(task, TaskState.exited, 15) == Observation(TaskState.exited, 0, ended=Ended.timed_out)
+
+
+def test_what_no_job_owns_is_swept_and_the_rest_stays(stage: Stage) -> None:
+    lost, kept = stage.start("time.sleep(600)"), stage.start("time.sleep(600)", task_id="job-2-1", devices=("other",))
+    for task in (lost, kept):
+        stage.reaches(task, TaskState.running)
+    assert stage.launcher.sweep(stage.root, {kept.run_dir}) == [lost.run_dir]
+    stage.reaches(lost, TaskState.exited)
+    assert stage.launcher.poll(kept).state is TaskState.running
+
+
+def test_an_orphan_whose_runner_is_gone_is_swept_too(stage: Stage) -> None:
+    task = stage.start("stubborn_grandchild()\ntime.sleep(600)")
+    until(lambda: notes(task))
+    os.kill(runner_of(task).pid, signal.SIGKILL)
+    until(lambda: not alive(runner_of(task)))
+    stage.launcher.sweep(stage.root, set())
+    until(lambda: not marked(task_marks(task)))

@@ -2,21 +2,31 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.errors import JobConflict, StoreError
+from llama_stack_provider_trl.files import RunDir, write_manifest
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
-from llama_stack_provider_trl.launch.base import Observation, TaskSpec
+from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl.recipes.events import Failed, Finished, Progress, Reason, Started
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+)
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 
@@ -29,6 +39,7 @@ class World:
     """A data directory, its store, a launcher, and a supervisor whose passes are made by hand."""
 
     root: Path
+    clock: FakeClock
     store: Store
     launcher: FakeLauncher
     supervisor: Supervisor
@@ -66,8 +77,9 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    store, launcher = Store(tmp_path / "jobs.db", FakeClock()), FakeLauncher()
-    yield World(tmp_path, store, launcher, Supervisor(store, launcher, ["cpu"], tmp_path))
+    clock = FakeClock()
+    store, launcher = Store(tmp_path / "jobs.db", clock), FakeLauncher()
+    yield World(tmp_path, clock, store, launcher, Supervisor(store, launcher, ["cpu"], tmp_path))
     store.close()
 
 
@@ -402,3 +414,192 @@ def test_a_stopped_supervisor_leaves_trainings_running_and_says_so(
     world.supervisor.stop()
     assert world.launcher.tasks[task].cancels == 0
     assert "trainings go on" in caplog.text
+
+
+# Tries
+
+
+def crash(world: World, attempt: int, exit_code: int | None = -9) -> None:
+    world.launcher.say(f"a-{attempt}", STARTED)
+    world.tick()
+    world.launcher.exit(f"a-{attempt}", exit_code)
+    world.tick()
+
+
+def save(world: World, task_id: str, step: int) -> Path:
+    """Play a rank that saves a whole checkpoint."""
+    path = world.root / "out" / "a" / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "weights").write_text("x")
+    write_manifest(path)
+    event = CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=1.0)
+    world.launcher.say(task_id, STARTED, event)
+    world.tick()
+    return path
+
+
+def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_retry(world: World) -> None:
+    world.add("a", retries=2)
+    world.tick()
+    for attempt, wait in ((1, 2.0), (2, 4.0)):
+        crash(world, attempt)
+        assert (world.state(), world.job().reason) == (JobState.scheduled, None)
+        assert "rank_failed" in world.job().detail
+        world.clock.advance(wait - 0.1)
+        world.tick()
+        assert len(world.launcher.started) == attempt
+        world.clock.advance(0.2)
+        world.tick()
+        assert world.launcher.started[-1] == f"a-{attempt + 1}"
+    crash(world, 3)
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.rank_failed)
+    assert [tried.reason for tried in world.store.attempts("a")] == [Reason.rank_failed] * 3
+
+
+def test_what_another_try_cannot_mend_is_not_tried_again(world: World) -> None:
+    world.add("a", retries=2)
+    world.tick()
+    world.launcher.say("a-1", STARTED, Failed(reason=Reason.invalid_dataset, message="row 3"))
+    world.launcher.exit("a-1", 1)
+    world.tick()
+    assert world.state() is JobState.failed
+
+
+def test_a_retry_goes_on_from_the_newest_whole_checkpoint(world: World) -> None:
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    good, damaged = save(world, "a-1", 2), save(world, "a-1", 4)
+    (damaged / "weights").unlink()
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    world.tick()
+    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    assert spec.resume_from == good
+    assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == [good]
+    assert str(damaged) in world.job().warnings[-1]
+
+
+def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: World) -> None:
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in (1, 2, 3, 4)]
+    world.launcher.say("a-1", STARTED, *points)
+    save(world, "a-1", 2)
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    world.tick()
+    prepared = Prepared(total_steps=8, start_step=2, num_rows=1, trainable_parameters=1, total_parameters=1)
+    again = Progress(step=3, epoch=0.1, metrics={"loss": 7.0}, peak_memory_bytes=1)
+    world.launcher.say("a-2", STARTED, prepared, again)
+    world.tick()
+    assert [(point.step, point.metrics["loss"]) for point in world.store.points("a")] == [(1, 1.0), (2, 1.0), (3, 7.0)]
+    assert world.job().progress.step == 3
+
+
+def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: World) -> None:
+    world.add("a", keep_last=2, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    paths = [save(world, "a-1", step) for step in (2, 4, 6)]
+    assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == paths[1:]
+    assert [path.exists() for path in paths] == [False, True, True]
+
+
+def test_a_job_with_a_higher_priority_is_next(world: World) -> None:
+    world.add("a", "b")
+    world.add("c", priority=2)
+    world.tick()
+    assert world.launcher.started == ["c-1"]
+
+
+def test_a_full_disk_keeps_a_job_from_starting(world: World) -> None:
+    world.add("a", min_free_bytes=1 << 60)
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.disk_full)
+    assert "min_free_disk_mb" in world.job().message
+
+
+# Pauses
+
+
+def test_a_pause_saves_frees_the_device_and_is_no_retry(world: World) -> None:
+    task = world.run("a")
+    world.add("b")
+    world.store.request_pause("a")
+    world.tick()
+    assert (world.launcher.tasks[task].pauses, world.state()) == (1, JobState.pausing)
+    world.restart()
+    world.tick()
+    world.launcher.say(task, Paused(step=3))
+    world.launcher.exit(task, 0)
+    world.tick()
+    assert [world.state(name) for name in "ab"] == [JobState.paused, JobState.launching]
+    world.store.request_cancel("b")
+    world.tick()
+    world.store.request_resume("a")
+    world.tick()
+    world.tick()
+    assert (world.state("a"), world.launcher.started[-1]) == (JobState.launching, "a-2")
+    assert world.job().retries_used == 0
+
+
+def test_a_training_that_dies_while_it_pauses_is_paused(world: World) -> None:
+    task = world.run()
+    world.store.request_pause("a")
+    world.launcher.exit(task, -9)
+    world.tick()
+    assert world.state() is JobState.paused
+
+
+def test_a_waiting_job_is_paused_at_once_and_a_cancel_ends_it(world: World) -> None:
+    world.add("a", "b")
+    world.tick()
+    assert world.store.request_pause("b").state is JobState.paused
+    assert world.store.request_cancel("b").state is JobState.cancelled
+    with pytest.raises(JobConflict, match="cancelled"):
+        world.store.request_pause("b")
+    with pytest.raises(JobConflict, match="another job_uuid"):
+        world.store.request_resume("b")
+
+
+def test_a_job_that_is_still_pausing_cannot_be_resumed_yet(world: World) -> None:
+    world.run()
+    world.store.request_pause("a")
+    with pytest.raises(JobConflict, match="still saving"):
+        world.store.request_resume("a")
+
+
+@pytest.mark.parametrize(("ended", "reason"), [(Ended.hung, Reason.hung), (Ended.timed_out, Reason.timed_out)])
+def test_what_the_runner_ended_says_why(world: World, ended: Ended, reason: Reason) -> None:
+    task = world.run()
+    world.launcher.exit(task, -15, ended=ended, stacks="in all_reduce")
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, reason)
+    assert ("in all_reduce" in world.job().message) == (ended is Ended.hung)
+
+
+# What nobody owns
+
+
+def test_a_training_that_no_job_owns_is_ended_at_the_start(world: World) -> None:
+    task = world.run()
+    lost = TaskSpec("lost-1", world.root / "jobs" / "lost" / "attempts" / "1", ("cpu",))
+    world.launcher.start(lost)
+    world.restart()
+    world.tick()
+    assert world.launcher.tasks["lost-1"].seen.state is TaskState.exited
+    assert world.launcher.tasks[task].seen.state is TaskState.running
+
+
+def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.run("a")
+    world.add("b")
+    with sqlite3.connect(world.store.path) as connection:
+        connection.execute("UPDATE jobs SET spec = '{}' WHERE job_uuid = 'a'")
+    world.tick()
+    world.tick()
+    assert caplog.text.count("'a' is left alone") == 1
+    assert world.store.names() == ["a", "b"]
+    with pytest.raises(StoreError, match="damaged"):
+        world.store.get("a")

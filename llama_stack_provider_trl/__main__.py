@@ -1,0 +1,81 @@
+"""`python -m llama_stack_provider_trl`: look at the jobs of a data directory, pause, resume and cancel them.
+
+Works on the job database itself, so it needs no running Llama Stack; where one supervises, it acts within a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from .config import DEFAULT_DATA_DIR
+from .errors import TrlError
+from .jobs.records import JobRecord
+from .jobs.store import DATABASE, Store
+from .responses import status_response
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 with a sentence on standard error."""
+    options = _parser().parse_args(arguments)
+    database = options.data_dir.expanduser() / DATABASE
+    try:
+        if not database.exists():
+            raise FileNotFoundError(f"{database} does not exist: name the provider's data_dir with --data-dir")
+        store = Store(database)
+        _run(store, options)
+        store.close()
+    except (TrlError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(store: Store, options: argparse.Namespace) -> None:
+    match options.command:
+        case "list":
+            for job in store.list():
+                print(_line(job))
+        case "show":
+            job = store.get(options.job_uuid)
+            answer = status_response(job, store.checkpoints(job.job_uuid), store.attempts(job.job_uuid))
+            print(json.dumps(answer.model_dump(mode="json"), indent=2))
+        case "pause":
+            print(_line(store.request_pause(options.job_uuid)))
+        case "resume":
+            print(_line(store.request_resume(options.job_uuid)))
+        case "cancel":
+            print(_line(store.request_cancel(options.job_uuid)))
+
+
+def _line(job: JobRecord) -> str:
+    progress = f"{job.progress.step}/{job.progress.total_steps or '?'}"
+    told = job.detail or job.message.partition("\n")[0]
+    return "  ".join([job.job_uuid, job.state.value, f"step {progress}", f"attempt {job.attempt}", told]).rstrip()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_stack_provider_trl", description=(__doc__ or "").split(": ")[1]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    default = Path(os.environ.get("TRL_OUTPUT_DIR") or DEFAULT_DATA_DIR)
+    for name, meaning in (
+        ("list", "one line per job"),
+        ("show", "the whole status as JSON"),
+        ("pause", "save a checkpoint, then free the device"),
+        ("resume", "queue a paused job again"),
+        ("cancel", "end a job; its checkpoints stay"),
+    ):
+        command = commands.add_parser(name, help=meaning)
+        command.add_argument("--data-dir", type=Path, default=default, help="the provider's data_dir")
+        if name != "list":
+            command.add_argument("job_uuid")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

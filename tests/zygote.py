@@ -1,0 +1,110 @@
+"""Training processes in a tenth of a second instead of five: forked from one process that has imported torch and trl.
+
+`python -m tests.zygote` reads paths of spec files, one per line, forks a training process for each, and prints its pid.
+`ForkLauncher` is the Launcher on top of it: no runner, no exit codes, but the real recipe in a real process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from llama_stack_provider_trl.files import RunDir, atomic_write_json
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.runner import PAUSE
+from llama_stack_provider_trl.process import ProcessId, alive, identify, send_signal
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class ForkLauncher:
+    """See `Launcher`. Close it when the test is over."""
+
+    def __init__(self) -> None:
+        self.zygote = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        self.processes: dict[str, ProcessId | None] = {}
+        """Task id -> its process; None: it was gone before we could look."""
+        self.started: list[str] = []
+        self._ask("")
+
+    def start(self, task: TaskSpec) -> None:
+        if task.task_id not in self.processes:
+            self.processes[task.task_id] = identify(int(self._ask(str(RunDir(task.run_dir).spec))))
+            self.started.append(task.task_id)
+
+    def poll(self, task: TaskSpec) -> Observation:
+        if task.task_id not in self.processes:
+            return Observation(TaskState.unknown)
+        process = self.processes[task.task_id]
+        running = process is not None and alive(process)
+        return Observation(TaskState.running if running else TaskState.exited)
+
+    def pause(self, task: TaskSpec) -> None:
+        atomic_write_json(RunDir(task.run_dir).control, PAUSE)
+
+    def cancel(self, task: TaskSpec) -> None:
+        self.kill(task.task_id, signal.SIGKILL)
+
+    def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
+        return []
+
+    def kill(self, task_id: str, number: int) -> bool:
+        process = self.processes.get(task_id)
+        return process is not None and send_signal(process, number)
+
+    def close(self) -> None:
+        for task_id in self.processes:
+            self.kill(task_id, signal.SIGKILL)
+        assert self.zygote.stdin is not None
+        assert self.zygote.stdout is not None
+        self.zygote.stdin.close()
+        self.zygote.wait(10)
+        self.zygote.stdout.close()
+
+    def _ask(self, line: str) -> str:
+        assert self.zygote.stdin is not None
+        assert self.zygote.stdout is not None
+        self.zygote.stdin.write(line + "\n")
+        self.zygote.stdin.flush()
+        return self.zygote.stdout.readline()
+
+
+def main() -> None:
+    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
+    for line in sys.stdin:
+        spec = line.strip()
+        print(_fork(spec) if spec else "ready", flush=True)
+
+
+def _fork(spec: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(RunDir(Path(spec).parent).log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from llama_stack_provider_trl.recipes.train import main as train
+
+        os._exit(train(["train", spec]))
+    finally:
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main()
