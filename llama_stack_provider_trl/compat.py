@@ -46,13 +46,21 @@ async def read_rows(datasets: Any, datasetio: Any, dataset_id: str) -> list[dict
     localfs rebuilds the whole data frame for each.
 
     Raises:
-        ValueError: Llama Stack knows no such dataset, or cannot read it (it answers with its own sentence).
+        InvalidRequest: Llama Stack knows no such dataset, or cannot read it.
     """
-    source = (await datasets.get_dataset(dataset_id)).source
+    field = "training_config.data_config.dataset_id"
+    try:
+        source = (await datasets.get_dataset(dataset_id)).source
+    except ValueError as error:
+        raise errors.InvalidRequest(field, dataset_id, str(error)) from error
     if source.type == "rows":
         registered: list[dict[str, Any]] = source.rows
         return registered
-    page = await datasetio.iterrows(dataset_id=dataset_id, start_index=0, limit=-1)
+    try:
+        page = await datasetio.iterrows(dataset_id=dataset_id, start_index=0, limit=-1)
+    except Exception as error:  # pandas', requests', zipfile's ...: whatever a reader of some format raises
+        hint = f"Llama Stack cannot read it from {source.uri}: {type(error).__name__}: {error}"
+        raise errors.InvalidRequest(field, dataset_id, hint) from error
     rows: list[dict[str, Any]] = page.data
     return rows
 

@@ -258,11 +258,19 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
             f"give a path relative to the data directory, or one inside {', '.join(map(str, roots))} "
             "(`checkpoint_roots` in the provider's configuration adds more)",
         )
-    for reserved in ("jobs", "datasets"):
-        if base.is_relative_to((settings.data_dir / reserved).resolve()):
+    data_dir = settings.data_dir.resolve()
+    if base == data_dir:
+        raise InvalidRequest(
+            "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
+        )
+    for reserved in ("jobs", "datasets", "llama-stack"):
+        if base.is_relative_to(data_dir / reserved):
             raise InvalidRequest(
                 "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
             )
+    for path in (base / request.job_uuid, base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise InvalidRequest("checkpoint_dir", request.checkpoint_dir, f"{path} is a file; name a directory")
     return base / request.job_uuid
 
 

@@ -9,6 +9,6 @@ ALTER TABLE attempts ADD COLUMN reason TEXT;
 ALTER TABLE attempts ADD COLUMN message TEXT NOT NULL DEFAULT '';
 ALTER TABLE attempts ADD COLUMN paused_at_step INTEGER;
 ALTER TABLE attempts ADD COLUMN start_step INTEGER NOT NULL DEFAULT 0;
-DROP VIEW job_records;
+DROP VIEW IF EXISTS job_records;
 PRAGMA user_version = 2;
 COMMIT;

@@ -65,11 +65,18 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     """
     dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
+        model, loaded = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {spec.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
+            f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
+            "missing; name a complete one.",
+        )
     return model.to(device)
 
 

@@ -51,8 +51,8 @@ def _show_stacks_when_asked(paths: RunDir) -> None:
     At the level of C, so that it works while Python waits for a collective operation that never ends.
     """
     paths.stacks.mkdir(exist_ok=True)
-    file = open(paths.stacks / str(os.getpid()), "w")  # noqa: SIM115 - open for as long as the process lives
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    fd = os.open(paths.stacks / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
 def classify(error: BaseException) -> Failed:

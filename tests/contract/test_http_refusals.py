@@ -90,7 +90,7 @@ def test_an_empty_dataset_is_refused(stack: LlamaStack) -> None:
 
 
 def test_an_unknown_dataset_is_refused_by_name(stack: LlamaStack) -> None:
-    assert "`no-such-rows`" in refusal(stack.post(DPO, promised("refused", "no-such-rows")))
+    assert "'no-such-rows'" in refusal(stack.post(DPO, promised("refused", "no-such-rows")))
 
 
 def test_a_model_directory_that_does_not_exist_is_refused_before_anything_is_queued(
@@ -149,4 +149,4 @@ def test_other_providers_keys_in_the_header_do_not_disturb(stack: LlamaStack) ->
     headers = {"X-LlamaStack-Provider-Data": json.dumps({"fireworks_api_key": "k"})}
     body = promised("refused", "no-such-rows")
     answer = requests.post(stack.url + "/v1" + DPO, json=body, headers=headers, timeout=30)
-    assert "`no-such-rows`" in refusal(answer)  # as far as without the header
+    assert "'no-such-rows'" in refusal(answer)  # as far as without the header

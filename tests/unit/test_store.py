@@ -4,6 +4,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -382,3 +383,36 @@ def test_a_slow_reader_does_not_hold_up_a_writer(tmp_path: Path, monkeypatch: py
     assert store.add_job(job_spec(), "digest")
     reader.close()
     store.close()
+
+
+@pytest.mark.parametrize("theirs", ["/out/a", "/out/a/deeper", "/out"])
+def test_two_jobs_never_have_checkpoint_directories_in_each_other(tmp_path: Path, theirs: str) -> None:
+    store = Store(tmp_path / "jobs.db")
+    store.add_job(job_spec("a", checkpoint_dir=Path("/out/a")), "digest")
+    store.add_job(job_spec("ab", checkpoint_dir=Path("/out/ab")), "digest")
+    with pytest.raises(JobConflict, match="in the way of job 'a"):
+        store.add_job(job_spec("b", checkpoint_dir=Path(theirs)), "digest")
+    store.close()
+
+
+def test_a_database_of_the_first_schema_is_upgraded(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = Store(path)
+    store.add_job(job_spec("a"), "digest")
+    store.close()
+    with closing(sqlite3.connect(path)) as old, old:
+        old.execute("DROP VIEW job_records")
+        for table, columns in (
+            ("jobs", ("retries_used", "not_before")),
+            (
+                "attempts",
+                ("resume_from", "started_at", "ended_at", "reason", "message", "paused_at_step", "start_step"),
+            ),
+        ):
+            for column in columns:
+                old.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        old.execute("PRAGMA user_version = 1")
+    upgraded = Store(path)
+    assert upgraded.get("a").retries_used == 0
+    assert upgraded.attempts("a") == []
+    upgraded.close()

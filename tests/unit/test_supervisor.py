@@ -4,6 +4,7 @@ import errno
 import logging
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -595,7 +596,7 @@ def test_a_training_that_no_job_owns_is_ended_at_the_start(world: World) -> None
 def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.run("a")
     world.add("b")
-    with sqlite3.connect(world.store.path) as connection:
+    with closing(sqlite3.connect(world.store.path)) as connection, connection:
         connection.execute("UPDATE jobs SET spec = '{}' WHERE job_uuid = 'a'")
     world.tick()
     world.tick()
