@@ -228,8 +228,8 @@ def test_whatever_is_killed_the_job_is_back_within_30_seconds_and_completes(
     paths = RunDir(real.store.get("job").run_dir or Path())
     status = RunnerStatus.read(paths.runner_status)
     assert status is not None
-    for victim in victims:
-        assert process.send_signal(getattr(status, victim), signal.SIGKILL)
+    for victim in victims:  # a trainer may be gone already: the kernel ends it with its runner
+        process.send_signal(getattr(status, victim), signal.SIGKILL)
     killed = time.monotonic()
     real.until(lambda: real.store.get("job").attempt == 2 and real.state("job") is JobState.in_progress)
     assert time.monotonic() - killed < 30
