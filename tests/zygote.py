@@ -1,11 +1,13 @@
 """Training processes in a tenth of a second instead of five: forked from one process that has imported torch and trl.
 
-`python -m tests.zygote` reads paths of spec files, one per line, forks a training process for each, and prints its pid.
-`ForkLauncher` is the Launcher on top of it: no runner, no exit codes, but the real recipe in a real process.
+`python -m tests.zygote` reads lines of JSON, the path of a spec file and the directory of faults, forks a training
+process for each, and prints its pid. `ForkLauncher` is the Launcher on top of it: no runner, no exit codes, but the
+real recipe in a real process.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import RunDir, atomic_write_json
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import PAUSE
@@ -22,7 +25,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class ForkLauncher:
-    """See `Launcher`. Close it when the test is over."""
+    """See `Launcher`. One zygote serves many tests: `reset` between two of them, `close` after the last.
+
+    A training process takes the faults that TRL_FAULTS arms at its start, as one of the real launcher does.
+    """
 
     def __init__(self) -> None:
         self.zygote = subprocess.Popen(
@@ -35,20 +41,21 @@ class ForkLauncher:
         )
         self.processes: dict[str, ProcessId | None] = {}
         """Task id -> its process; None: it was gone before we could look."""
-        self.started: list[str] = []
-        self._ask("")
+        assert self._ask("") == "ready\n"
 
     def start(self, task: TaskSpec) -> None:
         if task.task_id not in self.processes:
-            self.processes[task.task_id] = identify(int(self._ask(str(RunDir(task.run_dir).spec))))
-            self.started.append(task.task_id)
+            order = [str(RunDir(task.run_dir).spec), os.environ.get(faults.VARIABLE, "")]
+            self.processes[task.task_id] = identify(int(self._ask(json.dumps(order))))
 
     def poll(self, task: TaskSpec) -> Observation:
         if task.task_id not in self.processes:
             return Observation(TaskState.unknown)
-        process = self.processes[task.task_id]
-        running = process is not None and alive(process)
-        return Observation(TaskState.running if running else TaskState.exited)
+        return Observation(TaskState.running if self.running(task.task_id) else TaskState.exited)
+
+    def running(self, task_id: str) -> bool:
+        process = self.processes[task_id]
+        return process is not None and alive(process)
 
     def pause(self, task: TaskSpec) -> None:
         atomic_write_json(RunDir(task.run_dir).control, PAUSE)
@@ -63,9 +70,14 @@ class ForkLauncher:
         process = self.processes.get(task_id)
         return process is not None and send_signal(process, number)
 
-    def close(self) -> None:
+    def reset(self) -> None:
+        """End every task and forget it: the next test may use its name."""
         for task_id in self.processes:
             self.kill(task_id, signal.SIGKILL)
+        self.processes.clear()
+
+    def close(self) -> None:
+        self.reset()
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
         self.zygote.stdin.close()
@@ -85,17 +97,17 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
-        spec = line.strip()
-        print(_fork(spec) if spec else "ready", flush=True)
+        print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)
 
 
-def _fork(spec: str) -> int:
+def _fork(spec: str, faults_dir: str) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        os.environ[faults.VARIABLE] = faults_dir
         log = os.open(RunDir(Path(spec).parent).log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)

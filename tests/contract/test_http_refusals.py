@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.contract.payloads import LORA, PAIRS, promised, sft
+from tests.contract.payloads import LORA, PAIRS, promised, refusal, sft
 from tests.contract.stack import DPO, SFT, LlamaStack
 
 pytestmark = pytest.mark.contract
@@ -24,14 +24,6 @@ def _nothing_is_queued(stack: LlamaStack) -> Any:
 @pytest.fixture(scope="module")
 def pairs(stack: LlamaStack) -> str:
     return stack.register("refused-pairs", PAIRS)
-
-
-def refusal(answer: requests.Response, status_code: int = 400) -> str:
-    """The sentence of an answer that must be a refusal."""
-    assert answer.status_code == status_code, answer.text
-    detail = answer.json()["detail"]
-    assert isinstance(detail, str)
-    return detail
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from tests.fakes import SHEBANG, FakeLauncher
+from tests.process.waiting import reaches, until
 
 pytestmark = pytest.mark.process
 
@@ -71,19 +71,6 @@ def task(stage: Real | Fake, tmp_path: Path) -> Iterator[TaskSpec]:
     yield task
     stage.launcher.cancel(task)
     reaches(stage.launcher, task, TaskState.exited)
-
-
-def reaches(launcher: Launcher, task: TaskSpec, state: TaskState) -> Observation:
-    return until(lambda: seen if (seen := launcher.poll(task)).state is state else None)
-
-
-def until[T](look: Callable[[], T | None], seconds: float = 10.0) -> T:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
 
 
 def test_a_task_that_was_never_started_is_unknown(stage: Real | Fake, task: TaskSpec) -> None:

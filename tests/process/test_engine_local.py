@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
 from llama_stack_provider_trl.process import ProcessId, alive, marked
 from tests.fakes import SHEBANG, job_spec
+from tests.process.waiting import reaches, until
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +90,7 @@ class Stage:
         return started
 
     def reaches(self, task: TaskSpec, state: TaskState, seconds: float = 10.0) -> Observation:
-        return until(lambda: seen if (seen := self.launcher.poll(task)).state is state else None, seconds)
+        return reaches(self.launcher, task, state, seconds)
 
 
 @pytest.fixture
@@ -99,15 +100,6 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     yield Stage(tmp_path)
     # No other test has this lock directory; we have it only since we started, which the kernel does not know.
     process.terminate(lambda: marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
-
-
-def until[T](look: Callable[[], T | None], seconds: float = 10.0) -> T:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
 
 
 def notes(task: TaskSpec) -> list[str]:

@@ -9,13 +9,14 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
 
-from llama_stack_provider_trl import process
+from llama_stack_provider_trl import faults, process
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -41,6 +42,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "20"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
+
+
+Point = tuple[str, int, float | None]
+
+
+class Outcome(NamedTuple):
+    """What a job ended with."""
+
+    weights: str
+    """Digest of the exported weights."""
+    points: list[Point]
+    """Kind, step and loss of every metric point."""
+
+
+class Undisturbed(NamedTuple):
+    outcome: Outcome
+    seconds: float
 
 
 class World:
@@ -80,16 +98,13 @@ class World:
     def spec(self, name: str) -> JobSpec:
         return self.store.get(name).spec
 
-    def weights(self, name: str) -> str:
-        """Digest of the exported weights."""
+    def outcome(self, name: str) -> Outcome:
         (file,) = (self.spec(name).checkpoint_dir / "final").glob("*model.safetensors")
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-
-    def points(self, name: str) -> list[tuple[str, int, float | None]]:
-        return [
+        points = [
             (point.kind, point.step, point.metrics.get("loss", point.metrics.get("eval_loss")))
             for point in self.store.points(name)
         ]
+        return Outcome(hashlib.sha256(file.read_bytes()).hexdigest(), points)
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +114,44 @@ def zygote() -> Iterator[ForkLauncher]:
     launcher.close()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, zygote: ForkLauncher) -> dict[str, Undisturbed]:
+    """How a job of each kind ends when nothing happens to it, and after what time."""
+    world = World(tmp_path_factory.mktemp("undisturbed"), zygote)
+    found = {}
+    for kind in KINDS:
+        began = time.monotonic()
+        world.add(kind, kind)
+        world.finish(kind)
+        found[kind] = Undisturbed(world.outcome(kind), time.monotonic() - began)
+    world.store.close()
+    zygote.reset()
+    return found
+
+
 @pytest.fixture
 def forked(tmp_path: Path, zygote: ForkLauncher) -> Iterator[World]:
+    """With trainings of the zygote, one for all tests here."""
     world = World(tmp_path, zygote)
-    zygote.processes.clear()
-    zygote.started.clear()
     yield world
+    zygote.reset()
     world.store.close()
 
 
 @pytest.fixture
-def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def armed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of faults of all trainings that this test starts."""
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    monkeypatch.setenv(faults.VARIABLE, str(directory))
+    return directory
+
+
+@pytest.fixture
+def real(tmp_path: Path, armed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """With the launcher and the runner of the product."""
     monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    monkeypatch.setenv("TRL_FAULTS", str(faults))
     world = World(tmp_path, LocalLauncher())
     yield world
     process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
@@ -124,17 +160,9 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_training_killed_at_random_moments_ends_with_the_weights_of_one_that_was_not(
-    forked: World, zygote: ForkLauncher, number: int
+    forked: World, zygote: ForkLauncher, undisturbed: dict[str, Undisturbed], number: int
 ) -> None:
     rng = random.Random(int(number))
-    undisturbed: dict[str, tuple[str, list[Any]]] = {}
-    duration = {}
-    for kind in KINDS:
-        began = time.monotonic()
-        forked.add(f"whole-{kind}", kind)
-        forked.finish(f"whole-{kind}")
-        duration[kind] = time.monotonic() - began
-        undisturbed[kind] = (forked.weights(f"whole-{kind}"), forked.points(f"whole-{kind}"))
     kills = resumed = 0
     for turn, kind in enumerate(itertools.cycle(KINDS)):
         name = f"job-{turn}"
@@ -142,53 +170,51 @@ def test_a_training_killed_at_random_moments_ends_with_the_weights_of_one_that_w
         for attempt in itertools.count(1):
             task = f"{name}-{attempt}"
             forked.until(lambda task=task: task in zygote.processes)
-            moment = time.monotonic() + rng.uniform(0, duration[kind] * 0.9)
-            forked.until(
-                lambda task=task, moment=moment: (
-                    time.monotonic() > moment or not process.alive(zygote.processes[task])  # type: ignore[arg-type]
-                )
-            )
+            _wait_for_a_random_moment(forked, name, partial(zygote.running, task), rng, undisturbed[kind])
             if attempt > 4 or not zygote.kill(task, number):
                 break
             kills += 1
         forked.finish(name)
         resumed += sum(tried.resume_from is not None for tried in forked.store.attempts(name))
-        assert (forked.weights(name), forked.points(name)) == undisturbed[kind], kind
+        assert forked.outcome(name) == undisturbed[kind].outcome, kind
         assert_clean(forked.root)
         if kills >= KILLS:
             break
     assert resumed > KILLS // 4  # it was not all starting over
 
 
+def _wait_for_a_random_moment(
+    world: World, name: str, running: Callable[[], bool], rng: random.Random, whole: Undisturbed
+) -> None:
+    """A random step of the attempt and up to two steps' time more, or a moment before its first step; or its end.
+
+    Counted in steps: on a machine that is busy at times, a clock would put too many moments before the first one.
+    """
+    last = whole.outcome.points[-1][1]
+    first = world.store.attempts(name)[-1].start_step
+    step = rng.randrange(first - 2, last)
+    delay = rng.uniform(0, whole.seconds / 4 if step <= first else 2 * whole.seconds / last)
+    world.until(lambda: not running() or world.store.attempts(name)[-1].step >= step)
+    moment = time.monotonic() + delay
+    world.until(lambda: not running() or time.monotonic() >= moment)
+
+
 @pytest.mark.parametrize("point", ["saving-6", "saved-6", "announced-6", "exporting-final", "exported-final"])
 def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    forked: World, undisturbed: dict[str, Undisturbed], armed: Path, point: str
 ) -> None:
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    monkeypatch.setenv("TRL_FAULTS", str(faults))
-    launcher = ForkLauncher()  # its children see the variable
-    try:
-        world = World(tmp_path, launcher)
-        world.add("whole", "dpo-full")
-        world.finish("whole")
-        (faults / point).write_text("kill")
-        world.add("cut", "dpo-full")
-        world.finish("cut")
-        assert (faults / f"{point}.taken").exists()
-        assert world.store.get("cut").attempt == 2
-        assert (world.weights("cut"), world.points("cut")) == (world.weights("whole"), world.points("whole"))
-        for checkpoint in world.store.checkpoints("cut"):
-            assert load_file(next(checkpoint.path.glob("*model.safetensors")))
-        assert_clean(world.root)
-        world.store.close()
-    finally:
-        launcher.close()
+    (armed / point).write_text("kill")
+    forked.add("cut", "dpo-full")
+    forked.finish("cut")
+    assert (armed / f"{point}.taken").exists()
+    assert forked.store.get("cut").attempt == 2
+    assert forked.outcome("cut") == undisturbed["dpo-full"].outcome
+    for checkpoint in forked.store.checkpoints("cut"):
+        assert load_file(next(checkpoint.path.glob("*model.safetensors")))
+    assert_clean(forked.root)
 
 
-def test_a_pause_goes_on_exactly(forked: World) -> None:
-    forked.add("whole", "sft-lora")
-    forked.finish("whole")
+def test_a_pause_goes_on_exactly(forked: World, undisturbed: dict[str, Undisturbed]) -> None:
     forked.add("paused", "sft-lora")
     for _ in range(2):
         before = forked.store.get("paused").progress.step
@@ -202,12 +228,10 @@ def test_a_pause_goes_on_exactly(forked: World) -> None:
     attempts = forked.store.attempts("paused")
     assert [attempt.start_step > 0 for attempt in attempts] == [False, True, True]
     assert forked.store.get("paused").retries_used == 0
-    assert (forked.weights("paused"), forked.points("paused")) == (forked.weights("whole"), forked.points("whole"))
+    assert forked.outcome("paused") == undisturbed["sft-lora"].outcome
 
 
-def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_told(
-    forked: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_told(forked: World) -> None:
     forked.add("broken", "sft-full", retries=1, optimizer={"learning_rate": 1e-3}, save_steps=3)
     # Its rows are gone when it starts: the recipe raises what nobody has foreseen.
     forked.spec("broken").dataset.path.unlink()
@@ -218,31 +242,36 @@ def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_told(
     assert "End of the traceback" in job.message
 
 
-@pytest.mark.parametrize("victims", [("trainer",), ("runner",), ("runner", "trainer")], ids="+".join)
-def test_whatever_is_killed_the_job_is_back_within_30_seconds_and_completes(
-    real: World, victims: tuple[str, ...]
-) -> None:
-    real.add("job", "dpo-lora", retries=1)
-    (real.root / "faults" / "step-5").write_text("hold")
-    real.until((real.root / "faults" / "step-5.taken").exists)
-    paths = RunDir(real.store.get("job").run_dir or Path())
-    status = RunnerStatus.read(paths.runner_status)
-    assert status is not None
-    for victim in victims:  # a trainer may be gone already: the kernel ends it with its runner
-        process.send_signal(getattr(status, victim), signal.SIGKILL)
-    killed = time.monotonic()
-    real.until(lambda: real.store.get("job").attempt == 2 and real.state("job") is JobState.in_progress)
-    assert time.monotonic() - killed < 30
+def test_whatever_is_killed_the_job_is_back_within_30_seconds_and_completes(real: World, armed: Path) -> None:
+    victims = [("trainer",), ("runner",), ("runner", "trainer")]
+    taken = armed / "step-5.taken"
+    (armed / "step-5").write_text("hold")
+    real.add("job", "dpo-lora", retries=len(victims))
+    for attempt, names in enumerate(victims, 1):
+        real.until(taken.exists)
+        job = real.store.get("job")
+        assert job.attempt == attempt
+        status = RunnerStatus.read(RunDir(job.run_dir or Path()).runner_status)
+        assert status is not None
+        taken.rename(armed / "step-5")  # the next attempt is held there as well
+        for name in names:  # a trainer may be gone already: the kernel ends it with its runner
+            process.send_signal(getattr(status, name), signal.SIGKILL)
+        killed = time.monotonic()
+        real.until(
+            lambda job=job: real.store.get("job").attempt > job.attempt and real.state("job") is JobState.in_progress
+        )
+        assert time.monotonic() - killed < 30, names
+    (armed / "step-5.go").touch()
     real.finish("job")
-    assert [attempt.start_step for attempt in real.store.attempts("job")] == [0, 3]
-    assert [step for kind, step, _ in real.points("job") if kind == "train"] == list(range(1, 25))
+    assert [attempt.start_step for attempt in real.store.attempts("job")] == [0, 3, 3, 3]
+    assert [step for kind, step, _ in real.outcome("job").points if kind == "train"] == list(range(1, 25))
     assert_clean(real.root)
 
 
-def test_every_process_is_gone_5_seconds_after_a_cancel(real: World) -> None:
+def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path) -> None:
+    (armed / "saving-3").write_text("hold")
     real.add("job", "sft-full")
-    (real.root / "faults" / "saving-3").write_text("hold")
-    real.until((real.root / "faults" / "saving-3.taken").exists)
+    real.until((armed / "saving-3.taken").exists)
     real.store.request_cancel("job")
     real.until(lambda: real.state("job") is JobState.cancelled, 5)
     assert_clean(real.root)
