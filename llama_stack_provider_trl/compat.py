@@ -4,11 +4,11 @@ from typing import Any
 
 from llama_stack.apis.common.errors import ConflictError, ResourceNotFoundError
 from llama_stack.core.request_headers import NeedsRequestProviderData
-from llama_stack.providers.datatypes import Api, InlineProviderSpec, ProviderSpec
+from llama_stack.providers.datatypes import Api, InlineProviderSpec, ProviderSpec, RemoteProviderSpec
 
 from . import errors
 
-__all__ = ["Api", "NeedsRequestProviderData", "ProviderSpec", "inline_spec", "read_rows", "to_http"]
+__all__ = ["Api", "NeedsRequestProviderData", "ProviderSpec", "inline_spec", "read_rows", "remote_spec", "to_http"]
 
 
 class _JobNotFound(ResourceNotFoundError):
@@ -35,6 +35,10 @@ def to_http(error: errors.TrlError) -> Exception:
         return _JobNotFound(str(error))
     if isinstance(error, errors.JobConflict):
         return _JobConflict(str(error))
+    if isinstance(error, errors.ServiceRefusal):
+        # Others carry a status_code, which Llama Stack takes as it is; these get what the inline provider would get.
+        kinds: dict[int, type[Exception]] = {400: ValueError, 404: _JobNotFound, 409: _JobConflict}
+        return kinds[error.status](str(error)) if error.status in kinds else error
     return error
 
 
@@ -76,4 +80,19 @@ def inline_spec(module: str, config_class: str, pip_packages: list[str], validat
         api_dependencies=[Api.datasetio, Api.datasets],
         provider_data_validator=validator,
         description="Supervised fine-tuning and DPO with TRL, on one device beside Llama Stack",
+    )
+
+
+def remote_spec(module: str, config_class: str, pip_packages: list[str], validator: str) -> ProviderSpec:
+    """The remote provider's registration."""
+    return RemoteProviderSpec(
+        api=Api.post_training,
+        provider_type="remote::trl_remote",
+        adapter_type="trl_remote",
+        module=module,
+        config_class=config_class,
+        pip_packages=pip_packages,
+        api_dependencies=[Api.datasetio, Api.datasets],
+        provider_data_validator=validator,
+        description="Supervised fine-tuning and DPO with TRL, by a training service of its own",
     )

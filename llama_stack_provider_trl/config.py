@@ -27,7 +27,8 @@ class TrlConfig(BaseModel):
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
 
     save_steps: int | None = Field(None, gt=0)
-    """Optimizer steps between checkpoints where a job does not say; unset: one at the end of every epoch."""
+    """Optimizer steps between checkpoints where a job does not say; unset: at the end of every epoch and every 30
+    minutes."""
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints to keep where a job does not say; unset: all."""
     retries: int = Field(3, ge=0)

@@ -6,6 +6,8 @@
     |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
+    |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
+    |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
     `-- JobFailure (RuntimeError)          raised in a training process; becomes the job's failure reason
 
 A message says what was found, what was expected, and what to do next.
@@ -61,6 +63,45 @@ class StoreError(TrlError, RuntimeError):
 
     status_code = 500
     """Llama Stack shows the text of an error that carries its own status; of others it says "unexpected"."""
+
+
+class ServiceUnreachable(TrlError, ConnectionError):
+    """Raised when the training service cannot be reached, falls silent, or is something else; names its URL.
+
+    Llama Stack answers a ConnectionError with 502 and its text.
+    """
+
+    def __init__(self, url: str, found: str, advice: str = "") -> None:
+        self.url = url
+        todo = advice or "start it with ./scripts/run-remote-fsdp-server.sh, or correct its address (TRL_SERVICE_URL)"
+        super().__init__(f"the training service at {url} {found}: {todo}")
+
+
+class ServiceRefusal(TrlError, RuntimeError):
+    """Raised when the training service answers with an error.
+
+    Args:
+        url: address of the service.
+        status: HTTP status of its answer.
+        detail: its sentence.
+    """
+
+    THEIRS = frozenset({400, 404, 409})
+    """What is wrong with the request itself: the service's sentence says all there is to say."""
+    PASSED_ON = frozenset({*THEIRS, 413, 503, 507})
+    """Of the others, a wrong token for instance, a client of Llama Stack must not think that it is its own."""
+
+    def __init__(self, url: str, status: int, detail: str) -> None:
+        self.url, self.status, self.detail = url, status, detail
+        text = detail if status in self.THEIRS else f"the training service at {url} answered {status}: {detail}"
+        if status in (401, 403):
+            text += " The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote."
+        super().__init__(text)
+
+    @property
+    def status_code(self) -> int:
+        """What Llama Stack answers."""
+        return self.status if self.status in self.PASSED_ON else 502
 
 
 class JobFailure(TrlError, RuntimeError):

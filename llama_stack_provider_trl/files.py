@@ -27,7 +27,9 @@ class RunDir:
         self.root = root
         self.spec = root / "spec.json"
         self.events = root / "events.jsonl"
-        self.log = root / "rank-0.log"
+        self.log = self.rank_log(0)
+        self.launcher_log = root / "torchrun.log"
+        """What torchrun says where several ranks train: which of them ended first, and how."""
         self.stacks = root / "stacks"
         """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
         self.control = root / "control.json"
@@ -38,6 +40,10 @@ class RunDir:
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"
         self.runner_status = root / "runner.json"
+
+    def rank_log(self, rank: int) -> Path:
+        """What this rank printed."""
+        return self.root / f"rank-{rank}.log"
 
 
 class Blob(NamedTuple):

@@ -37,7 +37,7 @@ class ProviderOptions(BaseModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)
-    """A checkpoint every so many optimizer steps. Default: the configuration's, else at the end of every epoch."""
+    """A checkpoint every so many optimizer steps. Default: the configuration's, else each epoch and 30 minutes."""
     keep_last: int | None = Field(None, gt=0, le=10**9)
     """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
     retries: int | None = Field(None, ge=0, le=1000)
@@ -50,6 +50,9 @@ class ProviderOptions(BaseModel):
     """A metric point every so many optimizer steps."""
     seed: int = Field(42, ge=0, lt=2**31)
     """Decides shuffling and the initial values of adapters."""
+    nproc_per_node: int | None = Field(None, gt=0, le=1024)
+    """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
+    trains in one. Default: the configuration's."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
 

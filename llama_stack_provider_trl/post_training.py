@@ -5,24 +5,18 @@ strings would turn every POST into a 500.
 """
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
-from .compat import Api, NeedsRequestProviderData, read_rows, to_http
+from .compat import Api, read_rows
 from .config import TrlConfig
 from .devices import usable_devices
-from .errors import InvalidRows, StoreError, TrlError
-from .files import put_rows
 from .jobs.store import DATABASE, Store
 from .jobs.supervisor import Supervisor
 from .launch.local import LocalLauncher
 from .options import ProviderOptions
-from .recipes.rows import check_rows
+from .protocol import SubmittingCalls, answers_clearly
 from .recipes.spec import Algorithm, DataFormat, DatasetRef
-from .requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
-from .resolve import Request, Settings, resolve
+from .resolve import Request, Settings
 from .responses import (
     ListPostTrainingJobsResponse,
     PostTrainingJob,
@@ -31,24 +25,10 @@ from .responses import (
     artifacts_response,
     status_response,
 )
+from .submission import keep_rows, submit
 
 
-def answers_clearly[Answer](
-    method: Callable[..., Coroutine[Any, Any, Answer]],
-) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """Turn our errors into those that Llama Stack maps to a status code and a readable text."""
-
-    @functools.wraps(method)
-    async def call(*args: Any, **kwargs: Any) -> Answer:
-        try:
-            return await method(*args, **kwargs)
-        except TrlError as error:
-            raise to_http(error) from error
-
-    return call
-
-
-class TrlPostTraining(NeedsRequestProviderData):
+class TrlPostTraining(SubmittingCalls):
     """The provider object inside Llama Stack. Training happens in processes of its own; this imports no torch."""
 
     def __init__(self, config: TrlConfig, deps: dict[Any, Any]) -> None:
@@ -79,54 +59,6 @@ class TrlPostTraining(NeedsRequestProviderData):
         """Stop supervising; trainings go on and are taken up at the next start."""
         await asyncio.to_thread(self.supervisor.stop)
         self.store.close()
-
-    @answers_clearly
-    async def supervised_fine_tune(
-        self,
-        job_uuid: str,
-        training_config: TrainingConfig,
-        hyperparam_search_config: dict[str, Any] | None = None,
-        logger_config: dict[str, Any] | None = None,
-        model: str | None = None,
-        checkpoint_dir: str | None = None,
-        algorithm_config: dict[str, Any] | None = None,
-    ) -> PostTrainingJob:
-        """Queue a supervised fine-tuning job; docs/api.md says what every field does."""
-        request = SupervisedFineTuneRequest(
-            job_uuid=job_uuid,
-            training_config=training_config,
-            hyperparam_search_config=hyperparam_search_config,
-            logger_config=logger_config,
-            model=model,
-            checkpoint_dir=checkpoint_dir,
-            algorithm_config=algorithm_config,
-        )
-        return await self._submit(request)
-
-    @answers_clearly
-    async def preference_optimize(
-        self,
-        job_uuid: str,
-        training_config: TrainingConfig,
-        finetuned_model: str | None = None,
-        algorithm_config: dict[str, Any] | None = None,
-        hyperparam_search_config: dict[str, Any] | None = None,
-        logger_config: dict[str, Any] | None = None,
-        model: str | None = None,
-        checkpoint_dir: str | None = None,
-    ) -> PostTrainingJob:
-        """Queue a DPO job; docs/api.md says what every field does."""
-        request = PreferenceOptimizeRequest(
-            job_uuid=job_uuid,
-            training_config=training_config,
-            finetuned_model=finetuned_model,
-            algorithm_config=algorithm_config,
-            hyperparam_search_config=hyperparam_search_config,
-            logger_config=logger_config,
-            model=model,
-            checkpoint_dir=checkpoint_dir,
-        )
-        return await self._submit(request)
 
     @answers_clearly
     async def get_training_jobs(self) -> ListPostTrainingJobsResponse:
@@ -160,47 +92,15 @@ class TrlPostTraining(NeedsRequestProviderData):
 
     async def _submit(self, request: Request) -> PostTrainingJob:
         """Answer only when the job is stored: from then on nothing can lose it."""
-        options = self._options()
-        digest = request.digest(options)
-        # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
-        if not self.store.holds(request.job_uuid, digest):
-            resolution = resolve(request, options, self.settings)
-            algorithm: Algorithm = resolution.fields["algorithm"]
-            data_format: DataFormat | None = resolution.fields["data_format"]
-            dataset, warnings = await self._dataset(resolution.dataset_id, algorithm, data_format)
-            validation = None
-            if resolution.validation_dataset_id is not None:
-                validation, more = await self._dataset(resolution.validation_dataset_id, algorithm, data_format)
-                warnings += [f"validation dataset: {warning}" for warning in more]
-            spec = resolution.spec(dataset, validation)
-            self.store.add_job(spec, digest, [*resolution.warnings, *warnings])
+        options = ProviderOptions.parse(self._trl_options())
+        if await submit(request, options, request.digest(options), self.settings, self.store, self._dataset):
             self.supervisor.wake()
         return PostTrainingJob(job_uuid=request.job_uuid)
-
-    def _options(self) -> ProviderOptions:
-        data = self.get_request_provider_data()
-        return ProviderOptions.parse(data.trl if data is not None else None)
 
     async def _dataset(
         self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         rows = await read_rows(self.datasets, self.datasetio, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
-        try:
-            return await asyncio.to_thread(
-                _store_rows, self.settings.data_dir / "datasets", dataset_id, rows, algorithm, data_format
-            )
-        except InvalidRows as error:
-            raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
-        except OSError as error:
-            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
-
-
-def _store_rows(
-    directory: Path, dataset_id: str, rows: list[dict[str, Any]], algorithm: Algorithm, data_format: DataFormat | None
-) -> tuple[DatasetRef, list[str]]:
-    """Check rows, then store them under their digest: what a job trains on cannot change under it."""
-    report = check_rows(rows, algorithm, data_format)
-    blob = put_rows(directory, rows)
-    ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
-    return ref, list(report.warnings)
+        directory = self.settings.data_dir / "datasets"
+        return await asyncio.to_thread(keep_rows, directory, dataset_id, rows, algorithm, data_format)

@@ -55,9 +55,9 @@ class EfficiencyConfig(_Body):
     enable_activation_offloading: bool | None = None
     """Refused when true."""
     memory_efficient_fsdp_wrap: bool | None = None
-    """Refused when true: one process does not shard."""
+    """Embeddings as FSDP2 units of their own, which the service always does. Inline: refused when true."""
     fsdp_cpu_offload: bool | None = None
-    """Refused when true: one process does not shard."""
+    """Parts of the model rest in CPU memory while they are not used. Inline: refused when true."""
 
 
 class TrainingConfig(_Body):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
-from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from .requests import (
     JOB_UUID_PATTERN,
     DataConfig,
@@ -56,6 +56,14 @@ class Settings:
     max_duration: float | None = None
     priority: str = "normal"
     min_free_bytes: int = 0
+    ranks: int = 1
+    """Processes per job where a job does not say; 1: nothing here can train with several."""
+    max_ranks: int = 1
+    """The most that a job may ask for."""
+    sharding: ShardingSpec | None = None
+    """How several ranks hold a model; None: this provider trains in one process only."""
+    gradient_checkpointing: bool = False
+    """Where a job does not say."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     _refuse_unknown(request)
     _refuse_infinite(request, "")
     _refuse_infinite(options, "provider_options.")
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, sharded=settings.sharding is not None)
     data = _data_config(training)
     warnings: list[str] = []
     is_sft = isinstance(request, SupervisedFineTuneRequest)
@@ -107,7 +115,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "train_on_input": _train_on_input(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "dtype": _dtype(training, options.device or settings.devices[0]),
-        "gradient_checkpointing": bool((training.efficiency_config or _NO_SAVERS).enable_activation_checkpointing),
+        "gradient_checkpointing": _gradient_checkpointing(training, settings),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
         "lora": lora,
         "dpo": dpo,
@@ -121,6 +129,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "logging_steps": options.logging_steps,
         "seed": options.seed,
         "device": _device(options, settings),
+        **_ranks(request, options, settings),
     }
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
 
@@ -128,7 +137,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
 def derive(spec: JobSpec, attempt: int, device: str, run_dir: Path, resume_from: Path | None = None) -> AttemptSpec:
     """One try at a job on a concrete device. Pure: the same arguments give the same spec."""
     placed = spec.model_copy(update={"device": device})
-    return AttemptSpec(job=placed, attempt=attempt, run_dir=run_dir, resume_from=resume_from)
+    return AttemptSpec(job=placed, attempt=attempt, run_dir=run_dir, world_size=spec.ranks, resume_from=resume_from)
 
 
 _NO_SAVERS = EfficiencyConfig()
@@ -164,7 +173,7 @@ def _refuse_infinite(model: BaseModel, prefix: str) -> None:
             _refuse_infinite(value, f"{prefix}{name}.")
 
 
-def _refuse_unsupported(request: Request) -> None:
+def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
     """The fields whose one supported value is 'off', in one table."""
     savers = request.training_config.efficiency_config or _NO_SAVERS
     data = request.training_config.data_config
@@ -178,8 +187,9 @@ def _refuse_unsupported(request: Request) -> None:
             savers.enable_activation_offloading,
             "set enable_activation_checkpointing instead, which saves the same memory by recomputing",
         ),
-        (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap, one_process),
-        (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload, one_process),
+        # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
+        (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
+        (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
         (
             "training_config.data_config.packed",
             data.packed if data else None,
@@ -311,6 +321,11 @@ def _dtype(training: TrainingConfig, device: str) -> str:
     return DTYPES[given]
 
 
+def _gradient_checkpointing(training: TrainingConfig, settings: Settings) -> bool:
+    given = (training.efficiency_config or _NO_SAVERS).enable_activation_checkpointing
+    return settings.gradient_checkpointing if given is None else given
+
+
 def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:
     given = training.optimizer_config or OptimizerConfig()
     name = given.optimizer_type or "adamw"
@@ -398,6 +413,34 @@ def _dpo(request: PreferenceOptimizeRequest, warnings: list[str]) -> DpoSpec:
         reward_scale=config.reward_scale or 1.0,
         reward_clip=config.reward_clip,
     )
+
+
+def _ranks(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+    """How many processes train, and how they share the model."""
+    ranks = options.nproc_per_node or settings.ranks
+    if ranks > settings.max_ranks:
+        if settings.sharding is None:
+            hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
+        else:
+            hint = f"this node has devices for {settings.max_ranks}"
+        raise InvalidRequest("provider_options.nproc_per_node", ranks, hint)
+    if settings.sharding is None:
+        return {"ranks": ranks}
+    savers = request.training_config.efficiency_config or _NO_SAVERS
+    if ranks == 1:
+        for name in ("memory_efficient_fsdp_wrap", "fsdp_cpu_offload"):
+            if getattr(savers, name):
+                hint = "one process shards nothing: ask for more with the provider option nproc_per_node, or set false"
+                raise InvalidRequest(f"training_config.efficiency_config.{name}", True, hint)
+        return {"ranks": 1}
+    offload = settings.sharding.cpu_offload or bool(savers.fsdp_cpu_offload)
+    if offload and settings.sharding.strategy == "NO_SHARD":
+        raise InvalidRequest(
+            "training_config.efficiency_config.fsdp_cpu_offload",
+            True,
+            "the service's sharding_strategy is NO_SHARD, which keeps everything on the device; set false",
+        )
+    return {"ranks": ranks, "sharding": settings.sharding.model_copy(update={"cpu_offload": offload})}
 
 
 def _device(options: ProviderOptions, settings: Settings) -> str:

@@ -18,27 +18,50 @@ class Queued(NamedTuple):
     """The higher, the sooner; among equals the older comes first."""
     detail: str = ""
     """What its status says it waits for."""
+    ranks: int = 1
+    """Processes that train together."""
+    scheduled_at: float = 0.0
+    """Seconds since the epoch."""
 
 
-def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str]) -> dict[str, str]:
-    """Give free devices to jobs, one job per device.
+Placed = dict[str, tuple[str, ...]]
+PATIENCE = 600.0
+"""Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
+
+
+def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
+    """Give free devices to jobs: on GPUs one per rank, while a CPU (or mps) is one device whatever the ranks.
+
+    A job that finds too few devices does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds
+    the free devices that would serve it are kept for it, so that small jobs cannot starve a large one: from then on
+    it waits no longer than the jobs that run take to end.
 
     Args:
-        running: devices of the jobs that have one.
+        running: devices of the jobs that have some.
         devices: what the node has, such as ("cpu",) or ("cuda:0", "cuda:1").
+        now: seconds since the epoch.
 
     Returns:
-        job_uuid -> concrete device, in the order in which the jobs should start. A job that finds no device does not
-        hold up a younger one that wants another device.
+        job_uuid -> concrete devices, in the order in which the jobs should start.
     """
     taken = set(running)
-    chosen: dict[str, str] = {}
+    chosen: dict[str, tuple[str, ...]] = {}
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
-        free = [device for device in suitable(job.device, devices) if device not in taken]
-        if free:
-            chosen[job.job_uuid] = free[0]
-            taken.add(free[0])
+        fitting = suitable(job.device, devices)
+        needed = devices_needed(job, devices)
+        free = [device for device in fitting if device not in taken][:needed]
+        if len(free) == needed:
+            chosen[job.job_uuid] = tuple(free)
+            taken.update(free)
+        elif len(fitting) >= needed and now - job.scheduled_at > PATIENCE:
+            taken.update(free)
     return chosen
+
+
+def devices_needed(job: Queued, devices: Sequence[str]) -> int:
+    """How many of the node's devices the job takes."""
+    fitting = suitable(job.device, devices)
+    return job.ranks if fitting and _kind(fitting[0]) == "cuda" else 1
 
 
 def suitable(wanted: str, devices: Sequence[str]) -> list[str]:
@@ -51,16 +74,21 @@ def suitable(wanted: str, devices: Sequence[str]) -> list[str]:
     return [device for device in devices if device == kind or _kind(device) == kind]
 
 
-def why_waiting(wanted: str, holders: dict[str, str], devices: Sequence[str]) -> str:
+def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) -> str:
     """What a job that found no device waits for, for its status.
 
     Args:
         holders: device -> job_uuid of the job that has it.
     """
-    fitting = suitable(wanted, devices)
+    fitting = suitable(job.device, devices)
+    needed = devices_needed(job, devices)
     if not fitting:
-        return f"waiting for device {wanted}, which this node does not have: it has {', '.join(devices)}"
+        return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
+    if len(fitting) < needed:
+        return f"waiting for {needed} devices; this node has {len(fitting)} that serve: {', '.join(fitting)}"
     held = ", ".join(f"{device} (held by job {holders[device]})" for device in fitting if device in holders)
+    if needed > 1:
+        return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
     return f"waiting for device {held}" if held else ""
 
 

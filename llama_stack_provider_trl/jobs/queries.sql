@@ -23,6 +23,28 @@ SELECT * FROM job_records ORDER BY age;
 -- name: select_names
 SELECT job_uuid FROM jobs ORDER BY age;
 
+-- name: select_name_page
+-- A page of the list, oldest first: jobs younger than `after` (null: all), in one of the states (null: any).
+SELECT job_uuid FROM jobs
+WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
+  AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
+ORDER BY age LIMIT :limit;
+
+-- name: select_page
+SELECT * FROM job_records
+WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
+  AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
+ORDER BY age LIMIT :limit;
+
+-- name: count_states
+SELECT state, count(*) AS jobs FROM jobs GROUP BY state;
+
+-- name: select_event_files
+-- Where the events of a job are and how far they count, from attempt `first` on; one row without run_dir: no attempt.
+SELECT state, attempts.attempt, run_dir, event_offset
+FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt >= :first
+WHERE jobs.job_uuid = :job_uuid ORDER BY attempts.attempt;
+
 -- name: select_run_dirs
 -- Run directories whose processes belong to somebody: the current attempts of jobs in states.ACTIVE.
 SELECT run_dir FROM jobs JOIN attempts USING (job_uuid, attempt)
@@ -42,7 +64,7 @@ SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing',
 -- name: select_queue
 -- What placement needs to know of the jobs that wait, oldest first; not of those that wait for their next try.
 SELECT job_uuid, age, json_extract(spec, '$.device') AS device, coalesce(json_extract(spec, '$.priority'), 0) AS priority,
-       detail
+       detail, coalesce(json_extract(spec, '$.ranks'), 1) AS ranks, scheduled_at
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND json_valid(spec) ORDER BY age;
 
 -- name: select_checkpoints
@@ -54,6 +76,22 @@ SELECT * FROM attempts WHERE job_uuid = :job_uuid ORDER BY attempt;
 -- name: select_seconds
 -- How long a job has trained, from `started` of each attempt to its end.
 SELECT coalesce(sum(ended_at - started_at), 0) AS seconds FROM attempts WHERE job_uuid = :job_uuid;
+
+-- name: delete_job
+-- Only a job that has ended; what refers to it must be gone first.
+DELETE FROM jobs WHERE job_uuid = :job_uuid AND state IN ('completed', 'failed', 'cancelled');
+
+-- name: delete_attempts
+DELETE FROM attempts WHERE job_uuid = :job_uuid;
+
+-- name: delete_points
+DELETE FROM points WHERE job_uuid = :job_uuid;
+
+-- name: delete_checkpoints
+DELETE FROM checkpoints WHERE job_uuid = :job_uuid;
+
+-- name: delete_warnings
+DELETE FROM warnings WHERE job_uuid = :job_uuid;
 
 -- name: delete_checkpoint
 DELETE FROM checkpoints WHERE job_uuid = :job_uuid AND path = :path;
@@ -126,7 +164,8 @@ UPDATE attempts SET finished = 1 WHERE job_uuid = :job_uuid AND attempt = :attem
 UPDATE attempts SET paused_at_step = :step WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_failed
-UPDATE attempts SET failed = :event WHERE job_uuid = :job_uuid AND attempt = :attempt;
+-- The first word counts: when one rank fails, the others fail because of it.
+UPDATE attempts SET failed = coalesce(failed, :event) WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: upsert_point
 INSERT INTO points (job_uuid, step, kind, attempt, time, epoch, metrics)

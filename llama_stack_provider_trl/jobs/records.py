@@ -50,7 +50,7 @@ class JobRecord:
     completed_at: datetime | None = None
     """When the job completed, failed or was cancelled."""
     device: str | None = None
-    """The concrete device of the current attempt."""
+    """The concrete device of the current attempt; several with commas between them."""
     run_dir: Path | None = None
     """Directory of the current attempt."""
     detail: str = ""
@@ -66,6 +66,11 @@ class JobRecord:
     @property
     def job_uuid(self) -> str:
         return self.spec.job_uuid
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The concrete devices of the current attempt; none while it waits for some."""
+        return tuple(self.device.split(",")) if self.device else ()
 
     @property
     def status(self) -> str:
@@ -139,3 +144,13 @@ class Outcome:
     failed: Failed | None
     paused_at_step: int | None = None
     """Optimizer steps that were saved when it did as it was told and stopped."""
+
+
+@dataclass(frozen=True)
+class EventFile:
+    """The events of one attempt, as far as the store has taken them in."""
+
+    attempt: int
+    run_dir: Path
+    end: int
+    """Bytes of `events.jsonl` that count."""

@@ -38,7 +38,7 @@ from ..recipes.events import (
 )
 from ..recipes.spec import JobSpec
 from .placement import Queued
-from .records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord, Outcome, PointRecord
+from .records import AttemptRecord, CheckpointRecord, EventFile, JobProgress, JobRecord, Outcome, PointRecord
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
 DATABASE = "jobs.sqlite3"
@@ -121,6 +121,26 @@ class Store:
         """The job_uuid of every job, oldest first."""
         return [row["job_uuid"] for row in self._select("select_names", {})]
 
+    def page_of_names(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[str]:
+        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first.
+
+        Raises:
+            JobNotFound: there is no job `after`.
+        """
+        return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
+
+    def page(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[JobRecord]:
+        """As `page_of_names`, whole records."""
+        return self._readable(self._page("select_page", after, states, limit))
+
+    def count(self) -> Mapping[JobState, int]:
+        """How many jobs there are in each state that has any."""
+        return {JobState(row["state"]): row["jobs"] for row in self._select("count_states", {})}
+
     def list(self) -> Sequence[JobRecord]:
         """All jobs whose records can be read, oldest first."""
         return self._readable(self._select("select_jobs", {}))
@@ -148,8 +168,10 @@ class Store:
 
     def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRecord]:
         """Oldest first. Raises JobNotFound."""
-        self.get(job_uuid)
-        return [_checkpoint(row) for row in self._select("select_checkpoints", {"job_uuid": job_uuid})]
+        rows = self._select("select_checkpoints", {"job_uuid": job_uuid})
+        if not rows:
+            self.get(job_uuid)
+        return [_checkpoint(row) for row in rows]
 
     def points(self, job_uuid: str, after: int = -1) -> Sequence[PointRecord]:
         """Metric points beyond step `after`, by step. Raises JobNotFound."""
@@ -161,6 +183,30 @@ class Store:
         (row,) = self._select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
         failed = None if row["failed"] is None else Failed.model_validate_json(row["failed"])
         return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
+
+    def event_files(self, job_uuid: str, first: int = 0) -> tuple[JobState, Sequence[EventFile]]:
+        """The job's state, and where its events are from attempt `first` on, oldest first. Raises JobNotFound."""
+        rows = self._select("select_event_files", {"job_uuid": job_uuid, "first": first})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        files = [EventFile(row["attempt"], Path(row["run_dir"]), row["event_offset"]) for row in rows if row["run_dir"]]
+        return JobState(rows[0]["state"]), files
+
+    def delete(self, job_uuid: str) -> JobRecord:
+        """Forget a job that has ended; its files are the caller's to remove. Returns what it was.
+
+        Raises:
+            JobNotFound.
+            JobConflict: the job has not ended.
+        """
+        job = self.get(job_uuid)
+        if job.state not in TERMINAL:
+            raise JobConflict(f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it")
+        key = {"job_uuid": job_uuid}
+        with self._transaction() as execute:
+            for name in ("delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings", "delete_job"):
+                execute(name, key)
+        return job
 
     def request_cancel(self, job_uuid: str) -> JobRecord:
         """Record that the job is to end: at once where it waits, `cancelling` where it runs, no change if cancelled.
@@ -295,6 +341,14 @@ class Store:
                 for name, row in _changes(event):
                     execute(name, {**key, **row})
         return applied
+
+    def _page(
+        self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None
+    ) -> Sequence[sqlite3.Row]:
+        if after is not None and not self._select("request_digest", {"job_uuid": after}):
+            raise JobNotFound(after)
+        wanted = None if states is None else json.dumps([state.value for state in states])
+        return self._select(name, {"after": after, "states": wanted, "limit": -1 if limit is None else limit})
 
     def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
         """One damaged record must not hide the other jobs; it is said once."""

@@ -11,7 +11,9 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from .. import faults
 from ..errors import StoreError
 from ..files import RunDir, free_bytes, is_whole, remove_staged, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
+from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
@@ -37,6 +40,8 @@ LOCK_RETRY = 1.0
 PATIENCE = 300
 """Passes in a row that a job may give us trouble before it is failed: a minute, so that a file system may recover."""
 _EVENT_BYTES = 1 << 20
+MASTER_PORT = 29500
+PORTS = 100
 
 
 class Supervisor:
@@ -47,6 +52,7 @@ class Supervisor:
         data_dir: attempts live in `<data_dir>/jobs/<job_uuid>/attempts/<n>`; also holds `supervisor.lock`.
         python: interpreter that trains; None: this process's own.
         hang_timeout: seconds without progress after which a training is ended; None: never.
+        master_ports: the first of a range of ports and their number: each job of several ranks takes one.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Supervisor:
         python: str | None = None,
         tick: float = TICK,
         hang_timeout: float | None = None,
+        master_ports: tuple[int, int] = (MASTER_PORT, PORTS),
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -68,6 +75,8 @@ class Supervisor:
         self._python = python
         self._tick_seconds = tick
         self._hang_timeout = hang_timeout
+        self._master_ports = master_ports
+        self._ports: dict[str, int] = {}
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -201,7 +210,9 @@ class Supervisor:
     def _conclude(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Nothing of the task is left: decide what it amounts to."""
         outcome = self._store.outcome(job.job_uuid, job.attempt)
-        decided = verdict(job.state, outcome, seen, tail(RunDir(task.run_dir).log))
+        self._ports.pop(job.job_uuid, None)
+        paths = RunDir(task.run_dir)
+        decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
         remove_staged(job.spec.checkpoint_dir)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
@@ -248,16 +259,16 @@ class Supervisor:
 
     def _place(self) -> None:
         """Give free devices to waiting jobs and launch those; tell the others what they wait for."""
-        holders = {job.device: job.job_uuid for job in self._store.active() if job.device}
+        holders = {device: job.job_uuid for job in self._store.active() for device in job.devices}
         queue = self._store.queue()
-        chosen = choose(queue, holders, self._devices)
-        holders.update({device: job_uuid for job_uuid, device in chosen.items()})
-        for job_uuid, device in chosen.items():
+        chosen = choose(queue, holders, self._devices, time.time())
+        holders.update({device: job_uuid for job_uuid, devices in chosen.items() for device in devices})
+        for job_uuid, devices in chosen.items():
             job = self._store.get(job_uuid)
-            self._guarded(job, partial(self._begin_attempt, job, device))
+            self._guarded(job, partial(self._begin_attempt, job, ",".join(devices)))
         for waiting in queue:
             if waiting.job_uuid not in chosen:
-                self._note_detail(waiting, why_waiting(waiting.device, holders, self._devices))
+                self._note_detail(waiting, why_waiting(waiting, holders, self._devices))
 
     def _begin_attempt(self, job: JobRecord, device: str) -> None:
         """Record the attempt, then launch it: a crash in between leaves `launching`, which the next pass takes up."""
@@ -288,7 +299,7 @@ class Supervisor:
             self._check_disk(job)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
-            self._launcher.start(task)
+            self._launcher.start(replace(task, master_port=self._master_port(job)) if task.ranks > 1 else task)
         except OSError as error:
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"
@@ -296,6 +307,12 @@ class Supervisor:
                 self._move(job, JobState.failed, reason, message)
         else:
             faults.reach("supervisor-task-started")
+
+    def _master_port(self, job: JobRecord) -> int:
+        """A port for the ranks of a job to meet at. What others of our jobs were given may not be open yet."""
+        port = free_port(*self._master_ports, self._ports.values())
+        self._ports[job.job_uuid] = port
+        return port
 
     def _check_disk(self, job: JobRecord) -> None:
         for directory in (self._data_dir, job.spec.checkpoint_dir):
@@ -306,20 +323,19 @@ class Supervisor:
 
     def _write_spec(self, job: JobRecord) -> None:
         assert job.run_dir is not None
-        assert job.device is not None
         (attempt,) = (tried for tried in self._store.attempts(job.job_uuid) if tried.attempt == job.attempt)
-        spec = derive(job.spec, job.attempt, job.device, job.run_dir, attempt.resume_from)
+        spec = derive(job.spec, job.attempt, job.devices[0], job.run_dir, attempt.resume_from)
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 
     def _task(self, job: JobRecord) -> TaskSpec:
         assert job.run_dir is not None
-        assert job.device is not None
         limit = job.spec.max_duration
         return TaskSpec(
             f"{job.job_uuid}-{job.attempt}",
             job.run_dir,
-            (job.device,),
+            job.devices,
             self._python,
+            job.spec.ranks,
             # Only a start reads it. Never 0: even the last try may save.
             time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
             hang_timeout=self._hang_timeout,

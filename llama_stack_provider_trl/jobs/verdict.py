@@ -59,18 +59,20 @@ def _failure(outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
 
 def _told(event: Failed) -> str:
     lines = event.traceback.strip().splitlines()[-_TRACEBACK_LINES:]
-    return _with_lines(event.message, "End of the traceback", "\n".join(lines))
+    message = f"rank {event.rank}: {event.message}" if event.rank else event.message
+    return _with_lines(message, "End of the traceback", "\n".join(lines))
 
 
 def _unexplained(seen: Observation) -> tuple[Reason, str]:
     """Reason and message for an end without an event."""
     if seen.exit_code is None:
         return Reason.node_lost, f"the training process is gone and nobody saw it end ({seen.detail or 'no trace'})."
+    who = "the training process" if seen.rank is None else f"rank {seen.rank}"
     if seen.exit_code == 0:
-        return Reason.no_result, "the training process exited with 0 but never reported a result."
+        return Reason.no_result, f"{who} exited with 0 but never reported a result."
     if seen.exit_code > 0:
-        return Reason.rank_failed, f"the training process exited with {seen.exit_code} and no explanation."
-    message = f"the training process was killed by {_signal_name(-seen.exit_code)}."
+        return Reason.rank_failed, f"{who} exited with {seen.exit_code} and no explanation."
+    message = f"{who} was killed by {_signal_name(-seen.exit_code)}."
     if seen.exit_code == -signal.SIGKILL:
         message += (
             " The likely cause is the kernel's out-of-memory killer (`dmesg | grep -i oom` tells):"

@@ -23,6 +23,10 @@ class TaskSpec:
     """Concrete devices to lock for as long as the task lives, such as ("cpu",) or ("cuda:0",)."""
     python: str | None = None
     """Interpreter that trains; None: the launcher's own."""
+    ranks: int = 1
+    """Processes that train together."""
+    master_port: int = 0
+    """Port at which they meet; nothing listens there while there is one."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
     time_limit: float | None = None
@@ -57,6 +61,8 @@ class Observation:
     state: TaskState
     exit_code: int | None = None
     """Of the training process; negative: minus the signal that ended it; None: nobody saw it end, or it never ran."""
+    rank: int | None = None
+    """Whose exit code it is, where several ranks trained and torchrun said which ended first."""
     detail: str = ""
     launch_error: str = ""
     """Why the training process could not be started; the task has exited then. Empty where it could."""

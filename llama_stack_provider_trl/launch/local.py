@@ -38,9 +38,15 @@ class LocalLauncher:
         if paths.runner_status.exists():
             return
         locks = tuple(lock_name(device, self._outer()) for device in task.devices)
-        argv = tuple(training_argv(task))
         RunnerTask(
-            task.task_id, task.run_dir, locks, argv, self._exit_deadline, task.time_limit, task.hang_timeout
+            task_id=task.task_id,
+            run_dir=task.run_dir,
+            locks=locks,
+            argv=tuple(training_argv(task)),
+            exit_deadline=self._exit_deadline,
+            log=(paths.log if task.ranks == 1 else paths.launcher_log).name,
+            time_limit=task.time_limit,
+            hang_timeout=task.hang_timeout,
         ).write(paths.task)
         exit_code = self._spawn(task, paths)
         if exit_code != 0 and not paths.runner_status.exists():
@@ -128,7 +134,9 @@ def _lives(status: RunnerStatus) -> bool:
 
 
 def _observed(status: RunnerStatus) -> Observation:
-    return Observation(status.state, status.exit_code, status.detail, status.launch_error, status.ended, status.stacks)
+    return Observation(
+        status.state, status.exit_code, status.rank, status.detail, status.launch_error, status.ended, status.stacks
+    )
 
 
 def _forestall(task: TaskSpec, paths: RunDir) -> None:

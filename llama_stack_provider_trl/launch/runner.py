@@ -1,4 +1,5 @@
-"""Owns one training process: locks its devices, starts it, ends whatever it leaves behind, records how it ended.
+"""Owns one training process, or the torchrun of several: locks its devices, starts it, ends whatever it leaves behind,
+records how it ended.
 
     python -m llama_stack_provider_trl.launch.runner RUN_DIR/task.json
 
@@ -36,6 +37,7 @@ from ..process import (
     terminate,
 )
 from .base import Ended, TaskState
+from .torchrun import first_failure
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class RunnerTask:
     argv: tuple[str, ...]
     exit_deadline: float
     """Seconds that a process may live on after its last event."""
+    log: str = "rank-0.log"
+    """File in the run directory that takes what the process prints."""
     time_limit: float | None = None
     hang_timeout: float | None = None
 
@@ -77,6 +81,7 @@ class RunnerTask:
             locks=tuple(data["locks"]),
             argv=tuple(data["argv"]),
             exit_deadline=data["exit_deadline"],
+            log=data["log"],
             time_limit=data.get("time_limit"),
             hang_timeout=data.get("hang_timeout"),
         )
@@ -94,6 +99,7 @@ class RunnerStatus:
     state: TaskState
     trainer: ProcessId | None = None
     exit_code: int | None = None
+    rank: int | None = None
     detail: str = ""
     launch_error: str = ""
     ended: Ended | None = None
@@ -186,7 +192,8 @@ class Runner:
         exit_code = self.watch(trainer)
         terminate(self.left_behind, grace=0)
         faults.reach("runner-trainer-ended")
-        self.report(state=TaskState.exited, exit_code=exit_code)
+        rank, exit_code = first_failure(tail(self.paths.launcher_log)) or (None, exit_code)
+        self.report(state=TaskState.exited, exit_code=exit_code, rank=rank)
 
     def report(self, **changes: Any) -> None:
         status = replace(self.status, **changes)
@@ -212,7 +219,7 @@ class Runner:
 
     def start_trainer(self) -> subprocess.Popen[bytes]:
         """The trainer writes to files and never to a pipe: a pipe that nobody reads blocks every rank after 64 KiB."""
-        with open(self.paths.log, "ab") as output:
+        with open(self.paths.root / self.task.log, "ab") as output:
             return subprocess.Popen(
                 self.task.argv,
                 stdin=subprocess.DEVNULL,

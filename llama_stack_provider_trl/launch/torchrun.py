@@ -1,26 +1,91 @@
-"""TaskSpec -> command line and environment of its training process. Pure functions."""
+"""TaskSpec -> command line and environment of its training processes. Pure functions, but for a look at free ports."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..files import RunDir
 from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
+LOOPBACK = "127.0.0.1"
+SHUTDOWN_SECONDS = 2
+"""What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
 
 
 def training_argv(task: TaskSpec) -> list[str]:
-    """One process is started directly: torchrun would add 1.0-1.7 s and a process that has nothing to do."""
-    return [task.python or sys.executable, "-m", TRAINER, str(RunDir(task.run_dir).spec)]
+    """One process is started directly: torchrun would add 1.0-1.7 s and a process that has nothing to do.
+
+    Several meet at a fixed address and port (static rendezvous). torchrun never restarts them: a retry is an attempt
+    of its own, with its own directory.
+    """
+    python = task.python or sys.executable
+    trainer = ["-m", TRAINER, str(RunDir(task.run_dir).spec)]
+    if task.ranks == 1:
+        return [python, *trainer]
+    return [
+        *(python, "-m", "torch.distributed.run"),
+        *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
+        *(f"--master-addr={LOOPBACK}", f"--master-port={task.master_port}", f"--local-addr={LOOPBACK}"),
+        *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
+        *trainer,
+    ]
+
+
+def first_failure(log: str) -> tuple[int, int] | None:
+    """Rank and exit code (negative: the signal) of the rank that ended first, from torchrun's log; None: not said.
+
+    torchrun itself exits with 1 whatever happened.
+    """
+    _, found, cause = log.rpartition("Root Cause (first observed failure):")
+    rank = re.search(r"^  rank +: (\d+)", cause, re.MULTILINE)
+    exit_code = re.search(r"^  exitcode +: (-?\d+)", cause, re.MULTILINE)
+    return (int(rank[1]), int(exit_code[1])) if found and rank and exit_code else None
 
 
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found."""
     added = {"PYTHONUNBUFFERED": "1", **visible_gpus(task, environ), **task.env, **task_marks(task)}
+    if task.ranks > 1:
+        # Without a name gloo looks the host's up, which may lead to an address that does not answer.
+        added.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        # torchrun would set 1 whatever there is.
+        added.setdefault("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS") or str(_threads(task.ranks)))
     return child_environment(environ, added)
+
+
+def _threads(ranks: int) -> int:
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def free_port(first: int, count: int, taken: Collection[int]) -> int:
+    """The first port of `first ... first + count - 1` that is not `taken` and that nobody listens on.
+
+    Raises:
+        OSError: all of them are in use.
+    """
+    for port in range(first, first + count):
+        if port not in taken and _can_listen(port):
+            return port
+    raise OSError(
+        f"every port from {first} to {first + count - 1} is in use; set master_port to the first of {count} free ones"
+    )
+
+
+def _can_listen(port: int) -> bool:
+    with socket.socket() as probe:
+        # As torch's own store listens: a port that only waits for old connections to die is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:

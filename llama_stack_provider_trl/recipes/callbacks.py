@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,80 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .. import faults
 from ..errors import JobFailure
-from .events import CheckpointSaved, Evaluated, EventWriter, Progress, Reason
+from . import ranks, sharding
+from .events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent
+from .models import parameter_counts
 from .spec import JobSpec
 from .trainers import RecipeTrainer
 
+SAVE_SECONDS = 1800.0
+"""Where a job does not say `save_steps`, it saves at least this often: a crash costs half an hour, not an epoch."""
+
+
+class Order(IntEnum):
+    """What rank 0 has the others do."""
+
+    go_on = 0
+    save = 1
+    stop = 2
+
 
 class JobCallback(TrainerCallback):
-    """Reports one attempt. Decides when to save: every `save_steps`, or at the end of each epoch; never at the last
-    step, whose weights the final export holds.
+    """Reports one attempt. Decides when to save: every `save_steps`, or at the end of each epoch and every
+    `SAVE_SECONDS`; never at the last step, whose weights the final export holds.
 
     Args:
         control: the file that tells us to stop, once it exists.
+        effective: what was decided beyond the spec.
         start_step: optimizer steps that a checkpoint brought along.
     """
 
     def __init__(
-        self, spec: JobSpec, writer: EventWriter, trainer: RecipeTrainer, control: Path, start_step: int = 0
+        self,
+        spec: JobSpec,
+        writer: EventWriter | Silent,
+        trainer: RecipeTrainer,
+        control: Path,
+        effective: dict[str, Any],
+        start_step: int = 0,
     ) -> None:
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
+        self.effective = effective
+        self.start_step = start_step
         self.paused = False
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
         self._tokens = float(trainer._total_train_tokens)
         self._busy = self._began = 0.0
+        self._saved_at = time.monotonic()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is shared out by now and no step is done: prove it, and say what will be trained."""
+        spec, model = self.spec, self.trainer.model
+        shared_out = sharding.describe(model, spec) if spec.ranks > 1 else None
+        if spec.sharding and sharding.is_sharded(spec):
+            sharding.prefetch(model, spec.sharding)
+        trainable, total = parameter_counts(model)
+        global_batch = spec.batch_size * spec.gradient_accumulation_steps * args.world_size
+        self.writer.write(
+            Prepared(
+                total_steps=state.max_steps,
+                start_step=self.start_step,
+                num_rows=self.trainer.num_rows,
+                trainable_parameters=trainable,
+                total_parameters=total,
+                effective={**self.effective, "global_batch_size": global_batch, "sharding": shared_out},
+            )
+        )
+        faults.reach("prepared")
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.begin_epoch(math.floor((state.epoch or 0.0) + 1e-6))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -47,11 +98,14 @@ class JobCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
         self.writer.beat()
+        order = self.order()
         if state.global_step >= state.max_steps:
             control.should_log = True
-        elif self.told_to_stop():
+        elif order is Order.stop:
             self.paused = control.should_training_stop = True
             self._save(control, evaluate=False)  # an evaluation would use random numbers that the job has planned
+        elif order is Order.save:
+            self._save(control, evaluate=False)
         elif self.spec.save_steps and state.global_step % self.spec.save_steps == 0:
             self._save(control)
         faults.reach(f"step-{state.global_step}")
@@ -66,8 +120,14 @@ class JobCallback(TrainerCallback):
     ) -> None:
         self.writer.beat()
 
-    def told_to_stop(self) -> bool:
-        return self.control_file.exists()
+    def order(self) -> Order:
+        """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
+        that saw another one would wait for ever."""
+        said = Order.go_on
+        if ranks.rank() == 0:
+            overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
+            said = Order.stop if self.control_file.exists() else Order.save if overdue else Order.go_on
+        return Order(ranks.agree(said))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -121,6 +181,7 @@ class JobCallback(TrainerCallback):
         self.announce(CheckpointSaved(kind="step", path=path, **self.standing(state)))
         self._losses.clear()
         self._last_saved = state.global_step
+        self._saved_at = time.monotonic()
         state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
         faults.reach(f"announced-{state.global_step}")
 

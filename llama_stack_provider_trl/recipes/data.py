@@ -156,6 +156,20 @@ def prepare_dpo(
     return concatenate_datasets(chunks), report
 
 
+def with_filler(dataset: Dataset) -> Dataset:
+    """The dataset and one row more that has no loss: what fills up the last shares of several ranks.
+
+    An SFT row of which nothing is trained, or a pair with two empty completions.
+    """
+    first = dataset[0]
+    if "labels" in first:
+        ids = first["input_ids"][:2]
+        filler = _dataset([(ids, [-100] * len(ids))], _SFT_COLUMNS)
+    else:
+        filler = _dataset([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], _DPO_COLUMNS)
+    return concatenate_datasets([dataset, filler])
+
+
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Give a tokenizer without a chat template the default one.
 

@@ -68,10 +68,18 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         outputs = model(**forward, **({"output_router_logits": True} if self.aux_loss_enabled else {}))
         logps = outputs.log_probs.sum(dim=1)
         logratios = logps - self._reference_logps(forward)
-        loss = preference_loss(logratios, mask[:, 1:].sum(dim=1), self.spec.dpo).mean()
+        lengths = mask[:, 1:].sum(dim=1)
+        real = (lengths.view(2, -1).sum(dim=0) > 0).float()  # 0 for a filler, which has no completions
+        losses = preference_loss(logratios, lengths, self.spec.dpo) * real
+        # The mean over the pairs of all ranks, times their number: gradients are averaged over ranks afterwards.
+        num_pairs = self.accelerator.reduce(real.sum())
+        loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
+        if not self.model.training:
+            self.note_evaluated(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
-        self._note(logps.detach(), logratios.detach(), inputs["attention_mask"].sum())
+        num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
+        self._note(logps.detach(), logratios.detach(), real, num_pairs, num_tokens)
         return loss
 
     def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
@@ -83,10 +91,16 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
                 return self.model(**forward).log_probs.sum(dim=1)
 
-    def _note(self, logps: torch.Tensor, logratios: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def _note(
+        self,
+        logps: torch.Tensor,
+        logratios: torch.Tensor,
+        real: torch.Tensor,
+        num_pairs: torch.Tensor,
+        num_tokens: torch.Tensor,
+    ) -> None:
         """Keep the metrics of this batch as tensors; `log` turns them into numbers, so no step waits for the device."""
         mode = "train" if self.model.training else "eval"
-        gather = self.accelerator.gather_for_metrics
         scale = self.spec.dpo.reward_scale * self.spec.dpo.beta if self.spec.dpo else 1.0
         chosen, rejected = (scale * part for part in logratios.chunk(2))
         chosen_logps, rejected_logps = logps.chunk(2)
@@ -98,7 +112,9 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             "logps/chosen": chosen_logps,
             "logps/rejected": rejected_logps,
         }
-        for name, value in values.items():
-            self._metrics[mode][name].append(gather(value).mean())
+        sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
+        *sums, all_tokens = self.accelerator.reduce(sums)
+        for name, value in zip(values, sums, strict=True):
+            self._metrics[mode][name].append(value / num_pairs.clamp(min=1))
         if mode == "train":
-            self._total_train_tokens += gather(num_tokens).sum()
+            self._total_train_tokens += all_tokens.long()

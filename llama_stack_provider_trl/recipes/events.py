@@ -132,6 +132,8 @@ class Failed(_Event):
     """The recipe caught what ended it."""
 
     type: Literal["failed"] = "failed"
+    rank: int = 0
+    """Which of the job's processes it was."""
     reason: Reason
     message: str
     traceback: str = ""
@@ -146,7 +148,9 @@ _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class EventWriter:
-    """Appends events to a file. Safe against kill -9; not for use by two processes at once.
+    """Appends events to a file. Safe against kill -9.
+
+    One process writes, rank 0; of the others only the last word (`failed`) may be in between, as one line.
 
     The file's modification time says when the process last got anything done: a runner ends one that stands still.
     """
@@ -177,6 +181,16 @@ class EventWriter:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Silent:
+    """The event writer of every rank but the first: what they would say, rank 0 says."""
+
+    def write(self, event: BaseModel, *, durable: bool = False) -> None:
+        """Say nothing."""
+
+    def beat(self) -> None:
+        """Say nothing."""
 
 
 def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:

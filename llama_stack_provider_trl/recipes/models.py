@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import JobFailure
+from . import ranks
 from .events import Reason
+from .sharding import is_sharded
 from .spec import JobSpec, LoraSpec
 
 
@@ -32,8 +35,8 @@ def choose_device(name: str) -> torch.device:
             f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
             "Set `device: auto`, or install a torch build for this device in the environment that trains.",
         )
-    # The launcher makes the task's GPU the only visible one, so whatever its number was, here it is the first.
-    return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
+    # The launcher makes the task's GPUs the only visible ones, so whatever their numbers were, here they count from 0.
+    return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
 
 
 def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
@@ -77,7 +80,14 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
             f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
             "missing; name a complete one.",
         )
-    return model.to(device)
+    # Parts go to the device when it is shared out; the whole might not fit there.
+    return model if is_sharded(spec) else model.to(device)
+
+
+def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
+    """The base model in CPU memory with a trained adapter on it: for merging what was trained in parts."""
+    dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype), adapter)
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:

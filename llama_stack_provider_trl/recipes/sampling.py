@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 import torch
 from torch.utils.data import Sampler
@@ -20,20 +21,28 @@ class EpochSampler(Sampler[int]):
         rows_per_epoch: how many of them an epoch takes; None: all.
         shuffle: False keeps the given order in every epoch.
         seed: with the epoch's number, decides the permutation on every machine alike.
+        multiple_of: several ranks take equal shares of so many rows; what is missing at the end of an epoch is filled
+            up with index `num_rows`, a row without a loss (`recipes.data.with_filler`).
     """
 
-    def __init__(self, num_rows: int, rows_per_epoch: int | None, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, num_rows: int, rows_per_epoch: int | None, *, shuffle: bool, seed: int, multiple_of: int = 1
+    ) -> None:
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
         self.rows_per_epoch = num_rows if rows_per_epoch is None else min(num_rows, rows_per_epoch)
+        self.num_fillers = -self.rows_per_epoch % multiple_of
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.rows_per_epoch
+        return self.rows_per_epoch + self.num_fillers
 
     def __iter__(self) -> Iterator[int]:
+        return chain(self._rows(), repeat(self.num_rows, self.num_fillers))
+
+    def _rows(self) -> Iterator[int]:
         if not self.shuffle:
             return iter(range(self.rows_per_epoch))
         # A CPU generator: the same numbers whatever the training device is.

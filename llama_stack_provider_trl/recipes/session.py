@@ -17,25 +17,28 @@ from transformers.trainer_utils import set_seed
 
 from .. import faults
 from ..files import RunDir
+from . import ranks
 from .arguments import dpo_arguments, sft_arguments
-from .callbacks import JobCallback
+from .callbacks import JobCallback, Order
 from .checkpoints import export_final, export_merged, need_space, step_bytes
-from .data import DataReport, prepare_dpo, prepare_sft, read_examples
+from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
-from .events import CheckpointSaved, EventWriter, Finished, Paused, Prepared, Started, Warned
-from .models import check_length, choose_device, load_model, load_tokenizer, lora_config, parameter_counts
+from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
+from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
 from .sft import SftRecipe
+from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
 from .trainers import RecipeTrainer
 
 
-def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Train, export and report one attempt.
+def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
+    """Train, export and report one attempt; on each of its ranks.
 
     Raises:
         JobFailure: what the user can mend; anything else is a bug or the machine's end.
     """
     spec = attempt.job
+    ranks.expect(spec.ranks)
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
     if spec.num_threads:
@@ -47,14 +50,12 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     trainer, effective = build_trainer(spec, device, writer)
     control = RunDir(attempt.run_dir).control
     start_step = trainer.take_up(attempt.resume_from) if attempt.resume_from else 0
-    callback = JobCallback(spec, writer, trainer, control, start_step)
+    callback = JobCallback(spec, writer, trainer, control, effective, start_step)
     trainer.add_callback(callback)
     needed = step_bytes(trainer.model, spec)
     trainer.need_space = partial(need_space, spec, needed)
     trainer.need_space()  # before hours of training, not after
-    writer.write(_prepared(spec, trainer, effective, start_step))
-    faults.reach("prepared")
-    if callback.told_to_stop():
+    if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
     trainer.train(resume_from_checkpoint=str(attempt.resume_from) if attempt.resume_from else None)
     if callback.paused:
@@ -62,12 +63,13 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
     _export(spec, trainer, callback)
+    ranks.wait_for_all()
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
 
 def build_trainer(
-    spec: JobSpec, device: torch.device, writer: EventWriter | None = None
+    spec: JobSpec, device: torch.device, writer: EventWriter | Silent | None = None
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel)."""
     tokenizer = load_tokenizer(spec)
@@ -78,18 +80,21 @@ def build_trainer(
     if writer:
         for message in warnings:
             writer.write(Warned(message=message))
+    if spec.ranks > 1:
+        train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
-    trainer = recipe(
-        model=model,
-        args=arguments(spec, device),
-        train_dataset=train,
-        eval_dataset=validation,
-        processing_class=tokenizer,
-        peft_config=adapters,
-    )
+    with sharding_on_any_device():
+        trainer = recipe(
+            model=model,
+            args=arguments(spec, device),
+            train_dataset=train,
+            eval_dataset=validation,
+            processing_class=tokenizer,
+            peft_config=adapters,
+        )
     trainer.bind(spec)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
@@ -121,28 +126,19 @@ def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     return dataset, report
 
 
-def _prepared(spec: JobSpec, trainer: RecipeTrainer, effective: dict[str, Any], start_step: int) -> Prepared:
-    trainable, total = parameter_counts(trainer.model)
-    dataloader = trainer.get_train_dataloader()
-    return Prepared(
-        total_steps=trainer.set_initial_training_values(trainer.args, dataloader)[-1],
-        start_step=start_step,
-        num_rows=len(trainer.train_dataset),
-        trainable_parameters=trainable,
-        total_parameters=total,
-        effective={
-            **effective,
-            "global_batch_size": spec.batch_size * spec.gradient_accumulation_steps * trainer.args.world_size,
-        },
-    )
-
-
 def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> None:
+    """Every rank gives its parts; rank 0 writes and announces."""
     model = trainer.accelerator.unwrap_model(trainer.model)
+    state = whole_state(model, trainable_only=spec.lora is not None) if is_sharded(spec) else None
+    if ranks.rank() != 0:
+        return
     tokenizer = trainer.processing_class
     standing = callback.standing(trainer.state)
-    callback.announce(CheckpointSaved(kind="final", path=export_final(model, tokenizer, spec), **standing))
+    final = export_final(model, tokenizer, spec, state)
+    callback.announce(CheckpointSaved(kind="final", path=final, **standing))
     if spec.merge_adapter and spec.lora:
+        if is_sharded(spec):
+            model = load_adapter(spec, final)
         callback.announce(CheckpointSaved(kind="merged", path=export_merged(model, tokenizer, spec), **standing))
 
 

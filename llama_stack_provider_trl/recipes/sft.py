@@ -36,14 +36,16 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
-        self._note(outputs.is_top1.sum(), trained, inputs["attention_mask"].sum())
+        if not self.model.training:
+            self.note_evaluated(-outputs.log_probs.sum(), trained)
+        fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
+        num_tokens = inputs["attention_mask"].masked_fill(fillers, 0).sum()
+        self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
         return loss
 
-    def _note(self, hits: torch.Tensor, trained: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def _note(self, counts: torch.Tensor) -> None:
         mode = "train" if self.model.training else "eval"
-        hits, trained, num_tokens = (
-            self.accelerator.gather_for_metrics(value).sum() for value in (hits, trained, num_tokens)
-        )
+        hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
         self._metrics[mode]["mean_token_accuracy"].append(hits / trained.clamp(min=1))
         if mode == "train":
             self._total_train_tokens += num_tokens

@@ -19,6 +19,8 @@ OptimizerName = Literal["adam", "adamw", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo"]
 DataFormat = Literal["instruct", "dialog"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
 class _Frozen(BaseModel):
@@ -70,6 +72,20 @@ class OptimizerSpec(_Frozen):
     """Gradients are clipped to this norm; 0 switches clipping off."""
 
 
+class ShardingSpec(_Frozen):
+    """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
+
+    strategy: ShardingStrategy = "FULL_SHARD"
+    """FULL_SHARD: weights, gradients and optimizer in parts. SHARD_GRAD_OP: weights stay whole between forward and
+    backward. HYBRID_SHARD: parts within a node, copies across nodes. NO_SHARD: DDP, every rank holds everything."""
+    cpu_offload: bool = False
+    """Parts rest in CPU memory while they are not used."""
+    forward_prefetch: bool = False
+    """Fetch the next block's weights while this one computes forward."""
+    backward_prefetch: Prefetch | None = None
+    """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
+
+
 class JobSpec(_Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
@@ -107,13 +123,17 @@ class JobSpec(_Frozen):
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
-    """Optimizer steps between checkpoints; None: at the end of every epoch."""
+    """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)
     seed: int = 42
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
+    ranks: int = Field(1, gt=0)
+    """Processes that train together; on cuda each has a GPU of its own, on a CPU they share it."""
+    sharding: ShardingSpec | None = None
+    """None: one process, nothing to share out."""
     retries: int = Field(0, ge=0)
     """How often the job is tried again after a failure that another try can mend."""
     max_duration: float | None = Field(None, gt=0)

@@ -11,16 +11,22 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InvalidRows, JobFailure
 from ..files import RunDir
-from .events import EventWriter, Failed, Reason
+from ..process import die_with_parent
+from .events import EventWriter, Failed, Reason, Silent
 from .spec import AttemptSpec
 
 _BALLAST = 64 << 10
 """Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""
+
+_WAIT_FOR_THE_END = 5.0
+"""Seconds. torchrun looks five times a second."""
 
 
 def main(argv: list[str]) -> int:
@@ -28,21 +34,38 @@ def main(argv: list[str]) -> int:
     spec_path = Path(argv[1])
     attempt = AttemptSpec.model_validate_json(spec_path.read_text())
     paths = RunDir(spec_path.parent)
+    rank = int(os.environ.get("RANK", "0"))
     writer = EventWriter(paths.events)
     try:
-        paths.ballast.write_bytes(bytes(_BALLAST))
+        if rank == 0:
+            paths.ballast.write_bytes(bytes(_BALLAST))
         _show_stacks_when_asked(paths)
         from .session import train_attempt
 
-        train_attempt(attempt, writer)
+        train_attempt(attempt, writer if rank == 0 else Silent())
     except BaseException as error:
         traceback.print_exc()
+        if attempt.job.ranks > 1 and _lost_a_rank(error):
+            # Whoever ended first knows why: torchrun sees it in this time, and ends us.
+            time.sleep(_WAIT_FOR_THE_END)
+            return 1
         # The last words need room too: on a full disk, that of the ballast.
         paths.ballast.unlink(missing_ok=True)
-        writer.write(classify(error), durable=True)
+        writer.write(classify(error).model_copy(update={"rank": rank}), durable=True)
         return 1
-    paths.ballast.unlink(missing_ok=True)
+    if rank == 0:
+        paths.ballast.unlink(missing_ok=True)
     return 0
+
+
+def join_ranks(paths: RunDir, environ: Mapping[str, str]) -> None:
+    """As one of several ranks: print into a log of our own, and end when torchrun does, even by SIGKILL."""
+    if "LOCAL_RANK" not in environ:
+        return
+    die_with_parent(os.getppid())
+    log = os.open(paths.rank_log(int(environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
 
 
 def _show_stacks_when_asked(paths: RunDir) -> None:
@@ -104,6 +127,14 @@ def _is_disk_full(error: BaseException) -> bool:
     return full or "No space left on device" in str(error)  # safetensors raises its own class
 
 
+def _lost_a_rank(error: BaseException) -> bool:
+    """Whether this is another rank's end and not a failure of our own: gloo's and NCCL's ways to say so."""
+    text = str(error)
+    return type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError") or any(
+        said in text for said in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
+    )
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
@@ -115,6 +146,7 @@ def _tail(error: BaseException, lines: int = 20) -> str:
 
 
 if __name__ == "__main__":
+    join_ranks(RunDir(Path(sys.argv[1]).parent), os.environ)
     status = main(sys.argv)
     sys.stdout.flush()
     sys.stderr.flush()

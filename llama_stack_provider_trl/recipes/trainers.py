@@ -15,6 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from .. import faults
 from ..files import put_in_place, write_manifest
+from . import ranks
 from .arguments import optimizer_class
 from .sampling import EpochSampler
 from .spec import JobSpec
@@ -32,6 +33,8 @@ class RecipeTrainer(Trainer):
     need_space: Callable[[], None]
     """Called before a checkpoint is written; raises where it would not fit."""
     _staging: Path | None = None
+    _evaluated: list[torch.Tensor]
+    _train_sampler: EpochSampler
 
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
@@ -53,30 +56,76 @@ class RecipeTrainer(Trainer):
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are trained on."""
+        return self._rows_of(self.train_dataset)
+
+    @staticmethod
+    def _rows_of(dataset: Any) -> int:
+        return len(dataset) - (1 if ranks.world_size() > 1 else 0)  # the filler
+
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         spec = self.spec
         rows_per_step = spec.batch_size * spec.gradient_accumulation_steps * self.args.world_size
         cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(len(dataset), cap, shuffle=spec.shuffle, seed=spec.seed)
+        self._train_sampler = self._sampler(dataset, cap, shuffle=spec.shuffle)
+        return self._train_sampler
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the sampler which epoch it is. accelerate's own way to it ends at a dataloader that skips batches of
+        several ranks: a job resumed in the middle of a later epoch would go on with the first epoch's order."""
+        self._train_sampler.set_epoch(epoch)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
+        return self._sampler(eval_dataset, None, shuffle=False)
+
+    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool) -> EpochSampler:
+        world = self.args.world_size
+        shares = world * self.spec.batch_size if world > 1 else 1
+        return EpochSampler(self._rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with a loss that does not depend on how the rows were dealt out: the mean over all tokens (SFT)
+        or pairs (DPO), where Trainer takes the mean of the batches' means."""
+        self._evaluated = []
+        output = super().evaluation_loop(*args, **kwargs)
+        total, count = self.accelerator.reduce(torch.stack(self._evaluated).sum(dim=0))
+        output.metrics["eval_loss"] = float(total / count.clamp(min=1))
+        return output
+
+    def note_evaluated(self, loss: torch.Tensor, count: torch.Tensor) -> None:
+        """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs."""
+        self._evaluated.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write `checkpoint-N` beside its final place, fsync it, then rename: a directory of that name is complete."""
+        """Write `checkpoint-N` beside its final place, fsync it, then rename: a directory of that name is complete.
+
+        Every rank writes its part; rank 0 puts the whole in place once all have.
+        """
         step = self.state.global_step
-        self.need_space()
         self._staging = Path(self.args.output_dir) / ".saving"
-        shutil.rmtree(self._staging, ignore_errors=True)
         written = self._staging / f"checkpoint-{step}"
         target = Path(self.args.output_dir) / written.name
+        is_first = ranks.rank() == 0
         try:
+            if is_first:
+                self.need_space()
+                shutil.rmtree(self._staging, ignore_errors=True)
+            ranks.wait_for_all()
             # Trainer's own method: TRL's would also write a model card that names us as nothing but "trl".
             Trainer._save_checkpoint(self, model, trial)
-            (written / _STATE).write_text(json.dumps({"num_tokens": float(self._total_train_tokens)}))
-            faults.reach(f"saving-{step}")
-            write_manifest(written)
-            put_in_place(written, target)
+            ranks.wait_for_all()
+            if is_first:
+                (written / _STATE).write_text(json.dumps({"num_tokens": float(self._total_train_tokens)}))
+                faults.reach(f"saving-{step}")
+                write_manifest(written)
+                put_in_place(written, target)
+            ranks.wait_for_all()
         finally:  # a full disk must not stay full because of us
-            shutil.rmtree(self._staging, ignore_errors=True)
+            if is_first:
+                shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
         self.saved_checkpoint = target
         faults.reach(f"saved-{step}")

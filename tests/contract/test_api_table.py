@@ -6,6 +6,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from llama_stack_provider_trl import responses as our_responses
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
 from tests.tiny import REPOSITORY
 
@@ -317,6 +318,7 @@ OPTION_ASKS: dict[str, Try] = {
     "priority": Try("high"),
     "logging_steps": Try(3),
     "seed": Try(3),
+    "nproc_per_node": Try(2),
     "device": Try("cuda:1"),
 }
 
@@ -328,6 +330,7 @@ def test_the_table_lists_every_provider_option() -> None:
 @pytest.mark.parametrize("option", ProviderOptions.model_fields)
 def test_every_provider_option_changes_the_job(option: str, settings: Settings) -> None:
     attempt = OPTION_ASKS[option]
+    settings = replace(settings, max_ranks=2, sharding=ShardingSpec())  # as the service has them
     body = plain(attempt.call, attempt.around)
     default = resolved(body, attempt.call, settings)
     assert spec_of(resolved(body, attempt.call, settings, {option: attempt.value})) != spec_of(default)

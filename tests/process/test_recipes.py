@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes import callbacks
 from llama_stack_provider_trl.recipes.events import (
     CheckpointSaved,
     Evaluated,
@@ -229,6 +230,13 @@ def test_save_steps_replaces_the_checkpoint_of_each_epoch(tmp_path: Path) -> Non
         ("step", 4),
         ("final", 6),
     ]
+
+
+def test_without_save_steps_a_long_epoch_is_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "SAVE_SECONDS", 0.0)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
+    saved = [(saved.kind, saved.step) for saved in of_kind(events, CheckpointSaved)]
+    assert saved == [("step", 1), ("step", 2), ("final", 3)]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "llama_stack_provider_trl"
+PACKAGES = {"": PACKAGE, "remote.": "llama_stack_provider_trl_remote"}
+"""What the names of a package's modules begin with in the table -> the package."""
 STDLIB = set(sys.stdlib_module_names)
 HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
 
@@ -31,11 +34,16 @@ def rooms() -> dict[str, tuple[list[str], list[str]]]:
     return found
 
 
+@cache
 def modules() -> dict[str, Path]:
-    """Dotted name below the package -> file."""
-    root = REPOSITORY / PACKAGE
-    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
-    return {name.removesuffix(".__init__") or "__init__": path for name, path in files.items()}
+    """Name in the table -> file; `remote.__init__` is the second package itself."""
+    found = {}
+    for prefix, package in PACKAGES.items():
+        root = REPOSITORY / package
+        for path in root.rglob("*.py"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            found[prefix + (name.removesuffix(".__init__") or "__init__")] = path
+    return found
 
 
 def room_of(module: str) -> str:
@@ -44,20 +52,27 @@ def room_of(module: str) -> str:
     return homes[0]
 
 
-def imports(module: str, path: Path) -> Iterator[str]:
-    """Top-level packages that a module imports, and modules of ours as dotted names below the package."""
-    package = module.split(".")[: None if path.name == "__init__.py" else -1]
+def imports(path: Path) -> Iterator[str]:
+    """Top-level packages that a module imports; modules of ours as `our:` and their name in the table."""
+    package = path.relative_to(REPOSITORY).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield (node.module or "").partition(".")[0]
+            for alias in node.names:
+                yield _ours(alias.name) or alias.name.partition(".")[0]
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if package != ["__init__"] else []
-            target = [*base, *(node.module or "").split(".")] if node.module else base
-            names = [".".join([*target, alias.name]) for alias in node.names]
-            known = modules()
-            yield from ("our:" + (name if name in known else ".".join(target)) for name in names)
+            base = [] if node.level == 0 else list(package[: len(package) - node.level + 1])
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield _ours(f"{target}.{alias.name}") or _ours(target) or target.partition(".")[0]
+
+
+def _ours(dotted: str) -> str | None:
+    """`our:` and the name in the table, if that is a module of ours."""
+    for prefix, package in PACKAGES.items():
+        if dotted == package or dotted.startswith(package + "."):
+            name = prefix + (dotted.removeprefix(package).lstrip(".") or "__init__")
+            return f"our:{name}" if name in modules() else None
+    return None
 
 
 def allowed_modules(patterns: list[str]) -> list[str]:
@@ -71,14 +86,14 @@ def test_a_module_imports_only_what_its_room_may(module: str) -> None:
     home = room_of(module)
     own, may = rooms()[home]
     ours = own + allowed_modules(may)
-    for imported in imports(module, modules()[module]):
+    for imported in imports(modules()[module]):
         if imported.startswith("our:"):
             name = imported.removeprefix("our:")
-            assert name in ("", "__init__") or any(fnmatch(name, pattern) for pattern in ours), (
+            assert name == "__init__" or any(fnmatch(name, pattern) for pattern in ours), (
                 f"{module} (room {home}) imports {name}, which docs/architecture.md does not let it"
             )
         else:
-            assert imported in STDLIB or imported == PACKAGE or imported in may, (
+            assert imported in STDLIB or imported in may, (
                 f"{module} (room {home}) imports {imported}, which docs/architecture.md does not let it"
             )
 
@@ -91,7 +106,7 @@ def test_a_room_imports_only_rooms_above_it() -> None:
 
 
 def test_only_compat_imports_llama_stack() -> None:
-    users = [name for name, path in modules().items() if "llama_stack" in set(imports(name, path))]
+    users = [name for name, path in modules().items() if "llama_stack" in set(imports(path))]
     assert users == ["compat"]
 
 

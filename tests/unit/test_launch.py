@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -7,7 +8,13 @@ import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask
-from llama_stack_provider_trl.launch.torchrun import lock_name, training_argv, training_environment
+from llama_stack_provider_trl.launch.torchrun import (
+    first_failure,
+    free_port,
+    lock_name,
+    training_argv,
+    training_environment,
+)
 from llama_stack_provider_trl.process import myself
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
@@ -16,6 +23,37 @@ TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
 def test_one_process_is_started_directly_with_its_spec_file() -> None:
     spec = "/data/jobs/job-1/attempts/2/spec.json"
     assert training_argv(TASK) == [sys.executable, "-m", "llama_stack_provider_trl.recipes.train", spec]
+
+
+def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
+    task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507)
+    argv = training_argv(task)
+    assert argv[1:3] == ["-m", "torch.distributed.run"]
+    assert {"--nproc-per-node=2", "--master-port=29507", "--max-restarts=0"} <= set(argv)
+    assert argv[-3:] == ["-m", "llama_stack_provider_trl.recipes.train", "/r/spec.json"]
+    environ = training_environment(task, {"OMP_NUM_THREADS": "3"})
+    assert environ["OMP_NUM_THREADS"] == "3"
+    assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_a_port_that_somebody_listens_on_or_that_was_given_away_is_not_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match="master_port"):
+            free_port(port, 1, ())
+    assert free_port(port, 1, ()) == port
+    with pytest.raises(OSError, match="in use"):
+        free_port(port, 1, {port})
+
+
+def test_torchruns_log_tells_which_rank_ended_first() -> None:
+    log = (
+        "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 26309)  (SIGTERM)\n-----\n"
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-21_16:16:50\n"
+        "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 26310)  (SIGKILL)\n=====\n"
+    )
+    assert first_failure(log) == (1, -9)
+    assert first_failure("W1121 Sending process 26309 closing signal SIGTERM") is None
 
 
 def test_another_interpreter_may_train() -> None:

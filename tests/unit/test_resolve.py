@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
 
@@ -249,3 +250,41 @@ def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_p
     assert first == second
     assert (first.job.device, first.attempt, first.task_id) == ("cuda:0", 1, "sft-1-1")
     assert spec.device == "auto"
+
+
+SHARDING = ShardingSpec(strategy="SHARD_GRAD_OP")
+
+
+def test_the_service_trains_with_its_ranks_unless_a_job_says_how_many(settings: Settings) -> None:
+    service = replace(settings, ranks=2, max_ranks=4, sharding=SHARDING)
+    assert (spec_of(sft(), service).ranks, spec_of(sft(), service).sharding) == (2, SHARDING)
+    assert spec_of(sft(), service, nproc_per_node=4).ranks == 4
+    alone = spec_of(sft(), service, nproc_per_node=1)
+    assert (alone.ranks, alone.sharding) == (1, None)
+    with pytest.raises(InvalidRequest, match="devices for 4"):
+        spec_of(sft(), service, nproc_per_node=5)
+
+
+def test_the_inline_provider_trains_in_one_process(settings: Settings) -> None:
+    assert (spec_of(sft(), settings).ranks, spec_of(sft(), settings).sharding) == (1, None)
+    with pytest.raises(InvalidRequest, match="one process"):
+        spec_of(sft(), settings, nproc_per_node=2)
+
+
+def test_a_sharded_job_may_keep_its_parts_in_cpu_memory(settings: Settings) -> None:
+    service = replace(settings, ranks=2, max_ranks=2, sharding=SHARDING)
+    asked = with_training(efficiency_config={"fsdp_cpu_offload": True, "memory_efficient_fsdp_wrap": True})
+    sharding = spec_of(asked, service).sharding
+    assert sharding is not None
+    assert sharding.cpu_offload
+    with pytest.raises(InvalidRequest, match="one process shards nothing"):
+        spec_of(asked, service, nproc_per_node=1)
+    with pytest.raises(InvalidRequest, match="NO_SHARD"):
+        spec_of(asked, replace(service, sharding=ShardingSpec(strategy="NO_SHARD")))
+
+
+def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_does_not(settings: Settings) -> None:
+    saving = replace(settings, gradient_checkpointing=True)
+    assert spec_of(sft(), saving).gradient_checkpointing
+    unset = with_training(efficiency_config={"enable_activation_checkpointing": False})
+    assert not spec_of(unset, saving).gradient_checkpointing

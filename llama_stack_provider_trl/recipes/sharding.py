@@ -1,0 +1,130 @@
+"""FSDP2: how the ranks of a job share one model out. The only module that knows it.
+
+Trainer and accelerate do the wrapping; two of their habits need a remedy (both measured, accelerate 1.15):
+on CPU ranks accelerate takes FSDP's settings, says nothing, and trains with DDP; and `save_model` under sharded state
+dicts writes nothing. So sharding is switched on for CPU ranks here, proven before the first step, and models are
+gathered explicitly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import JobFailure
+from .events import Reason
+from .spec import JobSpec, ShardingSpec
+
+
+def is_sharded(spec: JobSpec) -> bool:
+    """Whether the job asks for parts of the model on each rank, rather than one process or DDP."""
+    return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
+
+
+def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
+    """Trainer's arguments for sharding; none where nothing is sharded."""
+    if not is_sharded(spec) or spec.sharding is None:
+        return {}
+    config = {
+        "version": 2,
+        # HYBRID_SHARD on one node has one group to shard within and nothing to replicate across: it is FULL_SHARD.
+        "reshard_after_forward": spec.sharding.strategy != "SHARD_GRAD_OP",
+        "cpu_offload": spec.sharding.cpu_offload,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # every block that the architecture lists in _no_split_modules
+    }
+    return {"fsdp": True, "fsdp_config": config}
+
+
+@contextmanager
+def sharding_on_any_device() -> Iterator[None]:
+    """While this is open, accelerate takes FSDP's settings on CPU ranks too.
+
+    accelerate's state promotes to FSDP from the distributed types of accelerators only; MULTI_CPU is not among them.
+    """
+    original = AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        plugin = kwargs.get("fsdp_plugin")
+        on_cpu = PartialState._shared_state.get("distributed_type") is DistributedType.MULTI_CPU
+        if plugin is not None and on_cpu:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+                plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
+        original(self, *args, **kwargs)
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = original
+
+
+def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
+    """What is really shared out, for the job's record, proven on the parameters themselves.
+
+    Raises:
+        JobFailure: not_sharded, where sharding was asked for and a parameter is whole on every rank.
+    """
+    strategy = spec.sharding.strategy if spec.sharding else "NO_SHARD"
+    if not is_sharded(spec):
+        return {"strategy": strategy, "ranks": spec.ranks, "sharded_parameters": 0}
+    names = {name: _placement(parameter) for name, parameter in model.named_parameters()}
+    whole = [name for name, placement in names.items() if placement is None]
+    if whole:
+        raise JobFailure(
+            Reason.not_sharded,
+            f"{strategy} was asked for, and {len(whole)} of {len(names)} parameters are whole on every rank, such as "
+            f"{', '.join(whole[:3])}. Use sharding_strategy NO_SHARD for plain data parallelism, or report this as a "
+            "bug: accelerate did not shard the model.",
+        )
+    parameters = dict(model.named_parameters())
+    return {
+        "strategy": strategy,
+        "ranks": spec.ranks,
+        "sharded_parameters": len(names),
+        "placements": dict(Counter(names.values())),
+        "units": sum(isinstance(module, FSDPModule) for module in model.modules()),
+        "local_elements": sum(_local(parameter).numel() for parameter in parameters.values()),
+        "total_elements": sum(parameter.numel() for parameter in parameters.values()),
+    }
+
+
+def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
+    """Name for every unit what to fetch while it computes; FSDP2 has no switch for it."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    for unit, following in itertools.pairwise(units):
+        if sharding.forward_prefetch:
+            unit.set_modules_to_forward_prefetch([following])
+        if sharding.backward_prefetch == "BACKWARD_PRE":
+            following.set_modules_to_backward_prefetch([unit])
+
+
+def whole_state(model: torch.nn.Module, *, trainable_only: bool) -> Mapping[str, torch.Tensor]:
+    """The whole model's weights in CPU memory on rank 0; empty on the others. Every rank must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trainable_only)
+    state: Mapping[str, torch.Tensor] = get_model_state_dict(model, options=options)
+    return state
+
+
+def _placement(parameter: torch.Tensor) -> str | None:
+    """Such as `Shard(0)`; None where the parameter is whole."""
+    if not isinstance(parameter, DTensor) or not any(isinstance(part, Shard) for part in parameter.placements):
+        return None
+    return ", ".join(f"Shard({part.dim})" if isinstance(part, Shard) else "Replicate" for part in parameter.placements)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

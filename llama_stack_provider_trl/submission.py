@@ -1,0 +1,82 @@
+"""A request becomes a stored job: asked before, resolved, its rows checked and kept, recorded. Nothing of HTTP here.
+
+Whoever takes requests (the provider inside Llama Stack, the service) says where the rows of a dataset id come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import InvalidRows, StoreError
+from .files import put_rows
+from .jobs.store import Store
+from .options import ProviderOptions
+from .recipes.rows import check_rows
+from .recipes.spec import Algorithm, DataFormat, DatasetRef
+from .resolve import Request, Settings, resolve
+
+
+class Datasets(Protocol):
+    """Finds the rows of a dataset id, checked for an algorithm and stored under their digest, with warnings."""
+
+    def __call__(
+        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> Awaitable[tuple[DatasetRef, list[str]]]: ...
+
+
+async def submit(
+    request: Request, options: ProviderOptions, digest: str, settings: Settings, store: Store, datasets: Datasets
+) -> bool:
+    """Returns only when the job is stored: from then on nothing can lose it.
+
+    Args:
+        digest: of what the caller has sent: the same digest again is the same job.
+
+    Returns:
+        Whether the job is new.
+
+    Raises:
+        InvalidRequest: a field, a value or a row that cannot be honoured.
+        JobConflict: the job_uuid is taken by another request.
+        StoreError: the job or its rows cannot be stored.
+    """
+    # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
+    if store.holds(request.job_uuid, digest):
+        return False
+    resolution = resolve(request, options, settings)
+    algorithm: Algorithm = resolution.fields["algorithm"]
+    data_format: DataFormat | None = resolution.fields["data_format"]
+    dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
+    validation = None
+    if resolution.validation_dataset_id is not None:
+        validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
+        warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
+    spec = resolution.spec(dataset, validation)
+    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings])
+
+
+def keep_rows(
+    directory: Path,
+    dataset_id: str,
+    rows: Sequence[dict[str, Any]],
+    algorithm: Algorithm,
+    data_format: DataFormat | None,
+) -> tuple[DatasetRef, list[str]]:
+    """Check rows, then store them under their digest: what a job trains on cannot change under it.
+
+    Raises:
+        InvalidRows: naming the dataset and its first bad row.
+        StoreError: they cannot be written.
+    """
+    try:
+        report = check_rows(rows, algorithm, data_format)
+        blob = put_rows(directory, rows)
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+    except OSError as error:
+        raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+    ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+    return ref, list(report.warnings)

@@ -1,0 +1,198 @@
+"""Several ranks train what one process trains: the same numbers and weights, however the model is shared out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.launch.runner import PAUSE
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    Evaluated,
+    Failed,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+)
+from llama_stack_provider_trl.recipes.sharding import describe
+from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+GLOBAL_BATCH = 4
+ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def spec_of(root: Path, algorithm: str, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
+    """The same job for any number of ranks: the same global batch, a learning rate that shows a wrong gradient."""
+    changes.setdefault("sharding", ShardingSpec(strategy=strategy) if ranks > 1 else None)
+    changes.setdefault("rows", ROWS[algorithm])
+    return job_spec(
+        root,
+        changes.pop("model", None) or tiny_model(tied=changes.pop("tied", True)),
+        algorithm,
+        **{
+            "ranks": ranks,
+            "batch_size": GLOBAL_BATCH // ranks,
+            "n_epochs": 2,
+            "optimizer": OptimizerSpec(learning_rate=5e-3),
+            **changes,
+        },
+    )
+
+
+def trained(ranks: Ranks, root: Path, spec: JobSpec, resume_from: Path | None = None) -> list[Any]:
+    codes, events = ranks.run(root / "run", spec, resume_from)
+    assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
+    return events
+
+
+def numbers(events: list[Any]) -> list[dict[str, float]]:
+    """Every metric point, without what the clock decides."""
+    points = of_kind(events, Progress) + of_kind(events, Evaluated)
+    timed = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
+
+
+def final_weights(spec: JobSpec) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "final").state_dict())
+
+
+def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+CASES = [
+    pytest.param(algorithm, strategy, changes, id=f"{algorithm}-{strategy}-{name}")
+    for algorithm, strategy, name, changes in (
+        ("sft", "FULL_SHARD", "tied", {}),
+        ("sft", "SHARD_GRAD_OP", "untied", {"tied": False}),
+        ("sft", "NO_SHARD", "tied", {}),
+        ("sft", "FULL_SHARD", "lora", {"lora": LORA}),
+        ("dpo", "FULL_SHARD", "untied", {"tied": False}),
+        ("dpo", "SHARD_GRAD_OP", "tied", {}),
+        ("dpo", "NO_SHARD", "tied", {}),
+        ("dpo", "FULL_SHARD", "lora", {"lora": LORA}),
+        ("dpo", "NO_SHARD", "lora", {"lora": LORA}),
+        ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
+        ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),
+    )
+]
+
+
+@pytest.mark.parametrize(("algorithm", "strategy", "changes"), CASES)
+def test_two_ranks_train_what_one_process_trains(
+    ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
+) -> None:
+    changes = {"validation_rows": ROWS[algorithm][:5], **changes}
+    alone = spec_of(tmp_path / "one", algorithm, 1, **changes)
+    together = spec_of(tmp_path / "two", algorithm, 2, strategy, **changes)
+    expected = trained(ranks, tmp_path / "one", alone)
+    events = trained(ranks, tmp_path / "two", together)
+    assert_same_numbers(numbers(events), numbers(expected))
+    (prepared,) = of_kind(events, Prepared)
+    assert prepared.num_rows == 11
+    assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * alone.gradient_accumulation_steps
+    sharding = prepared.effective["sharding"]
+    assert sharding["strategy"] == strategy
+    if strategy != "NO_SHARD":
+        assert sharding["local_elements"] <= 0.6 * sharding["total_elements"]
+    one, two = final_weights(alone), final_weights(together)
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        ShardingSpec(cpu_offload=True),
+        ShardingSpec(forward_prefetch=True, backward_prefetch="BACKWARD_PRE"),
+        ShardingSpec(strategy="SHARD_GRAD_OP", forward_prefetch=True),
+    ],
+    ids=["cpu_offload", "prefetch", "grad-op-prefetch"],
+)
+def test_what_saves_memory_or_time_changes_no_number(ranks: Ranks, tmp_path: Path, sharding: ShardingSpec) -> None:
+    plain = trained(ranks, tmp_path / "plain", spec_of(tmp_path / "plain", "sft", 2))
+    other = trained(ranks, tmp_path / "other", spec_of(tmp_path / "other", "sft", 2, sharding=sharding))
+    assert_same_numbers(numbers(other), numbers(plain))
+
+
+def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True)
+    events = trained(ranks, tmp_path, spec)
+    assert [event.kind for event in of_kind(events, CheckpointSaved)][-2:] == ["final", "merged"]
+    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16)
+    adapted = PeftModel.from_pretrained(base, spec.checkpoint_dir / "final").eval()
+    merged = AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "merged", dtype=torch.bfloat16).eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=0.1)
+    assert any(weight.abs().sum() > 0 for name, weight in adapted.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "changes"),
+    [
+        pytest.param("sft", "FULL_SHARD", {}, id="sft-sharded"),
+        pytest.param("dpo", "FULL_SHARD", {"lora": LORA}, id="dpo-sharded-lora"),
+        pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
+    ],
+)
+def test_a_checkpoint_of_two_ranks_goes_on_exactly(
+    ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
+) -> None:
+    spec = spec_of(tmp_path, algorithm, 2, strategy, save_steps=2, **changes)
+    whole = trained(ranks, tmp_path / "first", spec)
+    digests = weight_digests(spec)
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    # In the middle of the second epoch, whose order of rows is not the first one's.
+    resumed = trained(ranks, tmp_path / "second", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert of_kind(resumed, Prepared)[0].start_step == 4
+    assert numbers(resumed) == numbers(whole)[4:]
+    assert weight_digests(spec) == digests
+
+
+def test_told_to_stop_every_rank_saves_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "sft", 2)
+    codes, events = ranks.run(tmp_path / "run", spec, prepare=lambda paths: paths.control.write_text(json.dumps(PAUSE)))
+    assert codes == [0, 0]
+    assert of_kind(events, Paused)[0].step == 0
+
+
+def test_a_rank_that_fails_alone_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "sft", 2)
+    codes, events = ranks.run(tmp_path / "run", spec.model_copy(update={"ranks": 3}), world_size=2)
+    assert codes == [1, 1]
+    assert "3 ranks" in of_kind(events, Failed)[0].message
+
+
+def test_a_model_that_is_whole_on_every_rank_is_no_sharded_one() -> None:
+    spec = JobSpec.model_construct(ranks=2, sharding=ShardingSpec())
+    with pytest.raises(JobFailure, match="whole on every rank") as raised:
+        describe(torch.nn.Linear(2, 2), spec)
+    assert raised.value.reason == Reason.not_sharded
+
+
+def weight_digests(spec: JobSpec) -> dict[str, str]:
+    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,126 @@
+"""torchrun with two ranks under the real launcher: whatever of it is killed, the job goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl import faults, process
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.process import ProcessId
+from llama_stack_provider_trl.recipes.events import Reason, Started, iter_events
+from llama_stack_provider_trl.recipes.spec import ShardingSpec
+from tests.census import assert_clean
+from tests.process.test_recovery import World
+from tests.training import of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+TWO_RANKS = {"ranks": 2, "sharding": ShardingSpec(), "batch_size": 1}
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    monkeypatch.setenv(faults.VARIABLE, str(directory))
+    world = World(tmp_path, LocalLauncher())
+    yield world
+    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+    world.store.close()
+
+
+def held_at(world: World, point: str) -> tuple[RunDir, RunnerStatus]:
+    """Let the job run until a rank stands at `point`."""
+    (world.root / "faults" / point).write_text("hold")
+    world.until((world.root / "faults" / f"{point}.taken").exists)
+    paths = RunDir(world.store.get("job").run_dir or Path())
+    status = RunnerStatus.read(paths.runner_status)
+    assert status is not None
+    return paths, status
+
+
+def rank_processes(paths: RunDir) -> tuple[ProcessId, ProcessId]:
+    (started,) = of_kind(iter_events(paths.events), Started)
+    pids = sorted((int(path.name) for path in paths.stacks.iterdir()), key=lambda pid: pid != started.pid)
+    first, second = (process.identify(pid) for pid in pids)
+    assert first is not None
+    assert second is not None
+    return first, second
+
+
+def test_whatever_of_torchrun_is_killed_the_job_goes_on_from_its_checkpoint(world: World) -> None:
+    world.add("whole", "dpo-full", **TWO_RANKS)
+    world.finish("whole")
+    world.add("job", "dpo-full", **TWO_RANKS)
+    for attempt, (point, victims) in enumerate(
+        [
+            ("step-4", ["rank 1"]),
+            ("step-7", ["torchrun"]),
+            ("step-10", ["runner"]),
+            ("step-13", ["runner", "torchrun"]),
+        ],
+        start=1,
+    ):
+        paths, status = held_at(world, point)
+        first, second = rank_processes(paths)
+        processes = {"rank 0": first, "rank 1": second, "torchrun": status.trainer, "runner": status.runner}
+        for victim in victims:  # torchrun may be gone already: the kernel ends it with its runner
+            process.send_signal(processes[victim], signal.SIGKILL)  # type: ignore[arg-type]
+        world.until(lambda attempt=attempt: world.store.get("job").attempt == attempt + 1, 30)
+        for one in processes.values():
+            world.until(lambda one=one: one is None or not process.alive(one), 10)
+    world.finish("job")
+    attempts = world.store.attempts("job")
+    assert [attempt.start_step for attempt in attempts] == [0, 3, 6, 9, 12]
+    assert "rank 1 was killed by SIGKILL" in attempts[0].message
+    assert world.outcome("job") == world.outcome("whole")
+    assert_clean(world.root)
+
+
+def test_the_rank_that_failed_is_named_with_the_end_of_its_traceback(world: World) -> None:
+    (world.root / "faults" / "step-4").write_text("error")
+    world.add("job", "dpo-full", **TWO_RANKS, retries=0)
+    world.until(lambda: world.state("job") is JobState.failed)
+    job = world.store.get("job")
+    assert job.reason is Reason.rank_failed
+    assert "fault at step-4" in job.message
+    assert "End of the traceback" in job.message
+    assert_clean(world.root)
+
+
+def test_a_pause_and_a_cancel_reach_every_rank(world: World) -> None:
+    world.add("job", "dpo-full", **TWO_RANKS)
+    world.until(lambda: world.store.get("job").progress.step > 1)
+    world.store.request_pause("job")
+    world.until(lambda: world.state("job") is JobState.paused)
+    paused_at = world.store.get("job").progress.step
+    assert_clean(world.root)
+    world.store.request_resume("job")
+    held_at(world, f"saving-{(paused_at // 3 + 2) * 3}")
+    assert world.store.attempts("job")[-1].start_step == paused_at
+    world.store.request_cancel("job")
+    world.until(lambda: world.state("job") is JobState.cancelled, 5)
+    assert_clean(world.root)
+
+
+def test_a_rank_that_hangs_is_found_and_both_stacks_are_told(world: World) -> None:
+    world.supervisor._hang_timeout = 25.0  # imports take so long on a busy machine
+    world.add("job", "dpo-full", **TWO_RANKS, retries=0)
+    paths, _ = held_at(world, "step-4")
+    _, second = rank_processes(paths)
+    os.kill(second.pid, signal.SIGSTOP)
+    (world.root / "faults" / "step-4.go").touch()
+    world.until(lambda: world.state("job") is JobState.failed)
+    job = world.store.get("job")
+    assert job.reason is Reason.hung
+    assert "torch/distributed" in job.message
+    assert_clean(world.root)

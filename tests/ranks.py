@@ -1,0 +1,116 @@
+"""Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
+
+`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, port], forks the ranks with the variables
+that torchrun sets, waits for them, and prints their exit codes. The recipe and the process group are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.recipes.events import Event, iter_events
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Ranks:
+    """Runs attempts, one after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(
+        self,
+        run_dir: Path,
+        spec: JobSpec,
+        resume_from: Path | None = None,
+        *,
+        world_size: int | None = None,
+        prepare: Callable[[RunDir], object] = lambda paths: None,
+    ) -> tuple[list[int], list[Event]]:
+        """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
+
+        Args:
+            world_size: ranks to start; None: as many as the job has.
+            prepare: called with the run directory before they start.
+        """
+        run_dir.mkdir(parents=True)
+        paths = RunDir(run_dir)
+        prepare(paths)
+        attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir, world_size=spec.ranks, resume_from=resume_from)
+        paths.spec.write_text(attempt.model_dump_json())
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(paths.spec), world_size or spec.ranks, _free_port()]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
+
+
+@contextmanager
+def forked_ranks() -> Iterator[Ranks]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.ranks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    with process:
+        yield Ranks(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
+
+    for line in sys.stdin:
+        spec, world_size, port = json.loads(line)
+        pids = [_fork(spec, rank, world_size, port) for rank in range(world_size)]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+
+def _fork(spec: str, rank: int, world_size: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        if world_size > 1:
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world_size),
+                LOCAL_WORLD_SIZE=str(world_size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+        log = os.open(RunDir(Path(spec).parent).rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from llama_stack_provider_trl.recipes.train import main as train
+
+        os._exit(train(["train", spec]))
+    finally:
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main()
