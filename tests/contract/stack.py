@@ -63,6 +63,11 @@ class LlamaStack:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
+        self.launch()
+        self.wait_until_it_answers()
+
+    def launch(self) -> None:
+        """Start the server; until somebody asks, nobody knows whether it is up."""
         self.data_dir.mkdir(exist_ok=True)
         environ = {
             **os.environ,
@@ -83,6 +88,9 @@ class LlamaStack:
                 env=environ,
                 start_new_session=True,
             )
+
+    def wait_until_it_answers(self) -> None:
+        assert self.server is not None
         try:
             poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
         except AssertionError as error:

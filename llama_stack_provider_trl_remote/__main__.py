@@ -1,0 +1,10 @@
+"""`python -m llama_stack_provider_trl_remote` is `trl-remote`."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

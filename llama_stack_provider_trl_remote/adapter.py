@@ -1,0 +1,105 @@
+"""`remote::trl_remote`: Llama Stack's six post-training calls, answered by the training service.
+
+No `from __future__ import annotations` here: Llama Stack up to 0.4 builds its HTTP schema from these annotations, and
+strings would turn every POST into a 500.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from llama_stack_provider_trl.compat import Api, read_rows
+from llama_stack_provider_trl.errors import InvalidRows, ServiceUnreachable, StoreError
+from llama_stack_provider_trl.files import Blob, put_rows
+from llama_stack_provider_trl.protocol import SubmittingCalls, answers_clearly
+from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.responses import (
+    ListPostTrainingJobsResponse,
+    PostTrainingJob,
+    PostTrainingJobArtifactsResponse,
+    PostTrainingJobStatusResponse,
+)
+
+from .client import JOBS, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient, Timeouts
+from .config import TrlRemoteConfig
+
+
+class TrlRemotePostTraining(SubmittingCalls):
+    """The provider object inside Llama Stack. It keeps nothing: the jobs are the service's."""
+
+    def __init__(self, config: TrlRemoteConfig, deps: dict[Any, Any]) -> None:
+        self.datasets, self.datasetio = deps[Api.datasets], deps[Api.datasetio]
+        token = config.api_token.get_secret_value() if config.api_token else None
+        timeouts = Timeouts(config.connect_timeout, config.read_timeout, config.total_timeout)
+        self.client = ServiceClient(config.url, token, timeouts)
+
+    async def shutdown(self) -> None:
+        """Nothing to do: no connection is kept, and the service goes on."""
+
+    @answers_clearly
+    async def get_training_jobs(self) -> ListPostTrainingJobsResponse:
+        """Every job of the service, oldest first."""
+        return self._parsed(ListPostTrainingJobsResponse, await self.client.get(JOBS))
+
+    @answers_clearly
+    async def get_training_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        """How a job stands; `resources_allocated` holds progress, effective configuration, warnings and errors."""
+        return self._parsed(PostTrainingJobStatusResponse, await self.client.status(job_uuid))
+
+    @answers_clearly
+    async def cancel_training_job(self, job_uuid: str) -> None:
+        """End a job: its processes are gone within seconds, its checkpoints stay."""
+        await self.client.cancel(job_uuid)
+
+    @answers_clearly
+    async def get_training_job_artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+        """Every complete checkpoint of a job; its paths are on the service's machine."""
+        return self._parsed(PostTrainingJobArtifactsResponse, await self.client.artifacts(job_uuid))
+
+    async def _submit(self, request: SupervisedFineTuneRequest | PreferenceOptimizeRequest) -> PostTrainingJob:
+        # Without the nulls that this call's own signature adds, the same body sent to 8322 directly is the same job.
+        fields = request.model_dump(mode="json", exclude_unset=True)
+        body = {name: value for name, value in fields.items() if value is not None}
+        if (options := self._trl_options()) is not None:
+            body["provider_options"] = options
+        # A repeated POST gets its job back, or its conflict, even when its dataset is gone by now.
+        if not await self.client.holds(request.job_uuid):
+            body["dataset_digests"] = await self._upload_datasets(request)
+        path = SUPERVISED_FINE_TUNE if isinstance(request, SupervisedFineTuneRequest) else PREFERENCE_OPTIMIZE
+        return self._parsed(PostTrainingJob, await self.client.submit(path, body))
+
+    async def _upload_datasets(self, request: SupervisedFineTuneRequest | PreferenceOptimizeRequest) -> dict[str, str]:
+        """Give the service the rows that a request names, as far as it does not have them: dataset id -> digest."""
+        data = request.training_config.data_config
+        named = (data.dataset_id, data.validation_dataset_id) if data is not None else ()
+        return {name: await self._upload(name) for name in dict.fromkeys(named) if name is not None}
+
+    async def _upload(self, dataset_id: str) -> str:
+        rows = await read_rows(self.datasets, self.datasetio, dataset_id)
+        with tempfile.TemporaryDirectory(prefix="trl-remote-") as directory:
+            # In a thread: writing 10,000 rows takes a third of a second, and other requests should not wait for them.
+            blob = await asyncio.to_thread(_write, Path(directory), dataset_id, rows)
+            if not await self.client.has_blob(blob.sha256):
+                await self.client.put_blob(blob.sha256, blob.path)
+        return blob.sha256
+
+    def _parsed[Answer: BaseModel](self, model: type[Answer], answer: Any) -> Answer:
+        try:
+            return model.model_validate(answer)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the answer"
+            found = f"answered something that is no {model.__name__} ({where}: {first['msg']})"
+            raise ServiceUnreachable(self.client.url, found, "install the same release on both sides") from error
+
+
+def _write(directory: Path, dataset_id: str, rows: list[dict[str, Any]]) -> Blob:
+    try:
+        return put_rows(directory, rows)
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+    except OSError as error:
+        raise StoreError(f"dataset {dataset_id!r} cannot be written for its upload: {error}") from error

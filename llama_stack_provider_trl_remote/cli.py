@@ -1,0 +1,132 @@
+"""`trl-remote`: the training service from a shell. Each command imports what it needs, and no more."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+
+from llama_stack_provider_trl.errors import TrlError
+
+SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 with a sentence on standard error; `jobs watch` tells how the job ended."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["serve"]:
+        return _serve(given[1:])
+    options = parser().parse_args(given)
+    try:
+        return _run(options)
+    except BrokenPipeError:  # `| head` has seen enough; without this, Python complains once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (TrlError, OSError) as error:
+        print(f"trl-remote: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ntrl-remote: stopped looking; what was submitted goes on.", file=sys.stderr)
+        return 130
+
+
+def _serve(arguments: list[str]) -> int:
+    from .service.__main__ import main as serve
+
+    return serve(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from . import commands
+    from .client import ServiceClient
+    from .config import checked_url
+
+    try:
+        url = checked_url(options.url)
+    except ValueError as error:
+        print(f"trl-remote: --url or TRL_SERVICE_URL: {error}", file=sys.stderr)
+        return 1
+
+    client = ServiceClient(url, os.environ.get("TRL_SERVICE_TOKEN") or None)
+    return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="trl-remote",
+        description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
+        "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",
+    )
+    top.set_defaults(command="")
+    groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
+    groups.add_parser("serve", help=SERVE, add_help=False)
+    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
+    _datasets(groups.add_parser("datasets", help="add, list"))
+    _at_service(groups.add_parser("nodes", help="machines, their devices, and which job has them"))
+    return top
+
+
+def _jobs(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    submit = _at_service(commands.add_parser("submit", help="queue a job; the same file again is the same job"))
+    submit.add_argument(
+        "file", metavar="FILE", help="the request as JSON, as Llama Stack takes it; - reads it from stdin"
+    )
+    submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
+    listing.add_argument(
+        "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
+    )
+    _job(commands.add_parser("show", help="the whole status as JSON"))
+    watch = _job(
+        commands.add_parser("watch", help="follow a job to its end; exit status 0 completed, 1 failed, 2 cancelled")
+    )
+    watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (1)")
+    logs = _job(commands.add_parser("logs", help="what the training processes print"))
+    logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
+    logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
+    logs.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    for name, meaning in (
+        ("cancel", "end a job; its checkpoints stay"),
+        ("pause", "save a checkpoint, then free the devices"),
+        ("resume", "queue a paused job again"),
+    ):
+        _job(commands.add_parser(name, help=meaning))
+    pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to go on where it stopped"))
+    pull.add_argument("directory", metavar="DIR", help="where the checkpoint goes; must not exist yet")
+    pull.add_argument("--checkpoint", default="final", metavar="NAME", help="final, merged, checkpoint-100 ... (final)")
+
+
+def _datasets(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = _at_service(commands.add_parser("add", help="upload rows and register them under an id"))
+    add.add_argument("file", metavar="FILE", help=".jsonl, .json (a list of objects) or .csv")
+    add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
+    _at_service(commands.add_parser("list", help="one line per dataset"))
+
+
+def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    command.add_argument("job_uuid", metavar="JOB")
+    return _at_service(command)
+
+
+def _at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
+    command.add_argument("--url", default=default, help=f"address of the service (TRL_SERVICE_URL; now {default})")
+    return command
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return value
+
+
+def _lines(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 10000 lines")
+    return value

@@ -1,0 +1,277 @@
+"""HTTP client of the training service: for the adapter inside Llama Stack, and for `trl-remote`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+)
+
+from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.requests import JOB_UUID_PATTERN
+
+JOBS = "/v1/post-training/jobs"
+SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
+PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
+SLOWEST_UPLOAD = 1 << 20
+"""Bytes per second that an upload may go at."""
+_CHUNK = 1 << 18
+_BUSY = (502, 503, 504)
+
+
+class Timeouts(NamedTuple):
+    """Seconds; `TrlRemoteConfig` documents them."""
+
+    connect: float = 5.0
+    read: float = 60.0
+    total: float = 120.0
+
+
+class _Answer(NamedTuple):
+    status: int
+    content_type: str
+    body: bytes
+
+
+class ServiceClient:
+    """Calls the service. Every request has a connection of its own: nothing is bound to an event loop (Llama Stack
+    closes the one in which it makes its providers), nothing is left to close, and no kept connection goes stale.
+
+    A request that can be repeated without harm is: after a lost connection or an answer of 502 to 504, once for each of
+    `pauses`. A connection that was refused sent nothing, so then every request is repeated. What timed out is not: the
+    caller has waited long enough.
+
+    Args:
+        url: address of the service, as `config.checked_url` returns it.
+        token: sent as a bearer token.
+        pauses: seconds before each repetition.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 (a tuple)
+        pauses: Sequence[float] = (0.25, 0.5, 1.0),
+    ) -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeouts = timeouts
+        self._pauses = tuple(pauses)
+        self._identified = False
+
+    async def submit(self, path: str, body: dict[str, Any]) -> Any:
+        """POST a job. Its job_uuid makes it one job, however often it is sent."""
+        return _json(self.url, await self._call("POST", path, repeat=True, json=body))
+
+    async def get(self, path: str, **params: Any) -> Any:
+        """GET a JSON document; parameters that are None are left out."""
+        return _json(self.url, await self._call("GET", path, repeat=True, params=_given(params)))
+
+    async def get_text(self, path: str, **params: Any) -> str:
+        answer = await self._call("GET", path, repeat=True, params=_given(params))
+        return answer.body.decode(errors="replace")
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        """POST something that must not happen twice."""
+        # Without a body aiohttp would call it application/octet-stream, which the service refuses.
+        return _json(self.url, await self._call("POST", path, json={} if body is None else body))
+
+    async def status(self, job_uuid: str) -> Any:
+        return await self.get("/v1/post-training/job/status", job_uuid=job_uuid)
+
+    async def artifacts(self, job_uuid: str) -> Any:
+        return await self.get("/v1/post-training/job/artifacts", job_uuid=job_uuid)
+
+    async def cancel(self, job_uuid: str) -> None:
+        await self.post("/v1/post-training/job/cancel", {"job_uuid": job_uuid})
+
+    async def has_blob(self, sha256: str) -> bool:
+        try:
+            await self._call("HEAD", f"/v1/blobs/{sha256}", repeat=True)
+        except ServiceRefusal as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def put_blob(self, sha256: str, file: Path) -> None:
+        """Upload a file, in pieces."""
+        total = self._timeouts.total + file.stat().st_size / SLOWEST_UPLOAD
+        # 100-continue: a body that is too large is refused before it is sent, and the refusal then arrives for sure.
+        headers = {"Content-Type": "application/x-ndjson"}
+        await self._call(
+            "PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, headers=headers, total=total, expect100=True
+        )
+
+    async def holds(self, job_uuid: str) -> bool:
+        """Whether the service has a job of this name."""
+        try:
+            await self.status(job_uuid)
+        except ServiceRefusal as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    @asynccontextmanager
+    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        """A file from byte `start` on: (where the service really begins, the bytes). It may begin at 0 again."""
+        await self._identify()
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        # 0 is no limit: how long a file takes is between the disk and the network.
+        async with self._open("GET", path, total=0, headers=headers) as response:
+            if response.status not in (200, 206):
+                raise self._refusal(path, await _read(response))
+            yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
+
+    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> _Answer:
+        """One answer that is no error, after as many tries as the request permits."""
+        await self._identify()
+        return await self._tries(method, path, repeat=repeat, **request)
+
+    async def _tries(self, method: str, path: str, *, repeat: bool, **request: Any) -> _Answer:
+        for pause in (*self._pauses, None):
+            try:
+                answer = await self._once(method, path, **request)
+                if answer.status < 300:
+                    return answer
+                error: Exception = self._refusal(path, answer)
+                again = repeat and answer.status in _BUSY
+            except ServiceUnreachable as unreachable:
+                error = unreachable
+                again = _refused_connection(unreachable) or (repeat and not _timed_out(unreachable))
+            if pause is None or not again:
+                raise error
+            await asyncio.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> _Answer:
+        if file is None:
+            async with self._open(method, path, **request) as response:
+                return await _read(response)
+        with open(file, "rb") as body:
+            async with self._open(method, path, data=body, **request) as response:
+                return await _read(response)
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, path: str, *, total: float | None = None, **request: Any
+    ) -> AsyncIterator[ClientResponse]:
+        """One request; whatever keeps its answer from arriving becomes a ServiceUnreachable."""
+        connect, read, usual = self._timeouts
+        timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
+        try:
+            async with (
+                ClientSession(headers=self._headers, timeout=timeout) as session,
+                # Redirects would carry the token to whoever they name.
+                session.request(method, self.url + path, allow_redirects=False, **request) as response,
+            ):
+                yield response
+        except ConnectionTimeoutError as error:
+            raise ServiceUnreachable(self.url, f"took no connection within {connect:g} s") from error
+        except TimeoutError as error:
+            advice = (
+                "ask again (a job that is posted again is the same job), or raise the timeouts of remote::trl_remote"
+            )
+            found = f"has not answered {method} {path} within {min(read, timeout.total or read):g} s"
+            raise ServiceUnreachable(self.url, found, advice) from error
+        except ClientConnectorError as error:
+            raise ServiceUnreachable(self.url, f"takes no connection ({_reason(error)})") from error
+        except ClientError as error:
+            found = f"broke off {method} {path} ({_reason(error)})"
+            raise ServiceUnreachable(self.url, found, "look into its log; it may be restarting") from error
+
+    async def _identify(self) -> None:
+        """Make sure, once, that a training service is what listens: Llama Stack itself serves some of its paths, and
+        an adapter that was pointed at its own Llama Stack would call itself without end."""
+        if self._identified:
+            return
+        answer = await self._tries("GET", "/v1/health", repeat=True)
+        health = _json(self.url, answer)
+        if not isinstance(health, dict) or "version" not in health:
+            raise self._stranger(f"GET /v1/health gives {str(health)[:80]}")
+        self._identified = True
+
+    def _refusal(self, path: str, answer: _Answer) -> Exception:
+        detail = _detail(answer)
+        if answer.status < 400 or (answer.status == 404 and detail == "Not Found"):
+            return self._stranger(f"{path} gives {answer.status}")
+        return ServiceRefusal(self.url, answer.status, detail or f"no reason given ({path})")
+
+    def _stranger(self, found: str) -> ServiceUnreachable:
+        return ServiceUnreachable(
+            self.url,
+            f"is something else: {found}",
+            "set TRL_SERVICE_URL, or the url of remote::trl_remote, to the service's address (port 8322 by default)",
+        )
+
+
+def job_path(job_uuid: str, rest: str = "") -> str:
+    """Path of a job's own resource.
+
+    Raises:
+        JobNotFound: no job can have this name.
+    """
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid):
+        raise JobNotFound(job_uuid)
+    return f"{JOBS}/{quote(job_uuid)}{rest}"
+
+
+async def _read(response: ClientResponse) -> _Answer:
+    return _Answer(response.status, response.content_type, await response.read())
+
+
+def _json(url: str, answer: _Answer) -> Any:
+    if not answer.body:
+        return None
+    try:
+        return json.loads(answer.body)
+    except ValueError as error:
+        found = f"answered {answer.content_type} where JSON was expected"
+        raise ServiceUnreachable(url, found, "check that TRL_SERVICE_URL is its address") from error
+
+
+def _detail(answer: _Answer) -> str:
+    """The sentence of an error answer; the beginning of its text where there is none."""
+    try:
+        body = json.loads(answer.body)
+        detail = body["detail"]
+        return detail if isinstance(detail, str) else json.dumps(detail)
+    except (ValueError, KeyError, TypeError):
+        return " ".join(answer.body.decode(errors="replace").split())[:200]
+
+
+def _given(params: dict[str, Any]) -> dict[str, str]:
+    shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in params.items()}
+    return {name: shown[name] for name, value in params.items() if value is not None}
+
+
+def _refused_connection(error: ServiceUnreachable) -> bool:
+    return isinstance(error.__cause__, ClientConnectorError)
+
+
+def _timed_out(error: ServiceUnreachable) -> bool:
+    return isinstance(error.__cause__, TimeoutError)
+
+
+def _reason(error: ClientError) -> str:
+    cause = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None) or 0
+    # asyncio's own text is "Connect call failed"; name resolution has negative numbers and good texts.
+    text = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause)
+    return text or type(cause).__name__

@@ -1,0 +1,166 @@
+"""What each command of `trl-remote` does with a client, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import Blob, put_rows
+
+from .client import JOBS, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient, job_path
+from .pull import pull
+from .row_files import read_row_file
+from .terminal import job_line, progress_line, table
+from .watch import follow_log, watch
+
+Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
+_PAGE = 200
+
+
+async def submit(client: ServiceClient, options: Namespace) -> int:
+    body = _read_request(options.file)
+    path = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE, None: _guessed(body)}[options.algorithm]
+    answer = await client.submit(path, body)
+    print(answer["job_uuid"])
+    return 0
+
+
+async def list_jobs(client: ServiceClient, options: Namespace) -> int:
+    async for job in _pages(client, options.status):
+        print(job_line(job))
+    return 0
+
+
+async def show(client: ServiceClient, options: Namespace) -> int:
+    print(json.dumps(await client.status(options.job_uuid), indent=2))
+    return 0
+
+
+async def watch_job(client: ServiceClient, options: Namespace) -> int:
+    return await watch(client, options.job_uuid, options.interval)
+
+
+async def logs(client: ServiceClient, options: Namespace) -> int:
+    if options.follow:
+        await follow_log(client, options.job_uuid, options.rank, options.tail)
+    else:
+        path = job_path(options.job_uuid, "/logs")
+        print((await client.get_text(path, rank=options.rank, tail=options.tail)).rstrip("\n"))
+    return 0
+
+
+async def cancel(client: ServiceClient, options: Namespace) -> int:
+    await client.cancel(options.job_uuid)
+    print(progress_line(await client.status(options.job_uuid)))
+    return 0
+
+
+async def pause(client: ServiceClient, options: Namespace) -> int:
+    print(progress_line(await client.post(job_path(options.job_uuid, "/pause"))))
+    return 0
+
+
+async def resume(client: ServiceClient, options: Namespace) -> int:
+    print(progress_line(await client.post(job_path(options.job_uuid, "/resume"))))
+    return 0
+
+
+async def pull_checkpoint(client: ServiceClient, options: Namespace) -> int:
+    target = Path(options.directory)
+    identifier = await pull(client, options.job_uuid, options.checkpoint, target, lambda text: print(text, flush=True))
+    print(f"{identifier} is in {target}")
+    return 0
+
+
+async def add_dataset(client: ServiceClient, options: Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="trl-remote-") as directory:
+        blob = await asyncio.to_thread(_rows_of, Path(options.file), Path(directory))
+        if not await client.has_blob(blob.sha256):
+            await client.put_blob(blob.sha256, blob.path)
+    body = {
+        "dataset_id": options.dataset_id,
+        "purpose": "post-training/messages",
+        "source": {"type": "blob", "sha256": blob.sha256},
+    }
+    await client.post("/v1/datasets", body)
+    print(f"{options.dataset_id}: {blob.num_rows} rows, {blob.sha256}")
+    return 0
+
+
+async def list_datasets(client: ServiceClient, options: Namespace) -> int:
+    answer = await client.get("/v1/datasets")
+    rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", "?"), _source(d["source"])) for d in answer["data"]]
+    print(table(("dataset", "rows", "source"), rows))
+    return 0
+
+
+async def list_nodes(client: ServiceClient, options: Namespace) -> int:
+    answer = await client.get("/v1/nodes")
+    rows = [
+        (node["node"], device, node.get("jobs", {}).get(device) or "free")
+        for node in answer["data"]
+        for device in node["devices"]
+    ]
+    print(table(("node", "device", "job"), rows))
+    return 0
+
+
+COMMANDS: dict[tuple[str, str], Command] = {
+    ("jobs", "submit"): submit,
+    ("jobs", "list"): list_jobs,
+    ("jobs", "show"): show,
+    ("jobs", "watch"): watch_job,
+    ("jobs", "logs"): logs,
+    ("jobs", "cancel"): cancel,
+    ("jobs", "pause"): pause,
+    ("jobs", "resume"): resume,
+    ("jobs", "pull"): pull_checkpoint,
+    ("datasets", "add"): add_dataset,
+    ("datasets", "list"): list_datasets,
+    ("nodes", ""): list_nodes,
+}
+
+
+async def _pages(client: ServiceClient, status: str | None) -> AsyncIterator[dict[str, Any]]:
+    after: str | None = None
+    while True:
+        page = await client.get(JOBS, full=True, limit=_PAGE, status=status, after=after)
+        for job in page["data"]:
+            yield job
+        after = page.get("next")
+        if after is None:
+            return
+
+
+def _read_request(name: str) -> dict[str, Any]:
+    text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    shown = "standard input" if name == "-" else name
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest("FILE", shown, f"it is not JSON ({error}).") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("FILE", shown, f"it holds a {type(body).__name__}; a request is an object.")
+    return body
+
+
+def _guessed(body: dict[str, Any]) -> str:
+    """The call that a request is meant for: only DPO has a `finetuned_model` or an algorithm beside LoRA and QAT."""
+    algorithm = body.get("algorithm_config") or {}
+    kind = algorithm.get("type", "dpo") if isinstance(algorithm, dict) and algorithm else None
+    return PREFERENCE_OPTIMIZE if "finetuned_model" in body or str(kind).lower() == "dpo" else SUPERVISED_FINE_TUNE
+
+
+def _rows_of(file: Path, directory: Path) -> Blob:
+    return put_rows(directory, read_row_file(file))
+
+
+def _source(source: dict[str, Any]) -> str:
+    return str(source.get("uri") or source.get("sha256") or source["type"])

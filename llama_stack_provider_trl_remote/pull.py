@@ -1,0 +1,97 @@
+"""Downloading a checkpoint: resumed where it stopped, verified, and put in place in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceUnreachable
+from llama_stack_provider_trl.files import put_in_place, resolve_under
+
+from .client import ServiceClient, job_path
+
+_TRIES = 5
+
+
+async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, say: Callable[[str], None]) -> str:
+    """Download a checkpoint into `target`, which appears when it is complete.
+
+    Until then the files are in a directory beside it; called again, it goes on with what is there.
+
+    Args:
+        name: the identifier, or its end: `final`, `merged`, `checkpoint-100`.
+        say: told of each file.
+
+    Returns:
+        The checkpoint's identifier.
+
+    Raises:
+        InvalidRequest: there is no such checkpoint, or `target` exists.
+        ServiceUnreachable: the service has gone away; call again when it is back.
+    """
+    if target.exists():
+        raise InvalidRequest("DIR", str(target), "it exists already; name a new directory.")
+    identifier = _chosen(await client.get(job_path(job_uuid, "/checkpoints")), name)
+    root = job_path(job_uuid, f"/checkpoints/{quote(identifier, safe='')}")
+    files = (await client.get(root))["files"]
+    # Named after its content: what another checkpoint has left behind is not taken for this one's.
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+    staging = target.with_name(f".{target.name}.{digest}.pulling")
+    staging.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        path = resolve_under(staging, file["path"], "checkpoint file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        say(f"{file['path']}  {file['size']:,} bytes")
+        await _fetch(client, f"{root}/files/{quote(file['path'])}", path, file)
+    put_in_place(staging, target)
+    return identifier
+
+
+def _chosen(answer: Any, name: str) -> str:
+    found = [str(checkpoint["identifier"]) for checkpoint in answer["data"]]
+    for identifier in found:
+        if identifier == name or identifier.endswith(f"-{name}"):
+            return identifier
+    there = f"there are {', '.join(found)}." if found else "the job has none yet."
+    raise InvalidRequest("--checkpoint", name, there)
+
+
+async def _fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
+    """One file, as far as it is not there; a second time from its beginning where what was there was damaged."""
+    for last_chance in (False, True):
+        resumed = await _complete(client, url, path, file["size"])
+        if _sha256(path) == file["sha256"]:
+            return
+        path.unlink()
+        if last_chance or not resumed:
+            break
+    found = f"sent {file['path']} with another sha256 than the {file['sha256']} that it announced"
+    raise ServiceUnreachable(client.url, found, "pull again; if it stays so, the checkpoint is damaged on its disk")
+
+
+async def _complete(client: ServiceClient, url: str, path: Path, size: int) -> bool:
+    """Append what is missing; whether something was there before."""
+    resumed = path.exists()
+    for further in reversed(range(_TRIES)):
+        have = path.stat().st_size if path.exists() else 0
+        if have >= size and path.exists():
+            break
+        try:
+            async with client.download(url, have) as (start, chunks):
+                with open(path, "ab" if start else "wb") as out:
+                    async for chunk in chunks:
+                        out.write(chunk)
+        except ServiceUnreachable:
+            got = path.stat().st_size if path.exists() else 0
+            if not further or got == have:
+                raise
+    return resumed
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,45 @@
+"""`python -m llama_stack_provider_trl_remote.service`: the training service, on port 8322 unless told otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .loading import load_settings
+from .settings import SettingsError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings, config = load_settings(
+            options.config,
+            host=options.host,
+            port=options.port,
+            data_dir=options.data_dir,
+            insecure=options.insecure or None,
+        )
+    except SettingsError as error:
+        print(f"trl-remote serve: {error}", file=sys.stderr)
+        return 1
+    from .server import serve
+
+    return serve(settings, config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_stack_provider_trl_remote.service", description="Serve post-training over HTTP."
+    )
+    parser.add_argument("--config", type=Path, help="run_fsdp.yaml; default: TRL_SERVICE_CONFIG, ./run_fsdp.yaml")
+    parser.add_argument("--host", help="default: TRL_SERVICE_HOST, the configuration's, 127.0.0.1")
+    parser.add_argument("--port", type=int, help="default: TRL_SERVICE_PORT, the configuration's, 8322; 0: any")
+    parser.add_argument("--data-dir", type=Path, help="default: TRL_SERVICE_DATA_DIR, the configuration's")
+    parser.add_argument("--insecure", action="store_true", help="serve beyond loopback without TLS")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

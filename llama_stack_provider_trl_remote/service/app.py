@@ -1,0 +1,41 @@
+"""The HTTP application: routes, errors, the gate before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from llama_stack_provider_trl import __version__
+
+from . import routes_datasets, routes_job_files, routes_jobs, routes_service
+from .auth import Gate
+from .context import Service
+from .errors import handle_errors
+
+_TITLE = "llama-stack-provider-trl training service"
+_TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. docs/service.md explains it."
+
+
+def make_app(service: Service) -> FastAPI:
+    """Everything that is served; starts nothing."""
+    # Documents the token only: `Gate` checks it, before anything of the request is read.
+    token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
+    # One way to write each path: a redirect would carry the token along, to wherever Host says.
+    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, redoc_url=None)
+    app.state.service = service
+    handle_errors(app)
+    for prefix in ("/v1", "/v1alpha"):
+        _include(app, routes_jobs.router, prefix, dependencies=token)
+        _include(app, routes_job_files.router, prefix, dependencies=token)
+    for prefix in ("/v1", "/v1beta"):
+        _include(app, routes_datasets.router, prefix, dependencies=token)
+    _include(app, routes_datasets.blobs, "/v1", dependencies=token)
+    _include(app, routes_service.router, "/v1")
+    app.add_middleware(Gate, settings=service.settings)
+    return app
+
+
+def _include(app: FastAPI, router: Any, prefix: str, **more: Any) -> None:
+    app.include_router(router, prefix=prefix, **more)

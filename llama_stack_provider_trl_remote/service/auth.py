@@ -1,0 +1,176 @@
+"""Who may call, from where, and with how large a body: decided before a request reaches any handler.
+
+Pure ASGI, so that bodies pass through in pieces: Starlette's own middleware classes would hold them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException, Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Forbidden, raw_answer
+from .settings import Role, ServiceSettings
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+OPEN_PATHS = frozenset({"/v1/health"})
+"""Answered without a token."""
+_UPLOAD = re.compile(r"/v1/blobs/[^/]*")
+_SPARE = 64 << 20
+"""Bytes of a body that is too large which are read and dropped, so that its sender lives to see the answer."""
+
+
+class Refused(HTTPException):
+    """Raised inside the gate: the request goes no further. FastAPI lets its own exceptions out of a body's reading."""
+
+
+class Gate:
+    """Checks Host, Origin, token, content type and size of every request."""
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
+        self.app = app
+        self._tokens = {token.encode(): role for token, role in settings.credentials.items()}
+        self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
+        # DNS rebinding comes with a name: beyond loopback, an address as such is what our clients use.
+        self._addresses_pass = not settings.on_loopback
+        self._limits = (settings.max_body_mb << 20, settings.max_upload_mb << 20)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        body = _Body(receive, send, self._limits[bool(_UPLOAD.fullmatch(scope["path"]))])
+        try:
+            self._check_origin(headers)
+            scope["trl_role"] = self._role(scope, headers)
+            _check_content_type(scope, headers)
+            await body.check_announced(headers)
+            await self.app(scope, body.receive, body.send)
+        except Refused as refusal:
+            if not body.answered:
+                await _answer(send, refusal)
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A browser can be made to call us from any page: by a name that resolves to us, or by a form."""
+        host = headers.get("host", "")
+        if not self._known(_name(host)):
+            raise Refused(
+                403,
+                f"the Host header is {host[:100]!r}, expected one of {', '.join(sorted(self._hosts))}: call the "
+                "service by one of these, or add the name to allowed_hosts in the service's configuration",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._known(_name(urlsplit(origin).netloc if "//" in origin else origin)):
+            raise Refused(403, f"a page of {origin[:100]!r} may not call this service: only its own pages may")
+
+    def _known(self, name: str) -> bool:
+        return name in self._hosts or (self._addresses_pass and _is_address(name))
+
+    def _role(self, scope: Scope, headers: Headers) -> Role:
+        if not self._tokens:
+            return "admin"
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            # All are compared, each in constant time: the time taken says nothing about any of them.
+            matches = [
+                role for token, role in self._tokens.items() if hmac.compare_digest(token, given.strip().encode())
+            ]
+            if matches:
+                return matches[0]
+        if scope["path"] in OPEN_PATHS:
+            return "submit"
+        found = "is not one that this service knows" if given else "is missing"
+        raise Refused(
+            401, f"the token {found}: send `Authorization: Bearer TOKEN` with the token that the service was given"
+        )
+
+
+async def needs_admin(request: Request) -> None:
+    """A dependency of the calls that destroy something."""
+    if request.scope["trl_role"] != "admin":
+        raise Forbidden("this call needs a token with the role admin, yours has the role submit: ask the operator")
+
+
+class _Body:
+    """The body of one request as it passes: counted, and refused where it is too large."""
+
+    def __init__(self, receive: Receive, send: Send, limit: int) -> None:
+        self._receive, self._send, self._limit = receive, send, limit
+        self._count = 0
+        self.answered = False
+
+    async def check_announced(self, headers: Headers) -> None:
+        announced = headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > self._limit:
+            if headers.get("expect", "").lower() != "100-continue":
+                await self._drop(int(announced))
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._count += len(message.get("body", b""))
+        if self._count > self._limit:
+            await self._drop(self._limit + _SPARE)
+            raise self._too_large()
+        return message
+
+    async def send(self, message: Message) -> None:
+        self.answered = True
+        await self._send(message)
+
+    async def _drop(self, announced: int) -> None:
+        dropped = 0
+        while announced <= self._limit + _SPARE and dropped <= _SPARE:
+            message = await self._receive()
+            dropped += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return
+
+    def _too_large(self) -> Refused:
+        return Refused(
+            413,
+            f"the body is larger than {self._limit >> 20} MiB: upload rows with PUT /v1/blobs/SHA256, or raise "
+            "max_body_mb or max_upload_mb in the service's configuration",
+        )
+
+
+def _check_content_type(scope: Scope, headers: Headers) -> None:
+    """A form of any page can be posted here, as every type but JSON. (A blob is PUT, which no form can.)"""
+    if scope["method"] != "POST" or not (
+        headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers
+    ):
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(400, f"the Content-Type is {kind or 'missing'!r}, expected application/json: send JSON")
+
+
+def _name(host: str) -> str:
+    """`Host` without its port; an IPv6 address without its brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _answer(send: Send, refusal: Refused) -> None:
+    headers, body = raw_answer(refusal.status_code, str(refusal.detail))
+    extra: Mapping[int, Any] = {401: [(b"www-authenticate", b"Bearer")], 413: [(b"connection", b"close")]}
+    headers += extra.get(refusal.status_code, [])
+    await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

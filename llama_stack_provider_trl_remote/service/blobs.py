@@ -1,0 +1,210 @@
+"""Datasets as files named by their sha256: uploaded in pieces, checked once per algorithm, never held in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.files import atomic_write_json, free_bytes
+from llama_stack_provider_trl.process import child_environment
+from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
+
+from .errors import TooLarge
+from .reading import Verdict, check_file
+from .settings import ServiceSettings
+
+READING = "llama_stack_provider_trl_remote.service.reading"
+_STAGING = ".incoming-"
+_PIECE = 1 << 20
+_SMALL = 4 << 20
+"""Bytes of a file that is checked in a thread: a process of its own costs a third of a second."""
+_CHILDREN = 2
+"""Processes that read datasets at once."""
+
+
+class Blobs:
+    """The files of `<data_dir>/datasets`."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.directory = settings.data_dir / "datasets"
+        self._settings = settings
+        self._children = asyncio.Semaphore(_CHILDREN)
+
+    def prepare(self) -> None:
+        """Make the directory, and remove what uploads left there that were under way when a service was killed."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob(f"{_STAGING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def path(self, sha256: str) -> Path:
+        return self.directory / f"{sha256}.jsonl"
+
+    def holds(self, sha256: str) -> bool:
+        return self.path(sha256).is_file()
+
+    async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
+        """Store a body whose digest this must be; of one that ends early or differs, nothing stays.
+
+        Raises:
+            InvalidRequest: it has another digest.
+            TooLarge: it has too many rows.
+            OSError: the disk is full.
+        """
+        self._check_space(announced)
+        with self._staging() as staging:
+            file = staging / "rows"
+            with open(file, "wb") as output:
+                found = await self._write(output, pieces)
+            if found != sha256:
+                raise InvalidRequest("sha256", sha256, f"the body's is {found}: nothing was kept, send it again")
+            await asyncio.to_thread(self._keep, file, sha256)
+
+    async def convert(self, uri: str) -> tuple[str, int]:
+        """Store the rows of a file or a hub dataset; returns their digest and number.
+
+        Raises:
+            InvalidRows: it cannot be read, or not in time.
+            TooLarge: it has too many rows.
+        """
+        with self._staging() as staging:
+            # In an empty directory: the hub's library takes ORG/NAME for a local directory where there is such a one.
+            answer = await self._child(staging, "convert", uri, str(staging), str(self._settings.max_rows))
+            if "too_many" in answer:
+                raise self._too_many()
+            if "error" in answer:
+                raise InvalidRows(answer["error"])
+            file = staging / f"{answer['sha256']}.jsonl"
+            await asyncio.to_thread(self._keep, file, answer["sha256"])
+            return answer["sha256"], answer["num_rows"]
+
+    async def checked(
+        self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        """A stored file that an algorithm can train on, with warnings. Looked into once: the verdict stays beside it.
+
+        Raises:
+            InvalidRows: naming the first bad row.
+        """
+        path = self.path(sha256)
+        kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
+        verdict = await asyncio.to_thread(_read_verdict, kept)
+        if verdict is None:
+            verdict = await self._check(path, algorithm, data_format)
+            await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+        if verdict["error"] is not None:
+            raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
+        ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
+        return ref, verdict["warnings"]
+
+    def check_count(self, num_rows: int) -> None:
+        """Raises TooLarge."""
+        if num_rows > self._settings.max_rows:
+            raise self._too_many()
+
+    async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
+        if path.stat().st_size <= _SMALL:
+            return await asyncio.to_thread(check_file, path, algorithm, data_format)
+        answer = await self._child(path.parent, "check", str(path), algorithm, data_format or "")
+        if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
+            raise InvalidRows(answer["error"])
+        return Verdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
+
+    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes]) -> str:
+        digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
+
+        def flush() -> None:
+            digest.update(waiting)
+            output.write(waiting)
+
+        async for piece in pieces:
+            num_rows += piece.count(b"\n")
+            last = piece[-1:] or last
+            self.check_count(num_rows + (last != b"\n"))
+            waiting += piece
+            if len(waiting) >= _PIECE:
+                await asyncio.to_thread(flush)
+                waiting.clear()
+        await asyncio.to_thread(flush)
+        return digest.hexdigest()
+
+    async def _child(self, cwd: Path, *arguments: str) -> dict[str, Any]:
+        """Run `reading` in the training interpreter; it sees no token of ours, and ends when its time is over."""
+        python = self._settings.train_python or Path(sys.executable)
+        limit = self._settings.convert_timeout
+        async with self._children:
+            child = await asyncio.create_subprocess_exec(
+                *(str(python), "-m", READING, *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=cwd,
+                env=child_environment(os.environ, {}),
+                start_new_session=True,
+            )
+            try:
+                output, errors = await asyncio.wait_for(child.communicate(), limit)
+            except TimeoutError as error:
+                raise InvalidRows(f"reading it took more than {limit:.0f} s (convert_timeout)") from error
+            finally:
+                if child.returncode is None:
+                    with suppress(ProcessLookupError):
+                        child.kill()
+                    await child.wait()
+        try:
+            answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+        except (ValueError, IndexError):
+            told = errors.decode(errors="replace").strip().splitlines()
+            return {"error": f"its reader ended with {child.returncode}: {told[-1] if told else 'it said nothing'}"}
+        return answer
+
+    def _check_space(self, announced: int) -> None:
+        spare = self._settings.min_free_disk_mb << 20
+        free = free_bytes(self.directory)
+        if free < announced + spare:
+            text = f"{free >> 20} MiB are free below {self.directory.name}, {announced + spare >> 20} are needed"
+            raise OSError(errno.ENOSPC, text)
+
+    def _keep(self, file: Path, sha256: str) -> None:
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(file, self.path(sha256))
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        path = Path(tempfile.mkdtemp(dir=self.directory, prefix=_STAGING))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _too_many(self) -> TooLarge:
+        limit = self._settings.max_rows
+        return TooLarge(f"the dataset has more than {limit} rows (max_rows of the service): split it")
+
+
+def _read_verdict(path: Path) -> Verdict | None:
+    """None: there is none, or another release gave it."""
+    try:
+        found = json.loads(path.read_text())
+        if found["version"] != __version__:
+            return None
+        return Verdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,207 @@
+"""What the calls take and answer beyond the engine's own models."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, StringConstraints
+
+from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.requests import (
+    COUNT,
+    DataConfig,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    TrainingConfig,
+)
+from llama_stack_provider_trl.responses import Checkpoint
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Purpose = Literal["post-training/messages", "eval/question-answer", "eval/messages-answer"]
+
+
+class DataConfigBody(DataConfig):
+    batch_size: int | None = Field(None, **COUNT)  # type: ignore[assignment]
+    """Rows (SFT) or pairs (DPO) per rank and micro step. Required unless the service's configuration has a default."""
+
+
+class TrainingConfigBody(TrainingConfig):
+    data_config: DataConfigBody | None = None
+    """Required: which data to train on."""
+
+
+class SupervisedFineTuneBody(SupervisedFineTuneRequest):
+    training_config: TrainingConfigBody
+    """How to train."""
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    dataset_digests: dict[str, Sha256] | None = None
+    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+
+
+class PreferenceOptimizeBody(PreferenceOptimizeRequest):
+    training_config: TrainingConfigBody
+    """How to train."""
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    dataset_digests: dict[str, Sha256] | None = None
+    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class JobName(_Body):
+    job_uuid: str
+    """The job that is meant."""
+
+
+class RowsSource(_Body):
+    type: Literal["rows"]
+    rows: list[dict[str, Any]]
+    """One object per row. Answers leave them out."""
+
+
+class UriSource(_Body):
+    type: Literal["uri"]
+    uri: str = Field(max_length=4096)
+    """An absolute path or file:// below one of the service's dataset_roots (.csv, .jsonl, .json, .parquet), or
+    huggingface://datasets/ORG/NAME?split=train."""
+
+
+class BlobSource(_Body):
+    type: Literal["blob"]
+    sha256: Sha256
+    """Digest of rows that were uploaded with PUT /v1/blobs/{sha256}."""
+
+
+Source = Annotated[RowsSource | UriSource | BlobSource, Field(discriminator="type")]
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be kept as JSON: {error}") from error
+    return metadata
+
+
+class RegisterDataset(_Body):
+    dataset_id: str | None = Field(None, min_length=1, max_length=512)
+    """Name to refer to it by; made up where it is left out."""
+    purpose: Purpose = "post-training/messages"
+    """As Llama Stack has it. Rows of any accepted shape can be trained on, whatever it says."""
+    source: Source
+    """Where the rows are."""
+    metadata: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
+    """Anything; answered as it is, with `num_rows` and `sha256` once they are known."""
+    dataset_type: str | None = Field(None, max_length=512)
+    """Kept in the metadata."""
+
+
+class Dataset(BaseModel):
+    """Llama Stack's own shape of a dataset."""
+
+    identifier: str
+    provider_id: str = "trl"
+    provider_resource_id: str | None = None
+    type: Literal["dataset"] = "dataset"
+    owner: None = None
+    purpose: Purpose
+    source: Source
+    metadata: dict[str, Any]
+
+
+class ListDatasetsResponse(BaseModel):
+    data: list[Dataset]
+
+
+class JobRow(BaseModel):
+    """One job of the list; all but the name only with `full=true`."""
+
+    job_uuid: str
+    status: str | None = None
+    state: str | None = None
+    algorithm: str | None = None
+    model: str | None = None
+    priority: int | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    percent: float | None = None
+    detail: str | None = None
+    """What it waits for, or why it failed."""
+    scheduled_at: datetime | None = None
+    started_at: datetime | None = None
+    completed_at: datetime | None = None
+
+
+class ListJobsResponse(BaseModel):
+    data: list[JobRow]
+    next: str | None
+    """Pass it as `after` for the next page; null: this is the last one."""
+
+
+class EventLine(BaseModel):
+    id: str
+    """Cursor behind this event: pass it as `after` to get those that follow."""
+    event: dict[str, Any]
+
+
+class EventsResponse(BaseModel):
+    data: list[EventLine]
+    next: str
+    """Pass it as `after` for what follows."""
+
+
+class Point(BaseModel):
+    kind: Literal["train", "validation"]
+    step: int
+    epoch: float
+    time: datetime
+    metrics: dict[str, float | None]
+
+
+class MetricsResponse(BaseModel):
+    data: list[Point]
+
+
+class ListCheckpointsResponse(BaseModel):
+    data: list[Checkpoint]
+
+
+class CheckpointFile(BaseModel):
+    path: str
+    """Relative to the checkpoint's directory."""
+    size: int
+    sha256: str
+
+
+class CheckpointFiles(BaseModel):
+    identifier: str
+    path: str
+    files: list[CheckpointFile]
+
+
+class Health(BaseModel):
+    status: Literal["OK"]
+    version: str
+    supervising: bool
+    """false: another process supervises this data directory, and this one only takes requests."""
+
+
+class Node(BaseModel):
+    node: str
+    devices: list[str]
+    jobs: dict[str, str]
+    """Device -> the job that has it."""
+    cpus: int
+    memory_bytes: int
+    memory_available_bytes: int
+    disk_free_bytes: int
+
+
+class ListNodesResponse(BaseModel):
+    data: list[Node]

@@ -1,0 +1,124 @@
+"""Files of checkpoints: found by identifier, listed with digests, never from outside their checkpoint's directory."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llama_stack_provider_trl.files import resolve_under
+from llama_stack_provider_trl.jobs.records import CheckpointRecord
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.responses import checkpoint_response
+
+from .bodies import CheckpointFile, CheckpointFiles
+from .errors import NotFound, OutOfRange
+
+_REMEMBERED = 10_000
+_PIECE = 1 << 20
+
+
+class Digests:
+    """sha256 of files, remembered for as long as size and time stay the same. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        # Of their own: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
+        self.threads = ThreadPoolExecutor(2, "trl-digests")
+        self._closed = False
+        self._known: OrderedDict[tuple[str, int, int], str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, path: Path) -> tuple[int, str]:
+        """Size and sha256. Raises OSError."""
+        status = path.stat()
+        key = (str(path), status.st_size, status.st_mtime_ns)
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            known = self._sha256(path)
+            with self._lock:
+                self._known[key] = known
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+        return status.st_size, known
+
+    def close(self) -> None:
+        """What is under way ends with an OSError."""
+        self._closed = True
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _sha256(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                if self._closed:
+                    raise OSError("the service stops")
+                digest.update(piece)
+        return digest.hexdigest()
+
+
+def list_files(store: Store, digests: Digests, job_uuid: str, identifier: str) -> CheckpointFiles:
+    """Every file of a checkpoint. Raises NotFound."""
+    shown_as, checkpoint = _find(store, job_uuid, identifier)
+    files = []
+    for path in sorted(checkpoint.path.rglob("*")):
+        relative = str(path.relative_to(checkpoint.path))
+        if path.is_file() and path.resolve().is_relative_to(checkpoint.path.resolve()):
+            size, sha256 = digests.of(path)
+            files.append(CheckpointFile(path=relative, size=size, sha256=sha256))
+    if not files:
+        raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {checkpoint.path}")
+    return CheckpointFiles(identifier=shown_as, path=str(checkpoint.path), files=files)
+
+
+def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, relative: str) -> tuple[Path, int, str]:
+    """A file of a checkpoint with its size and sha256.
+
+    Raises:
+        InvalidRequest: the path leads out of the checkpoint.
+        NotFound.
+    """
+    shown_as, checkpoint = _find(store, job_uuid, identifier)
+    try:
+        path = resolve_under(checkpoint.path, relative)
+        if path.is_file():
+            return path, *digests.of(path)
+    except (OSError, RuntimeError):  # a name too long for the file system, a loop of links; removed this very moment
+        pass
+    raise NotFound(f"checkpoint {shown_as!r} has no file {relative!r}: GET .../checkpoints/{shown_as} lists its files")
+
+
+def requested_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and the one behind the last of a Range header; None: the whole file.
+
+    What is no range of bytes, or several ranges, is passed over, as HTTP wants it.
+
+    Raises:
+        OutOfRange.
+    """
+    found = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", (header or "").replace(" ", ""))
+    if not found or found[1] == found[2] == "":
+        return None
+    if not found[1]:
+        start, stop = max(0, size - int(found[2])), size
+    else:
+        start, stop = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
+        if found[2] and int(found[2]) < start:
+            return None
+    if start >= size:
+        raise OutOfRange(size)
+    return start, stop
+
+
+def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, CheckpointRecord]:
+    """By its identifier, or by the name of its directory: `final`, `merged`, `checkpoint-10`."""
+    job = store.get(job_uuid)
+    listed = {checkpoint_response(job, record).identifier: record for record in store.checkpoints(job_uuid)}
+    for shown_as, record in listed.items():
+        if identifier in (shown_as, record.path.name):
+            return shown_as, record
+    names = ", ".join(listed) or "it has none yet"
+    raise NotFound(f"job {job_uuid!r} has no checkpoint {identifier!r}; its checkpoints: {names}")

@@ -1,0 +1,135 @@
+"""What every handler works with: settings, job store, supervisor, datasets. Made once, in `server` or in a test."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import resolve_under
+from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store import DATABASE, Store
+from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, status_response
+from llama_stack_provider_trl.submission import submit
+
+from .blobs import Blobs
+from .bodies import PreferenceOptimizeBody, SupervisedFineTuneBody
+from .checkpoints import Digests
+from .datasets import Datasets
+from .settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+_OURS = ("provider_options", "dataset_digests")
+"""Fields of a body that the engine's request has not."""
+
+
+class Service:
+    """One service on one data directory."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.settings = settings
+        self.devices = settings.devices()
+        self.for_jobs = settings.for_jobs(self.devices)
+        self.store = Store(settings.data_dir / DATABASE)
+        self.blobs = Blobs(settings)
+        self.datasets = Datasets(settings, self.blobs)
+        self.digests = Digests()
+        self.stopping = asyncio.Event()
+        """Set when the service is told to stop: streams end then, instead of keeping it."""
+        self.supervisor = Supervisor(
+            self.store,
+            LocalLauncher(),
+            self.devices,
+            settings.data_dir,
+            python=str(settings.train_python) if settings.train_python else None,
+            hang_timeout=settings.hang_timeout,
+            master_ports=(settings.torch_run_config.master_port, PORTS),
+        )
+
+    def start(self) -> None:
+        """Make the directories and begin to supervise. Raises OSError."""
+        self.blobs.prepare()
+        self.datasets.prepare()
+        self.supervisor.start()
+
+    def stop(self) -> None:
+        """Stop supervising; trainings go on."""
+        self.digests.close()
+        self.supervisor.stop()
+        self.store.close()
+
+    def waiting_and_running(self) -> tuple[int, int]:
+        """Numbers of jobs that wait and that have processes."""
+        counts = self.store.count()
+        waiting = counts.get(JobState.scheduled, 0) + counts.get(JobState.paused, 0)
+        return waiting, sum(count for state, count in counts.items() if state not in TERMINAL) - waiting
+
+    async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> None:
+        """Queue a job, once. Raises what `submission.submit` raises."""
+        options = ProviderOptions.parse(body.provider_options)
+        kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
+        asked = body.model_dump(exclude_unset=True, exclude=set(_OURS))
+        # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
+        text = json.dumps({"call": kind.__name__, "body": asked, "options": options.model_dump()}, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        request = kind.model_validate(self._with_defaults(asked, body))
+        digests = body.dataset_digests or {}
+
+        async def rows(
+            dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+        ) -> tuple[DatasetRef, list[str]]:
+            if dataset_id in digests:
+                return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], algorithm, data_format)
+            return await self.datasets.fetch(dataset_id, algorithm, data_format)
+
+        if await submit(request, options, digest, self.for_jobs, self.store, rows):
+            log.info("job %s: queued", request.job_uuid)
+            self.supervisor.wake()
+
+    def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        """Three point reads. Raises JobNotFound."""
+        store = self.store
+        return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+
+    def delete(self, job_uuid: str, checkpoints: bool) -> None:
+        """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
+        job = self.store.delete(job_uuid)
+        home = resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")
+        shutil.rmtree(home, ignore_errors=True)
+        if checkpoints:
+            shutil.rmtree(job.spec.checkpoint_dir, ignore_errors=True)
+        log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
+
+    def _with_defaults(
+        self, asked: dict[str, object], body: SupervisedFineTuneBody | PreferenceOptimizeBody
+    ) -> dict[str, object]:
+        """The request, with the configuration's values where it says nothing and the engine has no setting for them."""
+        training = body.training_config.model_dump(exclude_unset=True)
+        data = body.training_config.data_config
+        if data is not None and data.batch_size is None:
+            if self.settings.batch_size is None:
+                field = "training_config.data_config.batch_size"
+                raise InvalidRequest(field, None, "say how many rows each rank takes at once, such as 4")
+            training["data_config"] = {**training["data_config"], "batch_size": self.settings.batch_size}
+        if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
+            training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
+        return {**asked, "training_config": training}
+
+
+async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread
+    service: Service = request.app.state.service
+    return service
+
+
+Context = Annotated[Service, Depends(_service)]

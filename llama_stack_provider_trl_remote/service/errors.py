@@ -1,0 +1,157 @@
+"""Errors -> HTTP answers: `{"detail": "one sentence"}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, JobNotFound, TrlError
+
+log = logging.getLogger(__name__)
+
+
+class NotFound(TrlError, LookupError):
+    """Raised when a dataset, a blob, a checkpoint, a file or a log does not exist. -> 404"""
+
+
+class Conflict(TrlError, RuntimeError):
+    """Raised when a name is taken by something else. -> 409"""
+
+
+class TooLarge(TrlError, ValueError):
+    """Raised when a body or a dataset is over its limit; names the limit. -> 413"""
+
+
+class OutOfRange(TrlError, ValueError):
+    """Raised when a Range header asks for bytes that the file does not have. -> 416"""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        super().__init__(f"the range begins beyond the end of the file, which has {size} bytes")
+
+
+class Forbidden(TrlError, PermissionError):
+    """Raised when the caller's token has too low a role. -> 403"""
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is not a success."""
+
+    detail: str
+    """What was found, what was expected, what to do next."""
+
+
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (InvalidRequest, 400),
+    (Forbidden, 403),
+    (JobNotFound, 404),
+    (NotFound, 404),
+    (JobConflict, 409),
+    (Conflict, 409),
+    (TooLarge, 413),
+    (OutOfRange, 416),
+)
+_MEANING = {
+    400: "Something in the request cannot be honoured; the sentence names it",
+    401: "No token, or a wrong one",
+    403: "Wrong Host or Origin header, or the token's role is too low",
+    404: "There is no such thing",
+    409: "Its name is taken, or its state forbids the call",
+    413: "Over a limit of size",
+    416: "The range begins beyond the end of the file",
+    500: "A bug, or a database that cannot be used",
+    507: "The disk is full",
+}
+
+
+def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: the error answers that it can give; those of every route are included."""
+    return {
+        code: {"model": ErrorAnswer, "description": _MEANING[code]}
+        for code in sorted({400, 401, 403, 413, 500, *codes})
+    }
+
+
+def answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    # What a client sent may be in the sentence, and JSON can carry half of a surrogate pair that UTF-8 cannot.
+    text = detail.encode("utf-8", "backslashreplace").decode()
+    return JSONResponse({"detail": text}, status, headers=headers)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Have every error of a handler answered as it should be."""
+    app.add_exception_handler(TrlError, _ours)
+    app.add_exception_handler(OSError, _system)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _bug)
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    if isinstance(error.__cause__, OSError) and _disk_full(error.__cause__):
+        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    if status == 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
+    return answer(status, str(error), headers)
+
+
+async def _system(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError) and _disk_full(error):
+        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    return await _bug(request, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return answer(400, _sentence(error.errors()[0]))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    # An unknown path keeps the framework's bare "Not Found": clients tell by it that they call somebody else.
+    return answer(error.status_code, str(error.detail), error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return answer(500, "this is a bug of the service: report it with the service's log")
+
+
+def _sentence(found: Mapping[str, Any]) -> str:
+    """One validation error as a sentence that names the field, its value and what was expected."""
+    source, *path = found["loc"]
+    if path[:1] == ["source"]:  # pydantic names the kind of source as well: source.rows.rows.1
+        del path[1:2]
+    field = ".".join(map(str, path)) or f"the {source}"
+    if found["type"] == "json_invalid":
+        return f"the body is not JSON: {found['ctx']['error']} at character {path[-1] if path else 0}"
+    if found["type"] == "missing":
+        where = "body" if source == "body" else f"{source} parameters"
+        if not path:
+            return "the body is missing: send a JSON object with Content-Type application/json"
+        return f"{field} is missing from the {where}: it is required"
+    if found["type"] == "extra_forbidden":
+        return str(InvalidRequest(field, found["input"], "there is no such field: leave it out"))
+    return str(InvalidRequest(field, found["input"], str(found["msg"]).removeprefix("Value error, ")))
+
+
+def _disk_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error for code below the framework."""
+    body = json.dumps({"detail": detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return headers, body

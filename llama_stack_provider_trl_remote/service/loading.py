@@ -1,0 +1,72 @@
+"""Where the settings come from: the `remote::trl_remote` block of run_fsdp.yaml, TRL_SERVICE_* variables over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..config import TrlRemoteConfig
+from ..config_file import PROVIDER_TYPE, provider_block
+from .settings import ServiceSettings, SettingsError
+
+DEFAULT_CONFIG = "run_fsdp.yaml"
+_ENVIRONMENT = {
+    "TRL_SERVICE_HOST": "host",
+    "TRL_SERVICE_PORT": "port",
+    "TRL_SERVICE_DATA_DIR": "data_dir",
+    "TRL_SERVICE_TOKEN": "api_token",
+}
+
+
+def load_settings(
+    config: Path | None = None, environ: Mapping[str, str] | None = None, **over: Any
+) -> tuple[ServiceSettings, Path | None]:
+    """Settings from a run file, then TRL_SERVICE_* variables, then `over` (a command line's options; None: not given).
+
+    Args:
+        config: the file; None: TRL_SERVICE_CONFIG, else ./run_fsdp.yaml if there is one, else none.
+
+    Returns:
+        The settings and the file they came from.
+
+    Raises:
+        SettingsError.
+    """
+    environ = os.environ if environ is None else environ
+    path = config or _default_config(environ)
+    try:
+        values = {} if path is None else provider_block(path, environ)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    # Keys that only the adapter reads.
+    for name in TrlRemoteConfig.model_fields.keys() - ServiceSettings.model_fields.keys():
+        values.pop(name, None)
+    values |= {name: environ[variable] for variable, name in _ENVIRONMENT.items() if environ.get(variable)}
+    values |= {name: value for name, value in over.items() if value is not None}
+    if "token" in values and "api_token" in values:
+        del values["token"]
+    where = f"{path}, {PROVIDER_TYPE}" if path else "settings"
+    try:
+        return ServiceSettings.model_validate(values), path
+    except ValidationError as error:
+        raise SettingsError(f"{where}: {_sentence(error)}") from error
+
+
+def _default_config(environ: Mapping[str, str]) -> Path | None:
+    if named := environ.get("TRL_SERVICE_CONFIG"):
+        return Path(named).expanduser()
+    return Path(DEFAULT_CONFIG) if Path(DEFAULT_CONFIG).is_file() else None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {name}: docs/service.md lists them all"
+    # Tokens are the one thing that must not be repeated.
+    found = "" if "token" in name else f"={first['input']!r}"
+    return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,83 @@
+"""Datasets (as Llama Stack's clients register them) and the blobs that hold their rows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+
+from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
+from .context import Context
+from .errors import NotFound, declared
+from .routes_jobs import as_json
+
+router = APIRouter(prefix="/datasets", tags=["datasets"])
+blobs = APIRouter(prefix="/blobs", tags=["datasets"])
+
+DatasetId = Annotated[str, Path(description="The dataset's name")]
+Digest = Annotated[Sha256, Path(description="sha256 of the whole body, in hexadecimal")]
+_NDJSON: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "One JSON object per line",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.post("", response_model=Dataset, responses=declared(409, 507))
+async def register_dataset(service: Context, body: RegisterDataset) -> Response:
+    """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
+    return as_json(await service.datasets.register(body))
+
+
+@router.get("", response_model=ListDatasetsResponse, responses=declared())
+async def list_datasets(service: Context) -> Response:
+    """Every registered dataset, oldest first."""
+    return as_json(ListDatasetsResponse(data=await asyncio.to_thread(service.datasets.all)))
+
+
+@router.get("/{dataset_id:path}", response_model=Dataset, responses=declared(404))
+async def get_dataset(service: Context, dataset_id: DatasetId) -> Response:
+    """One dataset, without its rows."""
+    return as_json(await asyncio.to_thread(service.datasets.get, dataset_id))
+
+
+@router.delete("/{dataset_id:path}", status_code=204, responses=declared(404))
+async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
+    """Forget a dataset. Jobs that were queued with it keep their rows."""
+    await asyncio.to_thread(service.datasets.delete, dataset_id)
+    return Response(status_code=204)
+
+
+@blobs.head("/{sha256}", response_class=Response, responses=declared(404))
+async def has_blob(service: Context, sha256: Digest) -> Response:
+    """Whether these rows are stored here."""
+    if not service.blobs.holds(sha256):
+        raise NotFound(f"no rows with the digest {sha256} are stored here")
+    return Response()
+
+
+@blobs.put(
+    "/{sha256}",
+    status_code=201,
+    response_class=Response,
+    responses={**declared(507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},
+    openapi_extra=_NDJSON,
+)
+async def put_blob(service: Context, sha256: Digest, request: Request) -> Response:
+    """Upload rows. Nothing is kept of a body that breaks off or has another digest."""
+    if service.blobs.holds(sha256):
+        await _discard(request)
+        return Response(status_code=200)
+    announced = request.headers.get("content-length", "")
+    await service.blobs.receive(sha256, request.stream(), int(announced) if announced.isdigit() else 0)
+    return Response(status_code=201)
+
+
+async def _discard(request: Request) -> None:
+    """Let a client that sends without being asked (Expect: 100-continue) finish: it may not read our answer before."""
+    if request.headers.get("expect", "").lower() != "100-continue":
+        async for _ in request.stream():
+            pass

@@ -1,0 +1,159 @@
+"""Runs the service: takes its data directory, says what it found, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.process import FileLock
+
+from .app import make_app
+from .context import Service
+from .settings import ServiceSettings, SettingsError
+
+log = logging.getLogger(__name__)
+LOCK = "service.lock"
+_THREADS = 4
+_GRACE = 5
+"""Seconds that requests under way have to end when the service is told to stop."""
+
+
+def serve(settings: ServiceSettings, config: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error says why."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings.check_exposure()
+        listener = _listen(settings)
+        with listener, _claimed(settings.data_dir, _address(settings, listener)):
+            asyncio.run(_serve(settings, config, listener))
+    except (TrlError, OSError) as error:
+        print(f"trl-remote serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
+    # Each thread that reads the job store has a connection of its own, with its cache.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "trl-service"))
+    service = Service(settings)
+    service.start()
+    try:
+        _say_what_was_found(service, config, listener)
+        await _Server(service).serve(sockets=[listener])
+    finally:
+        _, running = service.waiting_and_running()
+        await asyncio.to_thread(service.stop)
+        left = ""
+        if running:
+            goes = "1 training goes on and is" if running == 1 else f"{running} trainings go on and are"
+            left = f"; {goes} taken up at the next start"
+        print(f"the service has stopped{left}", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which tells streams of events when it stops: it would wait for them otherwise."""
+
+    def __init__(self, service: Service) -> None:
+        settings = service.settings
+        config = uvicorn.Config(
+            make_app(service),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal anew when it has ended, which would end us before the supervisor."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Nothing new is accepted from here on: a stream that ends now is not asked for again in vain."""
+        self._service.stopping.set()
+        await super().shutdown(sockets)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit  # told twice
+        self.should_exit = True
+
+
+@contextmanager
+def _claimed(data_dir: Path, address: str) -> Iterator[None]:
+    """Holds the data directory for one service; a second one is refused. (An inline provider may share it.)"""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(data_dir / LOCK)
+    if not lock.acquire(f"pid {os.getpid()}, {address}"):
+        raise SettingsError(
+            f"another service runs on the data directory {data_dir} ({lock.holder()}): stop it, or choose another "
+            "directory with TRL_SERVICE_DATA_DIR"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _listen(settings: ServiceSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; is a service running "
+            "there already? TRL_SERVICE_PORT chooses another port"
+        ) from error
+    return listener
+
+
+def _address(settings: ServiceSettings, listener: socket.socket) -> str:
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def _say_what_was_found(service: Service, config: Path | None, listener: socket.socket) -> None:
+    settings = service.settings
+    waiting, running = service.waiting_and_running()
+    strategy = settings.fsdp_config.sharding_strategy
+    taken = f"{running} training, {waiting} waiting" if waiting or running else "none"
+    guarded = "token required" if settings.credentials else "no token: loopback only"
+    supervising = (
+        "" if service.supervisor.supervising else " (another process supervises it; this one takes over after it)"
+    )
+    lines = {
+        "version": __version__,
+        "config": config or "none: defaults and TRL_SERVICE_* variables",
+        "data": f"{settings.data_dir}{supervising}",
+        "devices": ", ".join(service.devices),
+        "ranks": f"{service.for_jobs.ranks} per job where it does not say, {strategy}",
+        "jobs": f"{taken} (taken up again)" if waiting or running else taken,
+        "address": f"{_address(settings, listener)} ({guarded})",
+    }
+    for name, value in lines.items():
+        print(f"{name:>8}  {value}", flush=True)

@@ -1,0 +1,294 @@
+"""The service's settings: every knob with its meaning, what is refused, and what the engine gets of them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from llama_stack_provider_trl.devices import usable_devices
+from llama_stack_provider_trl.errors import InvalidRequest, TrlError
+from llama_stack_provider_trl.options import Priority
+from llama_stack_provider_trl.recipes.spec import Prefetch, ShardingSpec, ShardingStrategy
+from llama_stack_provider_trl.resolve import Settings
+
+DEFAULT_DATA_DIR = "~/.llama/trl-service"
+Role = Literal["submit", "admin"]
+
+
+class SettingsError(TrlError, ValueError):
+    """Raised when the service cannot start with its settings; says which one, and what to write instead."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
+
+
+class FsdpConfig(_Block):
+    """How several ranks hold one model."""
+
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD (DDP)."""
+    mixed_precision_policy: Literal["bf16", "fp16"] | None = None
+    """dtype of jobs that do not say: bf16; null: bf16 on GPUs, fp32 elsewhere. fp16 is refused for now."""
+    cpu_offload: bool = False
+    """Shards rest in CPU memory while they are not used."""
+    limit_all_gathers: bool = True
+    """What FSDP2 always does; false is refused."""
+    forward_prefetch: bool = False
+    """Fetch the next block's weights during the forward pass."""
+    backward_prefetch: Prefetch | None = None
+    """BACKWARD_PRE, BACKWARD_POST or null."""
+
+    @field_validator("mixed_precision_policy")
+    @classmethod
+    def _no_fp16(cls, value: str | None) -> str | None:
+        if value == "fp16":
+            raise ValueError("fp16 needs loss scaling, which is not built yet: use bf16, or null")
+        return value
+
+    @field_validator("limit_all_gathers")
+    @classmethod
+    def _always_limited(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("FSDP2 always limits its all-gathers and has no switch for it: leave it out or use true")
+        return value
+
+
+class TorchRunConfig(_Block):
+    """Which processes train one job."""
+
+    nnodes: int = Field(1, ge=1)
+    """Machines per job; more than 1 is refused for now."""
+    nproc_per_node: int | Literal["auto"] = "auto"
+    """Ranks of a job that does not say; auto: one per GPU, 1 without GPUs."""
+    node_rank: int = Field(0, ge=0)
+    """0: this is the head, the only node for now."""
+    master_addr: str = "127.0.0.1"
+    """Address at which the ranks of a job meet; all of them are on this machine for now."""
+    master_port: int = Field(29500, ge=1024, le=65435)
+    """The first of 100 ports; each job of several ranks takes a free one."""
+
+    @field_validator("nnodes", "node_rank")
+    @classmethod
+    def _one_machine(cls, value: int, info: Any) -> int:
+        if value > (1 if info.field_name == "nnodes" else 0):
+            raise ValueError("a job on several machines is not built yet: use nnodes 1 and node_rank 0")
+        return value
+
+    @field_validator("nproc_per_node")
+    @classmethod
+    def _some_ranks(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 1 <= value <= 1024:
+            raise ValueError("use a number from 1 to 1024, or auto")
+        return value
+
+    @field_validator("master_addr", mode="before")
+    @classmethod
+    def _default_address(cls, value: Any) -> Any:
+        return value or "127.0.0.1"
+
+
+class Token(_Block):
+    """Who may call."""
+
+    token: SecretStr = Field(min_length=1)
+    """Sent as `Authorization: Bearer TOKEN`."""
+    role: Role = "submit"
+    """submit: everything but deleting jobs. admin: everything."""
+
+
+class ServiceSettings(_Block):
+    """Every knob of the service; unknown keys are refused at start."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond loopback a token is required, and TLS or `insecure`."""
+    port: int = Field(8322, ge=0, le=65535)
+    """Port to listen on; 0: any free one."""
+    data_dir: Path = Path(DEFAULT_DATA_DIR)
+    """Job database, datasets, run directories, checkpoints."""
+    api_token: SecretStr | None = Field(None, validation_alias=AliasChoices("api_token", "token"))
+    """The operator's token (role admin); the adapter in the same file sends it."""
+    tokens: tuple[Token, ...] = ()
+    """Further tokens with their roles."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, besides loopback's, under which clients may call the service (Host header)."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM) to serve https with."""
+    tls_key: Path | None = None
+    """Its private key."""
+    insecure: bool = False
+    """Serve beyond loopback without TLS: tokens then cross the network in the clear."""
+
+    device: str = "auto"
+    """auto (every GPU, else mps, else cpu), cpu, mps, cuda or cuda:N."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """How several ranks hold one model."""
+    torch_run_config: TorchRunConfig = TorchRunConfig()
+    """Which processes train one job."""
+    max_seq_length: int = Field(1024, gt=1)
+    """Tokens per sequence where a job does not say."""
+    batch_size: int | None = Field(None, gt=0, le=10**6)
+    """Rows per rank and micro step where a job does not say; null: a job must say."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass where a job does not say."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """full: the same as gradient_checkpointing. selective is refused for now."""
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between checkpoints where a job does not say; null: one at the end of every epoch."""
+    keep_last: int | None = Field(None, gt=0)
+    """Step checkpoints to keep where a job does not say; null: all."""
+    retries: int = Field(3, ge=0)
+    """How often a job that does not say is tried again after a failure that another try can mend."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds that a job may train where it does not say."""
+    priority: Priority = "normal"
+    """low, normal, high or critical, where a job does not say."""
+    hang_timeout: float = Field(1800.0, gt=0)
+    """Seconds without any progress after which a training is ended as `hung`."""
+    min_free_disk_mb: int = Field(512, ge=0)
+    """MiB that checkpoints and uploads must leave free on their disk."""
+    checkpoint_roots: tuple[Path, ...] = ()
+    """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+    dataset_roots: tuple[Path, ...] = ()
+    """Directories whose files may be named as a dataset's uri; none: no files."""
+    train_python: Path | None = None
+    """Interpreter that trains and converts datasets; null: the service's own."""
+    trust_remote_code: tuple[str, ...] = ()
+    """Models whose own code may run. Only the empty list is supported for now."""
+
+    max_body_mb: int = Field(32, gt=0)
+    """MiB of a request body, rows of a registered dataset included; more is a 413."""
+    max_upload_mb: int = Field(16384, gt=0)
+    """MiB of an uploaded dataset; more is a 413."""
+    max_rows: int = Field(10_000_000, gt=0)
+    """Rows of a dataset; more is a 413."""
+    convert_timeout: float = Field(600.0, gt=0)
+    """Seconds that reading a dataset from a uri, or checking a large one, may take."""
+
+    @field_validator("data_dir", mode="before")
+    @classmethod
+    def _default_data_dir(cls, value: Any) -> Any:
+        return DEFAULT_DATA_DIR if value in (None, "") else value
+
+    @field_validator("host", "port", mode="before")
+    @classmethod
+    def _default_address(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value in (None, "") else value
+
+    @field_validator("api_token", mode="before")
+    @classmethod
+    def _no_empty_token(cls, value: Any) -> Any:
+        return str(value) if value not in (None, "") else None
+
+    @field_validator("data_dir", "tls_cert", "tls_key", "train_python")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("checkpoint_roots", "dataset_roots")
+    @classmethod
+    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.expanduser().absolute() for path in value)
+
+    @field_validator("activation_checkpointing")
+    @classmethod
+    def _not_selective(cls, value: str) -> str:
+        if value == "selective":
+            raise ValueError("selective is not built yet: use full (every block is recomputed) or none")
+        return value
+
+    @field_validator("trust_remote_code")
+    @classmethod
+    def _nobody_trusted(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value:
+            raise ValueError("running a model's own code is not built yet: leave the list empty")
+        return value
+
+    @property
+    def credentials(self) -> dict[str, Role]:
+        """Token -> role."""
+        found: dict[str, Role] = {entry.token.get_secret_value(): entry.role for entry in self.tokens}
+        return found | ({self.api_token.get_secret_value(): "admin"} if self.api_token else {})
+
+    @property
+    def on_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    def devices(self) -> tuple[str, ...]:
+        """Raises SettingsError: the configured device is not there."""
+        try:
+            return tuple(usable_devices(self.device))
+        except InvalidRequest as error:
+            raise SettingsError(str(error)) from error
+
+    def for_jobs(self, devices: tuple[str, ...]) -> Settings:
+        """What the engine resolves requests with."""
+        gpus = [device for device in devices if device.startswith("cuda")]
+        asked = self.torch_run_config.nproc_per_node
+        ranks = max(1, len(gpus)) if asked == "auto" else asked
+        if gpus and ranks > len(gpus):
+            raise SettingsError(
+                f"torch_run_config.nproc_per_node={ranks}: {len(gpus)} GPUs may be used here, and each "
+                "rank needs one; lower it, or use auto"
+            )
+        fsdp = self.fsdp_config
+        return Settings(
+            data_dir=self.data_dir,
+            devices=devices,
+            max_seq_length=self.max_seq_length,
+            checkpoint_roots=self.checkpoint_roots,
+            save_steps=self.save_steps,
+            keep_last=self.keep_last,
+            retries=self.retries,
+            max_duration=self.max_duration,
+            priority=self.priority,
+            min_free_bytes=self.min_free_disk_mb << 20,
+            ranks=ranks,
+            max_ranks=max(ranks, len(gpus) or os.cpu_count() or 1),
+            sharding=ShardingSpec(
+                strategy=fsdp.sharding_strategy,
+                cpu_offload=fsdp.cpu_offload,
+                forward_prefetch=fsdp.forward_prefetch,
+                backward_prefetch=fsdp.backward_prefetch,
+            ),
+            gradient_checkpointing=self.gradient_checkpointing or self.activation_checkpointing == "full",
+        )
+
+    def check_exposure(self) -> None:
+        """Refuse to be reachable from other machines by accident.
+
+        Raises:
+            SettingsError: beyond loopback without a token or without TLS; half of a TLS pair; a file that is not there.
+        """
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("tls_cert and tls_key belong together: set both, or neither")
+        for name in ("tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise SettingsError(f"{name}={str(path)!r}: there is no such file")
+        if self.on_loopback:
+            return
+        if not self.credentials:
+            raise SettingsError(
+                f"host={self.host!r} can be reached from other machines: set TRL_SERVICE_TOKEN, or listen on 127.0.0.1"
+            )
+        if self.tls_cert is None and not self.insecure:
+            raise SettingsError(
+                f"host={self.host!r} can be reached from other machines, and tokens would cross the network in the "
+                "clear: set tls_cert and tls_key, or accept it with --insecure"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

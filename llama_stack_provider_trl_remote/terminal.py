@@ -1,0 +1,56 @@
+"""How jobs look on a terminal: pure functions from answers of the service to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_BAR = 24
+
+
+def job_line(job: dict[str, Any]) -> str:
+    """One line of `jobs list`."""
+    state = job.get("state") or job.get("status") or "?"
+    steps = f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
+    created = str(job.get("scheduled_at") or "")[:19].replace("T", " ")
+    return f"{created:<19}  {state:<11}  {steps:>11}  {job['job_uuid']}"
+
+
+def progress_line(status: dict[str, Any]) -> str:
+    """How a job stands, in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
+    resources = status.get("resources_allocated") or {}
+    progress = resources.get("progress") or {}
+    parts = [str(resources.get("state") or status["status"])]
+    if progress.get("total_steps"):
+        parts.append(f"{progress['percent']:3.0f}% step {progress['step']}/{progress['total_steps']}")
+    if progress.get("loss") is not None:
+        parts.append(f"loss {progress['loss']:.3f}")
+    if progress.get("tokens_per_second"):
+        parts.append(f"{progress['tokens_per_second']:,.0f} tokens/s")
+    if progress.get("eta_seconds") and status["status"] == "in_progress":
+        parts.append(f"{duration(progress['eta_seconds'])} left")
+    if resources.get("detail"):
+        parts.append(resources["detail"])
+    return "  ".join(parts)
+
+
+def bar(percent: float | None) -> str:
+    """`[######            ]`; empty while nothing is known."""
+    if percent is None:
+        return ""
+    full = round(min(max(percent, 0.0), 100.0) * _BAR / 100)
+    return f"[{'#' * full}{' ' * (_BAR - full)}] "
+
+
+def duration(seconds: float) -> str:
+    """`1:05`, `2:00:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as their widest cell."""
+    lines = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,0 +1,57 @@
+"""`scripts/run-remote-fsdp-server.sh` and `trl-remote`, as they are installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl_remote.cli import main
+from tests.contract.stack import poll
+from tests.tiny import REPOSITORY
+
+pytestmark = pytest.mark.contract
+
+SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
+
+
+def test_worker_nodes_are_refused_in_one_sentence() -> None:
+    done = subprocess.run([SCRIPT], capture_output=True, text=True, env={**os.environ, "NODE_RANK": "1"})
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "worker nodes are not available yet" in done.stderr
+
+
+def test_the_script_serves_in_the_foreground_until_it_is_told_to_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a configuration named relative to where the user stands."""
+    (tmp_path / "mine.yaml").write_text((REPOSITORY / "run_fsdp.yaml").read_text().replace("auto\n", "cpu\n"))
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TRL_SERVICE_")},
+        "TRL_SERVICE_CONFIG": "mine.yaml",
+        "TRL_SERVICE_DATA_DIR": str(tmp_path / "data"),
+        "TRL_LOCK_DIR": str(tmp_path / "locks"),
+    }
+    log = tmp_path / "log"
+    with open(log, "wb") as output:
+        server = subprocess.Popen(
+            [SCRIPT, "--port", "0"], stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, env=environ
+        )
+    try:
+        found = poll(lambda: re.search(r"address +(\S+)", log.read_text()), "the service says its address", timeout=60)
+        assert found is not None
+        assert f"config  {tmp_path}/mine.yaml" in log.read_text()
+        assert main(["nodes", "--url", found[1]]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["cpu", "free"]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) in (0, 130, -signal.SIGINT)
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()

@@ -1,0 +1,413 @@
+"""`trl-remote` as a user types it, against a service that is played on loopback."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl_remote import cli, client
+from llama_stack_provider_trl_remote.terminal import bar, duration, progress_line, table
+from llama_stack_provider_trl_remote.watch import new_lines
+from tests.fake_service import FakeService, fake_service, ndjson, progress, status
+
+Run = Callable[..., tuple[int, str, str]]
+ROWS = [{"prompt": "Zwei plus zwei?", "completion": "Vier."}, {"prompt": "你好", "completion": "Hallo"}]
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    with fake_service() as service:
+        yield service
+
+
+@pytest.fixture
+def run(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `trl-remote` with these words; exit status, output, errors."""
+    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+    monkeypatch.delenv("TRL_SERVICE_TOKEN", raising=False)
+    monkeypatch.setattr(client, "ServiceClient", functools.partial(client.ServiceClient, pauses=()))
+
+    def run(*words: object) -> tuple[int, str, str]:
+        exit_status = cli.main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return exit_status, captured.out, captured.err
+
+    return run
+
+
+def test_help_names_every_command_and_needs_no_http_library() -> None:
+    script = """
+import sys
+from llama_stack_provider_trl_remote.cli import main
+try:
+    main(["jobs", "--help"])
+finally:
+    print(*sorted({"aiohttp", "pydantic", "torch", "fastapi", "llama_stack"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for command in ("submit", "list", "show", "watch", "logs", "cancel", "pause", "resume", "pull"):
+        assert f"\n    {command} " in done.stdout
+    assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "call"),
+    [
+        ({"finetuned_model": "m"}, (), "preference-optimize"),
+        ({"algorithm_config": {"type": "dpo"}}, (), "preference-optimize"),
+        ({"algorithm_config": {"beta": 0.1}}, (), "preference-optimize"),
+        ({"algorithm_config": {"type": "LoRA", "rank": 8}}, (), "supervised-fine-tune"),
+        ({}, (), "supervised-fine-tune"),
+        ({}, ("--algorithm", "dpo"), "preference-optimize"),
+        ({"finetuned_model": "m"}, ("--algorithm", "sft"), "supervised-fine-tune"),
+    ],
+)
+def test_submit_makes_the_call_that_the_request_is_meant_for(
+    run: Run, service: FakeService, tmp_path: Path, body: dict[str, object], words: tuple[str, ...], call: str
+) -> None:
+    body = {"job_uuid": "one", **body}
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(body))
+    assert run("jobs", "submit", file, *words) == (0, "one\n", "")
+    assert service.posted == [(f"post-training/{call}", body)]
+
+
+def test_submit_reads_standard_input(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"job_uuid": "piped"}'))
+    assert run("jobs", "submit", "-")[:2] == (0, "piped\n")
+    assert service.posted[0][1] == {"job_uuid": "piped"}
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "it is not JSON"), ("[]", "it holds a list; a request is an object")])
+def test_submit_says_what_is_wrong_with_a_file(run: Run, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(text)
+    exit_status, output, errors = run("jobs", "submit", file)
+    assert (exit_status, output) == (1, "")
+    assert str(file) in errors
+    assert said in errors
+    exit_status, _, errors = run("jobs", "submit", tmp_path / "missing.json")
+    assert exit_status == 1
+    assert "No such file" in errors
+    assert "missing.json" in errors
+
+
+def test_the_services_own_sentence_is_shown(run: Run, service: FakeService) -> None:
+    assert run("jobs", "show", "nobody") == (1, "", "trl-remote: job 'nobody' not found\n")
+    service.trouble = [401]
+    exit_status, _, errors = run("jobs", "list")
+    assert exit_status == 1
+    assert "the sentence of a 401" in errors
+    assert "TRL_SERVICE_TOKEN" in errors
+
+
+def test_a_service_that_is_down_is_one_sentence(run: Run, service: FakeService) -> None:
+    exit_status, output, errors = run("jobs", "list", "--url", "http://127.0.0.1:1")
+    assert (exit_status, output) == (1, "")
+    assert errors.count("\n") == 1
+    assert "http://127.0.0.1:1" in errors
+    assert "run-remote-fsdp-server.sh" in errors
+    assert run("jobs", "list", "--url", "8322")[0] == 1
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    with fake_service(token="s3cret") as guarded:
+        assert run("jobs", "list", "--url", guarded.url)[0] == 1
+        monkeypatch.setenv("TRL_SERVICE_TOKEN", "s3cret")
+        assert run("jobs", "list", "--url", guarded.url)[0] == 0
+
+
+def test_list_shows_every_job_of_every_page_and_those_of_a_status(run: Run, service: FakeService) -> None:
+    names = [f"job-{n:03}" for n in range(450)]
+    service.jobs = {name: [status(name, "completed" if name == "job-400" else "scheduled")] for name in names}
+    _, output, _ = run("jobs", "list")
+    assert [line.split()[-1] for line in output.splitlines()] == names
+    assert service.seen["GET /v1/post-training/jobs"] == 3
+    _, output, _ = run("jobs", "list", "--status", "completed")
+    assert output == "2026-11-21 10:00:00  completed            0/?  job-400\n"
+
+
+@pytest.mark.parametrize(("ending", "expected"), [("completed", 0), ("failed", 1), ("cancelled", 2)])
+def test_watch_ends_with_the_job_and_its_exit_status_says_how(
+    run: Run, service: FakeService, ending: str, expected: int
+) -> None:
+    last = status("job", ending, error={"reason": "hung", "message": "found nothing", "log_path": "/log"})
+    last["checkpoints"] = [{"identifier": "job-final", "path": "/there/final"}]
+    running = [status("job", "in_progress", progress=progress(n, loss=1 / n)) for n in (1, 1, 1, 5)]
+    service.jobs["job"] = [status("job", detail="waits for cpu"), *running, last]
+    exit_status, output, errors = run("jobs", "watch", "job", "--interval", 0.01)
+    assert (exit_status, errors) == (expected, "")
+    assert output.splitlines() == [
+        "scheduled  waits for cpu",
+        "in_progress   10% step 1/10  loss 1.000",  # once, however often it is looked at
+        "in_progress   50% step 5/10  loss 0.200",
+        ending,
+        "hung: found nothing",
+        "log: /log",
+        "checkpoint job-final: /there/final",
+    ]
+
+
+def test_watch_outlives_the_service(run: Run, service: FakeService) -> None:
+    service.jobs["job"] = [status("job"), status("job", "completed")]
+    looks: list[int] = []
+    original = service._job
+
+    def job(job_uuid: str, what: str):  # type: ignore[no-untyped-def]
+        looks.append(1)
+        if len(looks) == 1:
+            service.trouble = [503, "drop", "drop", 500]
+        return original(job_uuid, what)
+
+    service._job = job  # type: ignore[method-assign]
+    exit_status, output, errors = run("jobs", "watch", "job", "--interval", 0.01)
+    assert (exit_status, output) == (0, "scheduled\ncompleted\n")
+    assert errors.count("looking again every 0.01 s") == 1
+
+
+def test_watch_ends_when_the_job_is_deleted(run: Run, service: FakeService) -> None:
+    assert run("jobs", "watch", "gone")[0] == 1
+
+
+def test_watch_draws_a_bar_on_a_terminal(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    service.jobs["job"] = [status("job", "in_progress", progress=progress(5)), status("job", "completed")]
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    run("jobs", "watch", "job", "--interval", 0.01)
+    drawn, *rest = terminal.getvalue().split("\r")[1:]
+    assert drawn.rstrip() == "[############            ] in_progress   50% step 5/10"
+    assert len(drawn) == 79
+    assert rest[-1] == "completed\n"
+
+
+def test_logs_shows_the_end_of_a_log(run: Run, service: FakeService) -> None:
+    service.logs = ["one\ntwo\n"]
+    assert run("jobs", "logs", "job", "--rank", "launcher", "--tail", 2) == (0, "one\ntwo\n", "")
+
+
+def test_logs_follow_prints_every_line_once_until_the_job_has_ended(run: Run, service: FakeService) -> None:
+    running = status("job", "in_progress")
+    service.jobs["job"] = [running, running, running, status("job", "completed")]
+    service.logs = ["a\nb\nhalf a li", "a\nb\nhalf a line\nnext\n", "b\nhalf a line\nnext\nx\ny", "next\nx\ny\nlast"]
+    exit_status, output, _ = run("jobs", "logs", "job", "--follow", "--tail", 1)
+    assert exit_status == 0
+    assert output.split("\n") == ["b", "half a line", "next", "x", "y", "last", ""]
+
+
+def test_logs_follow_waits_for_a_job_that_has_no_log_yet(run: Run, service: FakeService) -> None:
+    service.jobs["job"] = [status("job"), status("job", "in_progress"), status("job", "completed")]
+    service.logs = ["first\nsecond\n"]
+    seen = service._job
+
+    def no_log_at_first(job_uuid: str, what: str):  # type: ignore[no-untyped-def]
+        service.trouble = [404] if len(service.jobs["job"]) == 3 else []
+        return seen(job_uuid, what)
+
+    service._job = no_log_at_first  # type: ignore[method-assign]
+    assert run("jobs", "logs", "job", "--follow") == (0, "first\nsecond\n", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "new"),
+    [
+        ("abc", "abcd", "d"),
+        ("abc", "bcde", "de"),
+        ("abc", "abc", ""),
+        ("aa", "aaa", "a"),
+        ("abc", "xyz", "xyz"),
+        ("", "ab", "ab"),
+        ("ab", "", ""),
+    ],
+)
+def test_new_lines_are_those_after_what_was_seen(before: str, after: str, new: str) -> None:
+    assert "".join(new_lines(list(before), list(after))) == new
+
+
+def test_cancel_pause_and_resume_say_how_the_job_stands_then(run: Run, service: FakeService) -> None:
+    service.jobs["job"] = [status("job", "cancelled")]
+    assert run("jobs", "cancel", "job") == (0, "cancelled\n", "")
+    assert run("jobs", "pause", "job") == (0, "pause\n", "")
+    assert run("jobs", "resume", "job") == (0, "resume\n", "")
+    assert [path for path, _ in service.posted] == [
+        "post-training/job/cancel",
+        "post-training/jobs/job/pause",
+        "post-training/jobs/job/resume",
+    ]
+
+
+FILES = {"config.json": b"{}", "deep/model.safetensors": bytes(range(256)) * 4000, "empty": b""}
+
+
+def test_pull_puts_a_verified_checkpoint_in_place(run: Run, service: FakeService, tmp_path: Path) -> None:
+    service.files = dict(FILES)
+    target = tmp_path / "new" / "model"
+    exit_status, output, _ = run("jobs", "pull", "job", target)
+    assert exit_status == 0
+    assert output.endswith(f"job-final is in {target}\n")
+    assert _tree(target) == FILES
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_pull_goes_on_where_a_connection_broke(run: Run, service: FakeService, tmp_path: Path) -> None:
+    service.files = {"model": FILES["deep/model.safetensors"]}
+    service.trouble = [503]  # the list of checkpoints
+    target = tmp_path / "model"
+    assert run("jobs", "pull", "job", target)[0] == 1
+    staging = _staged(service, target)
+    staging.mkdir()
+    (staging / "model").write_bytes(service.files["model"][:1000])
+    half = []
+    dispatch = service._file
+
+    async def breaks_twice(request, name, _half):  # type: ignore[no-untyped-def]
+        half.append(request.headers.get("Range"))
+        return await dispatch(request, name, len(half) < 3)
+
+    service._file = breaks_twice  # type: ignore[method-assign]
+    assert run("jobs", "pull", "job", target)[0] == 0
+    assert _tree(target) == service.files
+    assert half[0] == "bytes=1000-"
+    assert len(half) == 3
+
+
+def test_pull_fetches_a_damaged_file_again(run: Run, service: FakeService, tmp_path: Path) -> None:
+    service.files = {"model": b"good content"}
+    target = tmp_path / "model"
+    staging = _staged(service, target)
+    staging.mkdir()
+    (staging / "model").write_bytes(b"bad")
+    assert run("jobs", "pull", "job", target)[0] == 0
+    assert _tree(target) == service.files
+
+
+def test_pull_refuses_what_is_not_what_was_announced(run: Run, service: FakeService, tmp_path: Path) -> None:
+    service.files = {"model": b"content"}
+    service.announced = {"model": "0" * 64}
+    exit_status, _, errors = run("jobs", "pull", "job", tmp_path / "model")
+    assert exit_status == 1
+    assert "sent model with another sha256" in errors
+    assert not (tmp_path / "model").exists()
+
+
+def test_pull_never_writes_outside_its_directory(run: Run, service: FakeService, tmp_path: Path) -> None:
+    for name in ("../escaped", str(tmp_path / "escaped")):
+        service.files = {name: b"x"}
+        exit_status, _, errors = run("jobs", "pull", "job", tmp_path / "model")
+        assert exit_status == 1
+        assert "give a relative path without '..'" in errors
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_pull_touches_nothing_that_exists_and_lists_what_there_is(
+    run: Run, service: FakeService, tmp_path: Path
+) -> None:
+    exit_status, _, errors = run("jobs", "pull", "job", tmp_path)
+    assert exit_status == 1
+    assert "it exists already" in errors
+    _, _, errors = run("jobs", "pull", "job", tmp_path / "model", "--checkpoint", "merged")
+    assert "there are job-checkpoint-2, job-final" in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("rows.jsonl", ndjson(ROWS).decode() + "\n", ROWS),
+        ("rows.json", json.dumps(ROWS, indent=1), ROWS),
+        (
+            "rows.csv",
+            'prompt,completion\r\n"a, b",c\r\nd,\r\n',
+            [{"prompt": "a, b", "completion": "c"}, {"prompt": "d"}],
+        ),
+    ],
+)
+def test_datasets_add_uploads_rows_once_and_registers_them(
+    run: Run, service: FakeService, tmp_path: Path, name: str, text: str, rows: list[dict[str, str]]
+) -> None:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8", newline="")
+    digest = sha256(ndjson(rows)).hexdigest()
+    for _ in range(2):
+        assert run("datasets", "add", file, "--id", "mine") == (0, f"mine: 2 rows, {digest}\n", "")
+    assert service.blobs == {digest: len(ndjson(rows))}
+    assert service.seen[f"PUT /v1/blobs/{digest}"] == 1
+    assert service.posted[0] == (
+        "datasets",
+        {"dataset_id": "mine", "purpose": "post-training/messages", "source": {"type": "blob", "sha256": digest}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("rows.jsonl", '{"a": 1}\n{"a"\n', "line 2: not JSON"),
+        ("rows.jsonl", '{"a": 1}\n[1]\n', "row 1: found list, expected an object"),
+        ("rows.json", "{}", "found a dict, expected a list of objects"),
+        ("rows.json", '{"a": 1}\n{"a": 2}', "one object per line is a .jsonl file"),
+        ("rows.csv", "a,b\n1,2,3\n", "line 2: more cells than the header's 2 columns"),
+        ("rows.parquet", "", "expected .jsonl, .json or .csv"),
+    ],
+)
+def test_datasets_add_says_where_a_file_is_wrong(
+    run: Run, service: FakeService, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    exit_status, output, errors = run("datasets", "add", file, "--id", "mine")
+    assert (exit_status, output) == (1, "")
+    assert said in errors
+    assert not service.posted
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in run("datasets", "add", tmp_path / "bytes.jsonl", "--id", "mine")[2]
+
+
+def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
+    service.datasets = [
+        {"identifier": "pairs", "metadata": {"num_rows": 8}, "source": {"type": "rows", "rows": []}},
+        {"identifier": "file", "metadata": {}, "source": {"type": "uri", "uri": "file:///x.jsonl"}},
+    ]
+    assert run("datasets", "list")[1] == (
+        "dataset  rows  source\npairs    8     rows\nfile     ?     file:///x.jsonl\n"
+    )
+    assert run("nodes")[1] == "node  device  job\nhead  cpu     job-1\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(service: FakeService) -> None:
+    service.jobs = {f"job-{n}": [status(f"job-{n}")] for n in range(150)}
+    words = [sys.executable, "-m", "llama_stack_provider_trl_remote", "jobs", "list", "--url", service.url]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as listing:
+        assert listing.stdout is not None
+        assert listing.stderr is not None
+        listing.stdout.close()
+        assert listing.stderr.read() == b""
+
+
+def test_texts_are_as_short_as_they_can_be() -> None:
+    assert (duration(65), duration(7200), duration(0.4)) == ("1:05", "2:00:00", "0:00")
+    assert (bar(None), bar(0).count("#"), bar(100).count("#"), bar(250).count("#")) == ("", 0, 24, 24)
+    assert table(("a", "b"), []) == "a  b"
+    full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
+    line = progress_line(status("x", "in_progress", progress=full))
+    assert line == "in_progress   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"
+
+
+def _tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def _staged(service: FakeService, target: Path) -> Path:
+    """Where a pull keeps the fake's files until it has all of them."""
+    files = [{"path": n, "size": len(c), "sha256": sha256(c).hexdigest()} for n, c in service.files.items()]
+    digest = sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+    return target.with_name(f".{target.name}.{digest}.pulling")

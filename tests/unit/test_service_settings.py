@@ -1,0 +1,246 @@
+"""The service's settings and who it lets in: one file, two readers; refusals before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.recipes.spec import ShardingSpec
+from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
+from llama_stack_provider_trl_remote.service.auth import Gate
+from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.settings import (
+    FsdpConfig,
+    ServiceSettings,
+    SettingsError,
+    Token,
+    TorchRunConfig,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama_stack", "ray")
+
+
+def write(path: Path, **config: Any) -> Path:
+    provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": config}
+    path.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
+    return path
+
+
+def load(tmp_path: Path, environ: dict[str, str] | None = None, **config: Any) -> ServiceSettings:
+    return load_settings(write(tmp_path / "run.yaml", **config), environ or {})[0]
+
+
+def refused(tmp_path: Path, **config: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, **config)
+    return str(caught.value)
+
+
+def test_the_documentation_lists_every_setting_and_no_other() -> None:
+    table = (REPOSITORY / "docs" / "service.md").read_text().split("<!-- settings -->")[1].split("<!-- /settings")[0]
+    assert re.findall(r"^\| `([\w.]+)` \|", table, flags=re.MULTILINE) == list(_names(ServiceSettings))
+
+
+def test_the_shipped_run_file_configures_the_service(tmp_path: Path) -> None:
+    settings, path = load_settings(REPOSITORY / "run_fsdp.yaml", {"TRL_SERVICE_DATA_DIR": str(tmp_path)})
+    assert path == REPOSITORY / "run_fsdp.yaml"
+    assert settings.data_dir == tmp_path
+    assert (settings.host, settings.port) == ("127.0.0.1", 8322)
+    assert settings.for_jobs(("cpu",)).ranks == 2
+
+
+def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(tmp_path: Path) -> None:
+    load(tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120)
+    assert "no setting retrys" in refused(tmp_path, retrys=3)
+    assert "no setting fsdp_config.strategy" in refused(tmp_path, fsdp_config={"strategy": "FULL_SHARD"})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"fsdp_config": {"limit_all_gathers": False}}, "FSDP2 always limits"),
+        ({"fsdp_config": {"mixed_precision_policy": "fp16"}}, "use bf16, or null"),
+        ({"fsdp_config": {"sharding_strategy": "SOME_SHARD"}}, "sharding_strategy='SOME_SHARD'"),
+        ({"torch_run_config": {"nnodes": 2}}, "several machines is not built yet"),
+        ({"torch_run_config": {"node_rank": 1}}, "several machines is not built yet"),
+        ({"torch_run_config": {"nproc_per_node": 0}}, "from 1 to 1024, or auto"),
+        ({"activation_checkpointing": "selective"}, "use full"),
+        ({"trust_remote_code": ["org/model"]}, "leave the list empty"),
+        ({"max_seq_length": "long"}, "max_seq_length='long'"),
+        ({"tokens": [{"token": "hush", "role": "king"}]}, "tokens.0.role"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
+    told = refused(tmp_path, **config)
+    assert expected in told
+    assert "hush" not in told
+
+
+def test_the_promised_configuration_reaches_the_engine(tmp_path: Path) -> None:
+    settings = load(
+        tmp_path,
+        fsdp_config={
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "mixed_precision_policy": "bf16",
+            "cpu_offload": True,
+            "limit_all_gathers": True,
+            "forward_prefetch": True,
+            "backward_prefetch": "BACKWARD_PRE",
+        },
+        torch_run_config={"nnodes": 1, "nproc_per_node": 2, "node_rank": 0, "master_addr": None, "master_port": 29600},
+        max_seq_length=2048,
+        batch_size=4,
+        gradient_checkpointing=False,
+        activation_checkpointing="full",
+    )
+    jobs = settings.for_jobs(("cpu",))
+    assert (jobs.ranks, jobs.max_seq_length, jobs.gradient_checkpointing) == (2, 2048, True)
+    assert jobs.sharding == ShardingSpec(
+        strategy="SHARD_GRAD_OP", cpu_offload=True, forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
+    )
+
+
+def test_auto_means_one_rank_per_gpu_and_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    gpus = ("cuda:0", "cuda:1")
+    assert load(tmp_path).for_jobs(gpus).ranks == 2
+    assert load(tmp_path).for_jobs(("cpu",)).ranks == 1
+    with pytest.raises(SettingsError, match="2 GPUs may be used"):
+        load(tmp_path, torch_run_config={"nproc_per_node": 3}).for_jobs(gpus)
+
+
+def test_variables_go_before_the_file_and_options_before_both(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.yaml", port=1, host="file", api_token="file")
+    environ = {"TRL_SERVICE_PORT": "2", "TRL_SERVICE_TOKEN": "environment", "TRL_SERVICE_CONFIG": str(path)}
+    settings, _ = load_settings(None, environ, port=3)
+    assert (settings.port, settings.host, settings.credentials) == (3, "file", {"environment": "admin"})
+    assert load_settings(None, environ)[0].port == 2
+    assert "environment" not in repr(settings)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    for text, expected in [("a: [", "is no YAML"), ("[]", "has 0 providers"), ("providers: 7", "has 0 providers")]:
+        other.write_text(text)
+        with pytest.raises(SettingsError, match=expected):
+            load_settings(other, {})
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load_settings(tmp_path / "missing.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("${env.SET}", "value"),
+        ("${env.SET:=other}", "value"),
+        ("${env.UNSET:=other}", "other"),
+        ("${env.UNSET:=}", None),
+        ("${env.UNSET:=8322}", 8322),
+        ("${env.UNSET:=True}", True),
+        ("${env.SET:+there}", "there"),
+        ("${env.UNSET:+there}", None),
+        ("~/${env.SET}/x", "~/value/x"),
+        ("plain", "plain"),
+        (["${env.SET}", 7], ["value", 7]),
+    ],
+)
+def test_variables_in_the_file_are_read_as_llama_stack_reads_them(text: Any, expected: Any) -> None:
+    assert fill_in(text, {"SET": "value"}) == expected
+
+
+def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set NEEDED"):
+        provider_block(write(tmp_path / "run.yaml", host="${env.NEEDED}"), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"host": "0.0.0.0"}, "set TRL_SERVICE_TOKEN"),
+        ({"host": "192.0.2.7", "api_token": "t"}, "in the clear"),
+        ({"tls_cert": "/no/cert.pem"}, "belong together"),
+        ({"tls_cert": "/no/cert.pem", "tls_key": "/no/key.pem"}, "no such file"),
+    ],
+)
+def test_exposure_is_never_an_accident(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected):
+        load(tmp_path, **config).check_exposure()
+
+
+def test_loopback_needs_nothing_and_insecure_is_said_aloud(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
+        load(tmp_path, host=host).check_exposure()
+    load(tmp_path, host="0.0.0.0", api_token="t", insecure=True).check_exposure()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "127.0.0.1:8322", "authorization": "Bearer a"}, 200),
+        ({"host": "localhost", "authorization": "bearer  b"}, 200),
+        ({"host": "localhost"}, 401),
+        ({"host": "localhost", "authorization": "Bearer "}, 401),
+        ({"host": "localhost", "authorization": "Bearer ab"}, 401),
+        ({"host": "localhost", "authorization": "Basic a"}, 401),
+        ({"host": "rebound.example", "authorization": "Bearer a"}, 403),
+        ({"authorization": "Bearer a"}, 403),
+        ({"host": "localhost", "authorization": "Bearer a", "origin": "null"}, 403),
+        ({"host": "localhost", "authorization": "Bearer a", "content-length": "2000000"}, 413),
+    ],
+)
+def test_the_gate_lets_in_who_may_enter(headers: dict[str, str], status: int) -> None:
+    settings = ServiceSettings.model_validate(
+        {"api_token": "a", "tokens": [{"token": "b"}], "max_body_mb": 1, "host": "127.0.0.1"}
+    )
+    assert asyncio.run(_answer(settings, headers)) == status
+
+
+def test_beyond_loopback_an_address_is_a_fine_host_but_a_strange_name_is_not() -> None:
+    settings = ServiceSettings.model_validate({"host": "0.0.0.0", "api_token": "a"})
+    token = {"authorization": "Bearer a"}
+    assert asyncio.run(_answer(settings, {"host": "10.1.2.3:8322", **token})) == 200
+    assert asyncio.run(_answer(settings, {"host": "rebound.example", **token})) == 403
+
+
+def test_the_service_imports_neither_torch_nor_llama_stack() -> None:
+    script = (
+        "import sys, llama_stack_provider_trl_remote.service.server, llama_stack_provider_trl_remote.service.__main__; "
+        f"print(*sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
+    """The status that a GET with these headers gets."""
+    statuses = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": "/v1/nodes", "headers": raw}
+    await Gate(inner, settings)(scope, receive, send)
+    return int(statuses[0])
+
+
+def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name in model.model_fields:
+        inner = {"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token}.get(name)
+        names += _names(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return names
