@@ -1,10 +1,12 @@
 """Fine-tune through Llama Stack's HTTP API, first with SFT (LoRA), then with DPO, and show what changed.
 
-    python examples/quickstart.py --url http://127.0.0.1:8321 --model MODEL_DIR
+    python examples/quickstart.py --url http://127.0.0.1:8321 --model MODEL_DIR [--service-url http://127.0.0.1:8322]
 
-`scripts/quickstart.sh` starts Llama Stack and calls this. It registers the datasets of examples/data, submits both jobs
-with plain `requests`, follows them, and scores the base model and both results on prompts that no training row holds.
-It exits with status 1 when a job fails or the scores did not clearly improve.
+`scripts/quickstart.sh` starts Llama Stack and the training service and calls this. It registers the datasets of
+examples/data, submits both jobs with plain `requests`, follows them, and scores the base model and both results on
+prompts that no training row holds. Then the first steps of the same DPO job are trained by the service, with several
+ranks, and must have the same losses. It exits with status 1 when a job fails, the scores did not clearly improve, or
+the losses differ.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ LORA = {
     "rank": 16,
     "alpha": 32,
 }
+SERVICE_STEPS = 3
+"""As many as the warmup: until then the learning rate does not depend on how many steps there are."""
 DPO_TRAINING = {
     "n_epochs": 1,
     "dtype": "fp32",
@@ -49,9 +53,9 @@ DPO_TRAINING = {
 
 
 class Stack:
-    """The few calls of Llama Stack that a fine-tuning needs."""
+    """The few calls of Llama Stack that a fine-tuning needs; the training service takes the same ones."""
 
-    def __init__(self, url: str, server_pid: int | None, server_log: Path | None) -> None:
+    def __init__(self, url: str, server_pid: int | None = None, server_log: Path | None = None) -> None:
         self.url, self.server_pid, self.server_log = url, server_pid, server_log
 
     def call(self, method: str, path: str, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -78,7 +82,7 @@ class Stack:
                 pass
             time.sleep(0.5)
         log = self.server_log.read_text(errors="replace")[-3000:] if self.server_log else ""
-        sys.exit(f"quickstart: Llama Stack did not come up at {self.url}.\n{log}")
+        sys.exit(f"quickstart: nothing answers at {self.url}.\n{log}")
 
     def register(self, dataset_id: str, file: Path) -> int:
         """Register a JSONL file's rows as a dataset (an older one of that name is replaced)."""
@@ -94,8 +98,8 @@ class Stack:
         )
         return len(rows)
 
-    def train(self, call: str, body: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
-        """Submit one job, follow it with a progress bar, and return {checkpoint kind: path}.
+    def train(self, call: str, body: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Submit one job, follow it with a progress bar, and return its last status.
 
         A job that is interrupted here is cancelled, so that it does not go on training unseen.
         """
@@ -111,7 +115,7 @@ class Stack:
             sys.exit(
                 f"quickstart: job {uuid} {status['status']}: {error.get('message')} (log: {error.get('log_path')})"
             )
-        return {Path(checkpoint["path"]).name: checkpoint["path"] for checkpoint in status["checkpoints"]}
+        return status
 
     def _follow(self, uuid: str) -> dict[str, Any]:
         with tqdm(
@@ -156,6 +160,42 @@ def score(model: str, title: str) -> dict[str, float]:
     return scores
 
 
+def paths(status: dict[str, Any]) -> dict[str, str]:
+    """Where the checkpoints of a job are: {kind: path}."""
+    return {Path(checkpoint["path"]).name: checkpoint["path"] for checkpoint in status["checkpoints"]}
+
+
+def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], reference: dict[str, Any]) -> None:
+    """The first steps of a job once more, by the training service with its own number of ranks: the same losses."""
+    service = Stack(url)
+    service.wait_until_up()
+    service.register("orders-dpo", DATA / "dpo_train.jsonl")
+    training = body["training_config"]
+    ranks = int(os.environ.get("TRL_NPROC_PER_NODE") or 2)
+    data = {**training["data_config"], "batch_size": training["data_config"]["batch_size"] // ranks}
+    uuid = f"{body['job_uuid']}-service"
+    status = service.train(
+        "preference-optimize",
+        {
+            **body,
+            "job_uuid": uuid,
+            "training_config": {**training, "max_steps_per_epoch": SERVICE_STEPS, "data_config": data},
+            "provider_options": {**options, "merge_adapter": False, "nproc_per_node": ranks},
+        },
+    )
+    points = service.call("GET", f"/v1/post-training/jobs/{uuid}/metrics")["data"]
+    losses = [point["metrics"]["loss"] for point in points if point["kind"] == "train"]
+    events = Path(reference["resources_allocated"]["log_path"]).with_name("events.jsonl").read_text().splitlines()
+    expected = [event["metrics"]["loss"] for event in map(json.loads, events) if event["type"] == "progress"]
+    sharding = status["resources_allocated"]["effective_config"]["recipe"]["sharding"] or {}
+    print(f"\nThe same job, first {len(losses)} steps: 1 process, and {ranks} ranks ({sharding.get('strategy')})")
+    for step, (alone, together) in enumerate(zip(expected, losses, strict=False), start=1):
+        print(f"  step {step}   loss {alone:.6f}   {together:.6f}")
+    worst = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=False))
+    if len(losses) != SERVICE_STEPS or worst > 1e-3:
+        sys.exit(f"quickstart: {len(losses)} steps, losses that differ by {worst:.1e} of their value, expected 1e-3")
+
+
 def report(scores: dict[str, dict[str, float]]) -> None:
     """The table at the end: one row a measure (score.py says what each means), one column a model."""
     print("\nHeld-out scores (share of answers, greedy)")
@@ -180,6 +220,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="base model: a directory or a model id")
     parser.add_argument("--server-pid", type=int, help="the Llama Stack process to watch while it starts")
     parser.add_argument("--server-log", type=Path, help="its log, shown when it does not start")
+    parser.add_argument("--service-url", help="a training service, to train the DPO job's first steps once more")
     arguments = parser.parse_args()
     run = time.strftime("%m%d-%H%M%S")
 
@@ -196,7 +237,7 @@ def main() -> None:
     scores = {"base": score(arguments.model, "Base model")}
 
     print("\n== SFT with LoRA", flush=True)
-    sft = stack.train(
+    sft_status = stack.train(
         "supervised-fine-tune",
         {
             "job_uuid": f"sft-{run}",
@@ -208,21 +249,21 @@ def main() -> None:
         },
         {"merge_adapter": True},
     )
+    sft = paths(sft_status)
     scores["after SFT"] = score(sft["merged"], "After SFT")
 
     print("\n== DPO on the SFT result", flush=True)
-    dpo = stack.train(
-        "preference-optimize",
-        {
-            "job_uuid": f"dpo-{run}",
-            "finetuned_model": sft["merged"],
-            "algorithm_config": {"beta": 0.1},
-            "training_config": DPO_TRAINING,
-            "hyperparam_search_config": {},
-            "logger_config": {},
-        },
-        {"lora": LORA, "merge_adapter": True},
-    )
+    dpo_body = {
+        "job_uuid": f"dpo-{run}",
+        "finetuned_model": sft["merged"],
+        "algorithm_config": {"beta": 0.1},
+        "training_config": DPO_TRAINING,
+        "hyperparam_search_config": {},
+        "logger_config": {},
+    }
+    dpo_options = {"lora": LORA, "merge_adapter": True}
+    dpo_status = stack.train("preference-optimize", dpo_body, dpo_options)
+    dpo = paths(dpo_status)
     scores["after DPO"] = score(dpo["merged"], "After DPO")
 
     report(scores)
@@ -231,9 +272,13 @@ def main() -> None:
     missing = shortfalls(*scores.values())
     if missing:
         sys.exit("quickstart: the model did not improve as it must:\n  " + "\n  ".join(missing))
+    if arguments.service_url:
+        print("\n== The same DPO job by the training service", flush=True)
+        train_on_service(arguments.service_url, dpo_body, dpo_options, dpo_status)
     print(
         "\nThe model changed as intended. To go on:\n"
         "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321\n"
+        "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/remote.md)\n"
         "  examples/quickstart.py                         the requests that were just made, to copy from\n"
         "  docs/api.md, docs/data-formats.md              every field, every row shape\n"
         f"  AutoModelForCausalLM.from_pretrained({dpo['merged']!r})"

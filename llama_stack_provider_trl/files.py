@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,6 +16,7 @@ from .errors import InvalidRequest, InvalidRows
 
 MANIFEST = "manifest.json"
 """In a checkpoint: the size of each of its files. Written last, so that a directory with it was complete once."""
+_STEP = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
@@ -131,20 +132,22 @@ def put_in_place(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_staged(directory: Path) -> None:
-    """Remove what a process that was killed while it wrote a checkpoint has left in a job's checkpoint directory.
+def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
+    """Remove what a process that was killed has left in a job's checkpoint directory: parts of a checkpoint, and step
+    checkpoints that nobody was told of or that were forgotten and not yet deleted.
 
     A checkpoint that was set aside for a new one which never came gets its name back.
+
+    Args:
+        listed: names of the job's checkpoints; they stay.
     """
     if not directory.is_dir():
         return
-    for path in directory.iterdir():
-        if not _STAGED.fullmatch(path.name):
-            continue
+    for path in list(directory.iterdir()):
         replaced = path.with_suffix("")
         if path.suffix == ".old" and not replaced.exists():
             path.rename(replaced)
-        else:
+        elif _STAGED.fullmatch(path.name) or (_STEP.fullmatch(path.name) and path.name not in listed):
             shutil.rmtree(path, ignore_errors=True)
 
 

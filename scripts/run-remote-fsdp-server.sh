@@ -7,6 +7,7 @@
 #   TRL_SERVICE_HOST      where it listens (default 127.0.0.1)
 #   TRL_SERVICE_PORT      and on which port (default 8322)
 #   TRL_SERVICE_DATA_DIR  where jobs and checkpoints go (default ~/.llama/trl-service)
+#   TRL_NPROC_PER_NODE    ranks of a job that does not say (default 2; on GPUs each needs one; auto: all of them)
 #   TRL_SERVICE_TOKEN     what clients must send; needed beyond the loopback address
 set -euo pipefail
 here="$PWD"

@@ -2,8 +2,8 @@
 
 -- name: insert_job
 -- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
-INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at)
-VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now)
+INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at, wanted_device, priority, ranks, checkpoint_dir)
+VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now, :wanted_device, :priority, :ranks, :checkpoint_dir)
 ON CONFLICT (job_uuid) DO NOTHING;
 
 -- name: request_digest
@@ -51,21 +51,21 @@ SELECT run_dir FROM jobs JOIN attempts USING (job_uuid, attempt)
 WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
 
 -- name: select_neighbour
--- A job whose checkpoints lie above, below or in the same directory.
-SELECT job_uuid
-FROM (SELECT job_uuid, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.checkpoint_dir') || '/' END AS theirs
-      FROM jobs)
-WHERE substr(theirs, 1, length(:ours)) = :ours OR substr(:ours, 1, length(theirs)) = theirs LIMIT 1;
+-- A job whose checkpoints lie in the same directory or above (`here_or_above`), or below: from `ours/` up to `ours0`,
+-- since 0 follows the slash.
+SELECT job_uuid FROM jobs
+WHERE checkpoint_dir IN (SELECT value FROM json_each(:here_or_above))
+   OR (checkpoint_dir > :ours || '/' AND checkpoint_dir < :ours || '0')
+LIMIT 1;
 
 -- name: select_active
 -- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
 
 -- name: select_queue
--- What placement needs to know of the jobs that wait, oldest first; not of those that wait for their next try.
-SELECT job_uuid, age, json_extract(spec, '$.device') AS device, coalesce(json_extract(spec, '$.priority'), 0) AS priority,
-       detail, coalesce(json_extract(spec, '$.ranks'), 1) AS ranks, scheduled_at
-FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND json_valid(spec) ORDER BY age;
+-- A `Queued` for each job that waits, oldest first; not of those that wait for their next try.
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;

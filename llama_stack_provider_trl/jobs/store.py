@@ -43,7 +43,7 @@ from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
 DATABASE = "jobs.sqlite3"
 """Its name in a data directory."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 log = logging.getLogger(__name__)
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another. Transactions take about a millisecond."""
@@ -81,9 +81,14 @@ class Store:
                 job's.
         """
         key = {"job_uuid": spec.job_uuid}
+        ours = str(spec.checkpoint_dir)
+        here_or_above = json.dumps([ours, *map(str, spec.checkpoint_dir.parents)])
+        row = {
+            **{**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()},
+            **{"wanted_device": spec.device, "priority": spec.priority, "ranks": spec.ranks, "checkpoint_dir": ours},
+        }
         with self._transaction() as execute:
-            row = {**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()}
-            neighbour = execute("select_neighbour", {"ours": f"{spec.checkpoint_dir}/"}).fetchone()
+            neighbour = execute("select_neighbour", {"ours": ours, "here_or_above": here_or_above}).fetchone()
             if neighbour is not None and neighbour["job_uuid"] != spec.job_uuid:
                 raise JobConflict(
                     f"checkpoint_dir {str(spec.checkpoint_dir)!r} is in the way of job {neighbour['job_uuid']!r}, "
@@ -155,7 +160,8 @@ class Store:
 
     def queue(self) -> Sequence[Queued]:
         """Jobs that wait for a device, oldest first; those that wait for the time of their next try are left out."""
-        return [Queued(**dict(row)) for row in self._select("select_queue", {"now": self._clock()})]
+        waiting = map(Queued._make, self._select("select_queue", {"now": self._clock()}))
+        return [job for job in waiting if job.job_uuid not in self._damaged]
 
     def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
         """Every try at a job, the first one first."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .. import faults
 from ..errors import StoreError
-from ..files import RunDir, free_bytes, is_whole, remove_staged, resolve_under, set_aside, tail
+from ..files import RunDir, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.torchrun import free_port
 from ..process import FileLock
@@ -213,11 +213,15 @@ class Supervisor:
         self._ports.pop(job.job_uuid, None)
         paths = RunDir(task.run_dir)
         decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
-        remove_staged(job.spec.checkpoint_dir)
+        self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
             return
         self._move(job, *decided)
+
+    def _remove_leftovers(self, job: JobRecord) -> None:
+        listed = {checkpoint.path.name for checkpoint in self._store.checkpoints(job.job_uuid)}
+        remove_leftovers(job.spec.checkpoint_dir, listed)
 
     def _try_again(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job once more, if another try may mend it and it has one left."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
 )
 from llama_stack_provider_trl.recipes.sharding import describe
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.spec import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
@@ -39,6 +40,28 @@ ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoc
 def ranks() -> Iterator[Ranks]:
     with forked_ranks() as ranks:
         yield ranks
+
+
+Alone = Callable[..., tuple[JobSpec, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process makes of a job: its spec and its events, trained once for all tests that compare with it."""
+
+    @cache
+    def train(algorithm: str, changes: str) -> tuple[JobSpec, list[Any]]:
+        root = tmp_path_factory.mktemp("alone")
+        spec = spec_of(root, algorithm, 1, **known[changes])
+        return spec, trained(ranks, root, spec)
+
+    known: dict[str, dict[str, Any]] = {}
+
+    def find(algorithm: str, **changes: Any) -> tuple[JobSpec, list[Any]]:
+        known[repr(changes)] = dict(changes)
+        return train(algorithm, repr(changes))
+
+    return find
 
 
 def spec_of(root: Path, algorithm: str, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
@@ -92,6 +115,7 @@ CASES = [
         ("dpo", "FULL_SHARD", "untied", {"tied": False}),
         ("dpo", "SHARD_GRAD_OP", "tied", {}),
         ("dpo", "NO_SHARD", "tied", {}),
+        ("dpo", "FULL_SHARD", "promised", {"dpo": DpoSpec(reward_scale=1.0, reward_clip=5.0), "n_epochs": 7}),
         ("dpo", "FULL_SHARD", "lora", {"lora": LORA}),
         ("dpo", "NO_SHARD", "lora", {"lora": LORA}),
         ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
@@ -102,22 +126,21 @@ CASES = [
 
 @pytest.mark.parametrize(("algorithm", "strategy", "changes"), CASES)
 def test_two_ranks_train_what_one_process_trains(
-    ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
+    ranks: Ranks, alone: Alone, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
 ) -> None:
     changes = {"validation_rows": ROWS[algorithm][:5], **changes}
-    alone = spec_of(tmp_path / "one", algorithm, 1, **changes)
-    together = spec_of(tmp_path / "two", algorithm, 2, strategy, **changes)
-    expected = trained(ranks, tmp_path / "one", alone)
-    events = trained(ranks, tmp_path / "two", together)
+    single, expected = alone(algorithm, **changes)
+    together = spec_of(tmp_path, algorithm, 2, strategy, **changes)
+    events = trained(ranks, tmp_path, together)
     assert_same_numbers(numbers(events), numbers(expected))
     (prepared,) = of_kind(events, Prepared)
     assert prepared.num_rows == 11
-    assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * alone.gradient_accumulation_steps
+    assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * single.gradient_accumulation_steps
     sharding = prepared.effective["sharding"]
     assert sharding["strategy"] == strategy
     if strategy != "NO_SHARD":
         assert sharding["local_elements"] <= 0.6 * sharding["total_elements"]
-    one, two = final_weights(alone), final_weights(together)
+    one, two = final_weights(single), final_weights(together)
     assert one.keys() == two.keys()
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
 
@@ -131,10 +154,12 @@ def test_two_ranks_train_what_one_process_trains(
     ],
     ids=["cpu_offload", "prefetch", "grad-op-prefetch"],
 )
-def test_what_saves_memory_or_time_changes_no_number(ranks: Ranks, tmp_path: Path, sharding: ShardingSpec) -> None:
-    plain = trained(ranks, tmp_path / "plain", spec_of(tmp_path / "plain", "sft", 2))
-    other = trained(ranks, tmp_path / "other", spec_of(tmp_path / "other", "sft", 2, sharding=sharding))
-    assert_same_numbers(numbers(other), numbers(plain))
+def test_what_saves_memory_or_time_changes_no_number(
+    ranks: Ranks, alone: Alone, tmp_path: Path, sharding: ShardingSpec
+) -> None:
+    _, expected = alone("sft", validation_rows=ROWS["sft"][:5])
+    spec = spec_of(tmp_path, "sft", 2, sharding=sharding, validation_rows=ROWS["sft"][:5])
+    assert_same_numbers(numbers(trained(ranks, tmp_path, spec)), numbers(expected))
 
 
 def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks, tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.files import atomic_write_json, fsync_tree, put_rows, resolve_under, tail
+from llama_stack_provider_trl.files import (
+    atomic_write_json,
+    fsync_tree,
+    put_rows,
+    remove_leftovers,
+    resolve_under,
+    tail,
+)
 
 NAN = float("nan")
 
@@ -101,3 +108,11 @@ def test_a_tail_is_short_and_of_a_missing_file_empty(tmp_path: Path) -> None:
     assert tail(log, lines=2) == "line 9998\nline 9999"
     assert len(tail(log, lines=1000, limit=100)) <= 100
     assert tail(tmp_path / "none") == ""
+
+
+def test_what_a_killed_process_left_beside_checkpoints_is_removed_and_no_listed_one(tmp_path: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-9.old", "final.tmp", ".saving", "final", "notes"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path, {"checkpoint-6", "checkpoint-9", "final"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-9", "final", "notes"]
+    remove_leftovers(tmp_path / "missing", set())
