@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from .options import Priority
 
 DEFAULT_DATA_DIR = "~/.llama/trl"
+
+
+def _trusted(entry: str) -> str:
+    path, _, revision = entry.partition("@")
+    if entry.startswith(("/", "~")) or (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and revision):
+        return entry
+    raise ValueError(
+        f"{entry!r} is neither an absolute directory nor ORG/NAME@REVISION (which keeps the code fixed)"
+    )
+
+
+TrustedModel = Annotated[str, AfterValidator(_trusted)]
 
 
 class TrlConfig(BaseModel):
@@ -25,6 +38,9 @@ class TrlConfig(BaseModel):
     """Tokens per sequence where a job does not say."""
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+
+    trust_remote_code: list[TrustedModel] = Field(default_factory=list)
+    """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
 
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints where a job does not say; unset: at the end of every epoch and every 30

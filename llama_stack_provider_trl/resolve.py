@@ -64,6 +64,8 @@ class Settings:
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False
     """Where a job does not say."""
+    trust_remote_code: tuple[str, ...] = ()
+    """Models whose own code may run: directories, and model ids with their revision as ORG/NAME@REVISION."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     fields = {
         "job_uuid": _job_uuid(request.job_uuid),
         "algorithm": algorithm,
-        **_names(request),
+        **(names := _names(request)),
+        **_trust(names["model"], settings),
         "checkpoint_dir": _checkpoint_dir(request, settings),
         "data_format": _data_format(data, is_sft, warnings),
         "n_epochs": training.n_epochs,
@@ -225,6 +228,15 @@ def _names(request: Request) -> dict[str, str]:
     if request.model is None:
         return {"model": _base_model("finetuned_model", request.finetuned_model), "output_name": request.job_uuid}
     return {"model": _base_model("model", request.model), "output_name": request.finetuned_model or request.job_uuid}
+
+
+def _trust(model: str, settings: Settings) -> dict[str, Any]:
+    """Whether the operator lets this model's own code run, and of which revision."""
+    for entry in settings.trust_remote_code:
+        name, _, revision = entry.partition("@")
+        if name == model or (not revision and Path(name).expanduser().resolve() == Path(model)):
+            return {"trust_remote_code": True, "revision": revision or None}
+    return {}
 
 
 def _base_model(name: str, model: str | None) -> str:

@@ -54,6 +54,7 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
     optimizer = spec.optimizer
     return {
         "output_dir": str(spec.checkpoint_dir),
+        "trust_remote_code": spec.trust_remote_code,
         "num_train_epochs": spec.n_epochs,
         "per_device_train_batch_size": spec.batch_size,
         "per_device_eval_batch_size": spec.batch_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -46,7 +47,7 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
         JobFailure: invalid_model, when there is none that transformers can load.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model)
+        tokenizer = AutoTokenizer.from_pretrained(spec.model, **_source(spec))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise _invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
     if tokenizer.eos_token is None:
@@ -68,7 +69,9 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     """
     dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, output_loading_info=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=dtype, output_loading_info=True, **_source(spec)
+        )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -87,7 +90,8 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
 def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
     """The base model in CPU memory with a trained adapter on it: for merging what was trained in parts."""
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype), adapter)
+    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **_source(spec))
+    return PeftModel.from_pretrained(base, adapter)
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
@@ -160,6 +164,11 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
+def _source(spec: JobSpec) -> dict[str, Any]:
+    # False, not None: transformers would ask on the terminal and wait for an answer.
+    return {"trust_remote_code": spec.trust_remote_code, **({"revision": spec.revision} if spec.revision else {})}
+
+
 def _matching(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
     endings = tuple("." + suffix for suffix in suffixes)
     return [name for name in names if ("." + name).endswith(endings)]
@@ -171,6 +180,12 @@ def _suffixes(names: Iterable[str]) -> list[str]:
 
 def _invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
     detail = " ".join(str(error).split()).rstrip(".")
+    if "trust_remote_code" in detail:
+        return JobFailure(
+            Reason.invalid_model,
+            f"model {model!r} comes with code of its own, which is not run: the operator can allow it by naming the "
+            "model (a directory, or ORG/NAME@REVISION) in trust_remote_code of the provider's configuration.",
+        )
     return JobFailure(
         Reason.invalid_model,
         f"model {model!r}: {problem}: {detail[:500]}. Expected a directory written by save_pretrained (config.json, "

@@ -93,6 +93,10 @@ class JobSpec(_Frozen):
     algorithm: Algorithm
     model: str
     """Base model: an absolute local path or a model id that transformers can load."""
+    revision: str | None = None
+    """Branch, tag or commit of a model id; None: the default branch."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model: the operator has named this model (and revision)."""
     output_name: str
     """Name of the result; identifiers of checkpoints start with it."""
     checkpoint_dir: Path

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from llama_stack_provider_trl.config import TrustedModel
 from llama_stack_provider_trl.devices import usable_devices
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.options import Priority
@@ -159,8 +160,8 @@ class ServiceSettings(_Block):
     """Directories whose files may be named as a dataset's uri; none: no files."""
     train_python: Path | None = None
     """Interpreter that trains and converts datasets; null: the service's own."""
-    trust_remote_code: tuple[str, ...] = ()
-    """Models whose own code may run. Only the empty list is supported for now."""
+    trust_remote_code: tuple[TrustedModel, ...] = ()
+    """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
 
     max_body_mb: int = Field(32, gt=0)
     """MiB of a request body, rows of a registered dataset included; more is a 413."""
@@ -203,13 +204,6 @@ class ServiceSettings(_Block):
             raise ValueError("selective is not built yet: use full (every block is recomputed) or none")
         return value
 
-    @field_validator("trust_remote_code")
-    @classmethod
-    def _nobody_trusted(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if value:
-            raise ValueError("running a model's own code is not built yet: leave the list empty")
-        return value
-
     @property
     def credentials(self) -> dict[str, Role]:
         """Token -> role."""
@@ -243,6 +237,7 @@ class ServiceSettings(_Block):
             devices=devices,
             max_seq_length=self.max_seq_length,
             checkpoint_roots=self.checkpoint_roots,
+            trust_remote_code=self.trust_remote_code,
             save_steps=self.save_steps,
             keep_last=self.keep_last,
             retries=self.retries,

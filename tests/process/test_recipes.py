@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -422,3 +423,22 @@ def test_the_tokenizer_of_a_checkpoint_is_the_one_that_trained(tmp_path: Path) -
     saved = AutoTokenizer.from_pretrained(of_kind(events, CheckpointSaved)[-1].path)
     assert saved.chat_template == tiny_tokenizer().chat_template
     assert saved.eos_token == tiny_tokenizer().eos_token
+
+
+def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+    model = tmp_path / "own-code"
+    shutil.copytree(tiny_model(), model)
+    (model / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM, LlamaConfig\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": own}))
+    status, events = run(tmp_path / "no", job_spec(tmp_path / "no", model))
+    assert (status, of_kind(events, Failed)[0].reason) == (1, Reason.invalid_model)
+    assert "code of its own" in of_kind(events, Failed)[0].message
+    for algorithm in ("sft", "dpo"):
+        spec = job_spec(tmp_path / algorithm, model, algorithm, trust_remote_code=True)
+        assert run(tmp_path / algorithm, spec)[0] == 0

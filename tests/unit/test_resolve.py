@@ -288,3 +288,17 @@ def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_
     assert spec_of(sft(), saving).gradient_checkpointing
     unset = with_training(efficiency_config={"enable_activation_checkpointing": False})
     assert not spec_of(unset, saving).gradient_checkpointing
+
+
+def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    trusting = replace(settings, trust_remote_code=(str(tmp_path / "model"), "org/name@abc123"))
+    local = spec_of(sft(model=str(tmp_path / "model")), trusting)
+    hub = spec_of(sft(model="org/name"), trusting)
+    other = spec_of(sft(model="org/other"), trusting)
+    assert [(spec.trust_remote_code, spec.revision) for spec in (local, hub, other)] == [
+        (True, None),
+        (True, "abc123"),
+        (False, None),
+    ]

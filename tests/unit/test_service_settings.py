@@ -74,7 +74,7 @@ def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(
         ({"torch_run_config": {"node_rank": 1}}, "several machines is not built yet"),
         ({"torch_run_config": {"nproc_per_node": 0}}, "from 1 to 1024, or auto"),
         ({"activation_checkpointing": "selective"}, "use full"),
-        ({"trust_remote_code": ["org/model"]}, "leave the list empty"),
+        ({"trust_remote_code": ["org/model"]}, "ORG/NAME@REVISION"),
         ({"max_seq_length": "long"}, "max_seq_length='long'"),
         ({"tokens": [{"token": "hush", "role": "king"}]}, "tokens.0.role"),
     ],
