@@ -5,10 +5,12 @@ Pure ASGI, so that bodies pass through in pieces: Starlette's own middleware cla
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +26,8 @@ OPEN_PATHS = frozenset({"/v1/health"})
 """Answered without a token."""
 _UPLOAD = re.compile(r"/v1/blobs/[^/]*")
 _SPARE = 64 << 20
-"""Bytes of a body that is too large which are read and dropped, so that its sender lives to see the answer."""
+"""Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
+_DRAIN_SECONDS = 10.0
 
 
 class Refused(HTTPException):
@@ -46,15 +49,16 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        body = _Body(receive, send, self._limits[bool(_UPLOAD.fullmatch(scope["path"]))])
+        body = _Body(receive, send, self._limits[bool(_UPLOAD.fullmatch(scope["path"]))], headers)
         try:
             self._check_origin(headers)
             scope["trl_role"] = self._role(scope, headers)
             _check_content_type(scope, headers)
-            await body.check_announced(headers)
+            body.check_announced()
             await self.app(scope, body.receive, body.send)
         except Refused as refusal:
             if not body.answered:
+                await body.drain()
                 await _answer(send, refusal)
 
     def _check_origin(self, headers: Headers) -> None:
@@ -101,37 +105,46 @@ async def needs_admin(request: Request) -> None:
 class _Body:
     """The body of one request as it passes: counted, and refused where it is too large."""
 
-    def __init__(self, receive: Receive, send: Send, limit: int) -> None:
+    def __init__(self, receive: Receive, send: Send, limit: int, headers: Headers) -> None:
         self._receive, self._send, self._limit = receive, send, limit
+        announced = headers.get("content-length", "")
+        self._announced = int(announced) if announced.isdigit() else 0
+        self._waits = headers.get("expect", "").lower() == "100-continue"
+        """Its sender sends nothing before we ask for it."""
         self._count = 0
+        self._whole = False
         self.answered = False
 
-    async def check_announced(self, headers: Headers) -> None:
-        announced = headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > self._limit:
-            if headers.get("expect", "").lower() != "100-continue":
-                await self._drop(int(announced))
+    def check_announced(self) -> None:
+        if self._announced > self._limit:
             raise self._too_large()
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._count += len(message.get("body", b""))
+        self._whole = not message.get("more_body")
         if self._count > self._limit:
-            await self._drop(self._limit + _SPARE)
             raise self._too_large()
         return message
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            await self.drain()
         self.answered = True
         await self._send(message)
 
-    async def _drop(self, announced: int) -> None:
+    async def drain(self) -> None:
+        """Read and drop what is still being sent, within bounds: a connection that is closed on unread data is reset,
+        and the sender never sees the answer."""
+        if self._whole or (self._waits and not self._count) or self._announced - self._count > _SPARE:
+            return
         dropped = 0
-        while announced <= self._limit + _SPARE and dropped <= _SPARE:
-            message = await self._receive()
-            dropped += len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body"):
-                return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while dropped <= _SPARE and not self._whole:
+                    message = await self._receive()
+                    dropped += len(message.get("body", b""))
+                    self._whole = message["type"] != "http.request" or not message.get("more_body")
 
     def _too_large(self) -> Refused:
         return Refused(
@@ -143,9 +156,9 @@ class _Body:
 
 def _check_content_type(scope: Scope, headers: Headers) -> None:
     """A form of any page can be posted here, as every type but JSON. (A blob is PUT, which no form can.)"""
-    if scope["method"] != "POST" or not (
-        headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers
-    ):
+    if scope["method"] != "POST" or _UPLOAD.fullmatch(scope["path"]):
+        return
+    if not (headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
