@@ -67,6 +67,11 @@ SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing',
 SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 
+-- name: select_kinds_waiting
+-- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
+SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail;
+
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
 
@@ -117,6 +122,10 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: change_detail
 UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
+
+-- name: change_waiting
+UPDATE jobs SET detail = :detail
+WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :said;
 
 -- name: launch_job
 -- scheduled -> launching, with the next attempt.

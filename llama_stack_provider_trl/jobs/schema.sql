@@ -18,9 +18,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     detail TEXT NOT NULL DEFAULT '',
     reason TEXT,
     message TEXT NOT NULL DEFAULT '',
-    -- Said in spec too: taking it out of the JSON of a thousand jobs costs 10 ms, and each pass and each POST asks.
-    wanted_device TEXT NOT NULL DEFAULT 'auto',
-    priority INTEGER NOT NULL DEFAULT 0,
+    wanted_device TEXT NOT NULL DEFAULT 'auto', -- this and the rest stand in spec too; each pass and each POST asks for
+    priority INTEGER NOT NULL DEFAULT 0,        -- them, and to take them out of a thousand specs costs 10 ms
     ranks INTEGER NOT NULL DEFAULT 1,
     checkpoint_dir TEXT NOT NULL DEFAULT ''
 ) STRICT;

@@ -120,6 +120,7 @@ class Store:
         try:
             return _job(rows[0])
         except ValueError as error:
+            self._leave_alone(job_uuid, error)
             raise StoreError(f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}") from error
 
     def names(self) -> Sequence[str]:
@@ -159,9 +160,19 @@ class Store:
         return frozenset(Path(row["run_dir"]) for row in self._select("select_run_dirs", {}))
 
     def queue(self) -> Sequence[Queued]:
-        """Jobs that wait for a device, oldest first; those that wait for the time of their next try are left out."""
+        """Jobs that wait for a device, oldest first; those that wait for the time of their next try are left out.
+
+        A record that cannot be read is found out when it is: by the `get` of whoever would start the job.
+        """
         waiting = map(Queued._make, self._select("select_queue", {"now": self._clock()}))
         return [job for job in waiting if job.job_uuid not in self._damaged]
+
+    def kinds_waiting(self) -> Sequence[Queued]:
+        """The oldest job of each kind in the queue: those of a kind ask for the same, and have the same `detail`.
+
+        They are few, however many wait.
+        """
+        return list(map(Queued._make, self._select("select_kinds_waiting", {"now": self._clock()})))
 
     def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
         """Every try at a job, the first one first."""
@@ -334,6 +345,12 @@ class Store:
         with self._transaction() as execute:
             execute("change_detail", {"job_uuid": job_uuid, "state": state, "detail": detail})
 
+    def note_waiting(self, kind: Queued, detail: str) -> None:
+        """Record what all jobs of a kind (`kinds_waiting`) wait for."""
+        row = {"wanted_device": kind.device, "ranks": kind.ranks, "said": kind.detail, "now": self._clock()}
+        with self._transaction() as execute:
+            execute("change_waiting", {**row, "detail": detail})
+
     def apply_events(self, job_uuid: str, attempt: int, events: Sequence[Event], new_offset: int) -> bool:
         """Take in events and the cursor behind them, all or nothing; each counts once however often it comes.
 
@@ -357,16 +374,20 @@ class Store:
         return self._select(name, {"after": after, "states": wanted, "limit": -1 if limit is None else limit})
 
     def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
-        """One damaged record must not hide the other jobs; it is said once."""
+        """One damaged record must not hide the other jobs."""
         jobs = []
         for row in rows:
             try:
                 jobs.append(_job(row))
             except ValueError as error:
-                if row["job_uuid"] not in self._damaged:
-                    self._damaged.add(row["job_uuid"])
-                    log.error("job database %s: job %r is left alone: %s", self.path, row["job_uuid"], error)
+                self._leave_alone(row["job_uuid"], error)
         return jobs
+
+    def _leave_alone(self, job_uuid: str, error: ValueError) -> None:
+        """Give a job whose record cannot be read no device from here on, and say so once."""
+        if job_uuid not in self._damaged:
+            self._damaged.add(job_uuid)
+            log.error("job database %s: job %r is left alone: %s", self.path, job_uuid, error)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""

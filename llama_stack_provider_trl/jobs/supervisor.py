@@ -25,7 +25,7 @@ from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
-from .placement import Queued, choose, why_waiting
+from .placement import choose, why_waiting
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
 from .store import Store
@@ -263,16 +263,20 @@ class Supervisor:
 
     def _place(self) -> None:
         """Give free devices to waiting jobs and launch those; tell the others what they wait for."""
-        holders = {device: job.job_uuid for job in self._store.active() for device in job.devices}
-        queue = self._store.queue()
-        chosen = choose(queue, holders, self._devices, time.time())
-        holders.update({device: job_uuid for job_uuid, devices in chosen.items() for device in devices})
-        for job_uuid, devices in chosen.items():
-            job = self._store.get(job_uuid)
-            self._guarded(job, partial(self._begin_attempt, job, ",".join(devices)))
-        for waiting in queue:
-            if waiting.job_uuid not in chosen:
-                self._note_detail(waiting, why_waiting(waiting, holders, self._devices))
+        holders = self._holders()
+        if not holders.keys() >= set(self._devices):
+            for job_uuid, devices in choose(self._store.queue(), holders, self._devices, time.time()).items():
+                job = self._store.get(job_uuid)
+                self._guarded(job, partial(self._begin_attempt, job, ",".join(devices)))
+            holders = self._holders()
+        for waiting in self._store.kinds_waiting():
+            reason = why_waiting(waiting, holders, self._devices)
+            if reason != waiting.detail:
+                self._store.note_waiting(waiting, reason)
+
+    def _holders(self) -> dict[str, str]:
+        """Device -> the job that has it."""
+        return {device: job.job_uuid for job in self._store.active() for device in job.devices}
 
     def _begin_attempt(self, job: JobRecord, device: str) -> None:
         """Record the attempt, then launch it: a crash in between leaves `launching`, which the next pass takes up."""
@@ -345,10 +349,9 @@ class Supervisor:
             hang_timeout=self._hang_timeout,
         )
 
-    def _note_detail(self, job: JobRecord | Queued, detail: str) -> None:
+    def _note_detail(self, job: JobRecord, detail: str) -> None:
         if detail != job.detail:
-            state = JobState.scheduled if isinstance(job, Queued) else job.state
-            self._store.note_detail(job.job_uuid, state, detail)
+            self._store.note_detail(job.job_uuid, job.state, detail)
 
     def _move(self, job: JobRecord, target: JobState, reason: Reason | None = None, message: str = "") -> bool:
         moved = self._store.transition(job.job_uuid, job.attempt, job.state, target, reason, message)

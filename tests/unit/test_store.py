@@ -395,24 +395,78 @@ def test_two_jobs_never_have_checkpoint_directories_in_each_other(tmp_path: Path
     store.close()
 
 
-def test_a_database_of_the_first_schema_is_upgraded(tmp_path: Path) -> None:
+def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None:
+    """Also where one name begins like the other, or sorts between a directory and what lies below it."""
+    for number, name in enumerate(("a", "a b", "a-2", "a.x", "a0", "ab", "A")):
+        assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
-    store.add_job(job_spec("a"), "digest")
+    store.add_job(job_spec("a", device="cuda", priority=5, ranks=2), "digest")
+    store.add_job(job_spec("b"), "digest")
+    store.add_job(job_spec("damaged"), "digest")
+    queue, tables = store.queue(), columns(path)
     store.close()
     with closing(sqlite3.connect(path)) as old, old:
-        old.execute("DROP VIEW job_records")
-        for table, columns in (
-            ("jobs", ("retries_used", "not_before")),
-            (
-                "attempts",
-                ("resume_from", "started_at", "ended_at", "reason", "message", "paused_at_step", "start_step"),
-            ),
-        ):
-            for column in columns:
-                old.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        old.execute("PRAGMA user_version = 1")
+        rewind(old, version)
+        old.execute("UPDATE jobs SET spec = 'no JSON' WHERE job_uuid = 'damaged'")
     upgraded = Store(path)
-    assert upgraded.get("a").retries_used == 0
-    assert upgraded.attempts("a") == []
+    assert (upgraded.get("a").retries_used, upgraded.attempts("a")) == (0, [])
+    assert upgraded.queue()[:2] == queue[:2]
+    assert columns(path) == tables
+    with pytest.raises(JobConflict, match="in the way of job 'a'"):
+        upgraded.add_job(job_spec("c", checkpoint_dir=job_spec("a").checkpoint_dir), "digest")
     upgraded.close()
+
+
+def rewind(connection: sqlite3.Connection, version: int) -> None:
+    """Make a database of the present schema one of an earlier version."""
+    jobs, attempts = ["wanted_device", "priority", "ranks", "checkpoint_dir"], []
+    connection.execute("DROP INDEX jobs_by_checkpoint_dir")
+    if version == 1:
+        connection.execute("DROP VIEW job_records")
+        jobs += ["retries_used", "not_before"]
+        attempts = ["resume_from", "started_at", "ended_at", "reason", "message", "paused_at_step", "start_step"]
+    for table, later in (("jobs", jobs), ("attempts", attempts)):
+        for column in later:
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    connection.execute(f"PRAGMA user_version = {version}")
+
+
+def columns(path: Path) -> set[tuple[str, ...]]:
+    """Every table and view with its columns, their types and defaults; every index."""
+    with closing(sqlite3.connect(path)) as connection:
+        found = connection.execute(
+            'SELECT m.type, m.name, c.name, c.type, c."notnull", c.dflt_value '
+            "FROM sqlite_schema AS m LEFT JOIN pragma_table_info(m.name) AS c"
+        )
+        return set(found)
+
+
+# Many jobs
+
+
+def test_a_pass_asks_for_each_kind_of_waiting_job_once(store: Store) -> None:
+    for number in range(6):
+        store.add_job(job_spec(f"job-{number}", device=("cpu", "cuda")[number % 2]), "digest")
+    kinds = store.kinds_waiting()
+    assert sorted((kind.job_uuid, kind.device) for kind in kinds) == [("job-0", "cpu"), ("job-1", "cuda")]
+    store.note_waiting(kinds[0], "waiting for device cpu")
+    assert [job.detail for job in store.queue()] == ["waiting for device cpu", ""] * 3
+
+
+def test_a_job_that_waits_for_its_next_try_is_no_kind_of_its_own(store: Store, clock: FakeClock) -> None:
+    assert store.retry(running(store), Reason.rank_failed, "gone", wait=60)
+    assert store.kinds_waiting() == []
+    clock.advance(61)
+    assert [kind.job_uuid for kind in store.kinds_waiting()] == ["job-1"]
+
+
+@pytest.mark.parametrize("name", ["select_active", "select_queue", "select_kinds_waiting", "select_neighbour"])
+def test_what_is_asked_often_never_looks_at_every_job(store: Store, name: str) -> None:
+    values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
+    plan = store._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
+    assert not [row["detail"] for row in plan if row["detail"].startswith("SCAN jobs")]

@@ -604,3 +604,29 @@ def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplo
     assert world.store.names() == ["a", "b"]
     with pytest.raises(StoreError, match="damaged"):
         world.store.get("a")
+
+
+def test_a_damaged_record_in_the_queue_does_not_keep_its_device_from_the_others(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.add("a", "b")
+    with closing(sqlite3.connect(world.store.path)) as connection, connection:
+        connection.execute("UPDATE jobs SET spec = 'no JSON' WHERE job_uuid = 'a'")
+    with pytest.raises(StoreError, match="record of job 'a' is damaged"):
+        world.tick()
+    world.tick()
+    assert (world.state("b"), caplog.text.count("'a' is left alone")) == (JobState.launching, 1)
+
+
+def test_of_many_that_wait_each_is_told_for_whom(world: World) -> None:
+    task = world.run()
+    world.add("b", "c")
+    world.add("d", device="mps")
+    world.tick()
+    assert {world.job(name).detail for name in "bc"} == {"waiting for device cpu (held by job a)"}
+    assert "which this node does not have" in world.job("d").detail
+    world.launcher.say(task, FINISHED)
+    world.launcher.exit(task, 0)
+    world.tick()
+    assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
+    assert world.job("c").detail == "waiting for device cpu (held by job b)"
