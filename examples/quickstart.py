@@ -187,7 +187,7 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
     losses = [point["metrics"]["loss"] for point in points if point["kind"] == "train"]
     events = Path(reference["resources_allocated"]["log_path"]).with_name("events.jsonl").read_text().splitlines()
     expected = [event["metrics"]["loss"] for event in map(json.loads, events) if event["type"] == "progress"]
-    sharding = status["resources_allocated"]["effective_config"]["recipe"]["sharding"] or {}
+    sharding = status["resources_allocated"]["effective_config"]["recipe"]["effective"]["sharding"] or {}
     print(f"\nThe same job, first {len(losses)} steps: 1 process, and {ranks} ranks ({sharding.get('strategy')})")
     for step, (alone, together) in enumerate(zip(expected, losses, strict=False), start=1):
         print(f"  step {step}   loss {alone:.6f}   {together:.6f}")
