@@ -35,6 +35,8 @@ class RunDir:
         """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
         self.control = root / "control.json"
         """What rank 0 is to do after the step at hand; written by the launcher."""
+        self.cancelled = root / "cancelled"
+        """Its time is that of the first cancel."""
         self.ballast = root / "ballast"
         """Given up for the last words of a training process on a full disk."""
         self.task = root / "task.json"

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -167,7 +168,7 @@ class FileLock:
         """Take the lock if it is free, without waiting; `holder` is what others will read.
 
         Raises:
-            OSError: the file cannot be opened or written.
+            OSError: the file cannot be opened.
         """
         assert self._fd is None, f"{self.path} is already held by this object"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -176,9 +177,10 @@ class FileLock:
         except BlockingIOError:
             os.close(fd)
             return False
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, holder.encode(), 0)
         self._fd = fd
+        with suppress(OSError):  # on a full disk the lock is nameless, and held all the same
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, holder.encode(), 0)
         return True
 
     def holder(self) -> str:

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -192,7 +193,7 @@ class Supervisor:
         elif job.state is JobState.cancelling:
             self._launcher.cancel(task)
         elif job.state is JobState.pausing:
-            self._pause(task, seen)
+            self._pause(job, task, seen)
         elif seen.state is not TaskState.unknown:
             self._note_detail(job, seen.detail)
         elif job.state is JobState.launching:
@@ -200,12 +201,14 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
-    def _pause(self, task: TaskSpec, seen: Observation) -> None:
+    def _pause(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Have a training save and end; one that has not begun, and so has nothing to save, is simply ended."""
-        if seen.state is TaskState.running:
+        if seen.state is not TaskState.running:
+            return self._launcher.cancel(task)
+        try:
             self._launcher.pause(task)
-        else:
-            self._launcher.cancel(task)
+        except OSError as error:  # a full disk, which gets free again: it trains on until then
+            self._note_detail(job, f"it cannot be told to pause: {error}")
 
     def _conclude(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Nothing of the task is left: decide what it amounts to."""
@@ -292,10 +295,18 @@ class Supervisor:
             self._advance(self._store.get(job.job_uuid))
 
     def _resume_point(self, job: JobRecord) -> CheckpointRecord | None:
-        """The newest step checkpoint that is whole; one that somebody damaged is no longer listed."""
+        """The newest step checkpoint that is whole; one that somebody damaged is no longer listed.
+
+        Sizes tell most of the damage. From one that is damaged otherwise, two attempts have failed without a step.
+        """
         steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
+        in_vain = Counter(
+            tried.resume_from
+            for tried in self._store.attempts(job.job_uuid)
+            if tried.reason is Reason.rank_failed and tried.step <= tried.start_step
+        )
         for checkpoint in reversed(steps):
-            if is_whole(checkpoint.path):
+            if is_whole(checkpoint.path) and in_vain[checkpoint.path] < 2:
                 return checkpoint
             self._store.remove_checkpoint(checkpoint)
             message = f"checkpoint {checkpoint.path} is damaged or gone and was not used to go on from"

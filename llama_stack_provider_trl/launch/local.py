@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..files import RunDir, atomic_write_json, tail
 from ..process import FileLock, alive, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
-from .runner import PAUSE, RunnerStatus, RunnerTask
+from .runner import GRACE, PAUSE, RunnerStatus, RunnerTask
 from .torchrun import lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
+_RUNNER_TIME = GRACE + 2.0
+"""Seconds that a runner gets to end its task; then it is stopped or stuck, and both are killed."""
 _START_TIMEOUT = 30.0
 """Seconds. A start takes 0.1-0.2 s; this is for a machine that swaps."""
 
@@ -56,6 +59,8 @@ class LocalLauncher:
         """See `Launcher.poll`. What is left of a task whose runner was killed is ended here: nobody else would."""
         status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
         if status is None:
+            if left := kill_marked(task):  # somebody removed the run directory
+                return Observation(TaskState.running, detail=f"its run directory is gone; ending {left} processes")
             return Observation(TaskState.unknown)
         if status.state is TaskState.exited or _lives(status):
             return _observed(status)
@@ -87,10 +92,14 @@ class LocalLauncher:
         paths = RunDir(task.run_dir)
         status = RunnerStatus.read(paths.runner_status)
         if status is None:
+            kill_marked(task)
             return _forestall(task, paths)
         if status.state is TaskState.exited:
             return
-        if status.runner is None or not send_signal(status.runner, signal.SIGTERM):
+        overdue = _seconds_since_first(paths.cancelled) > _RUNNER_TIME
+        if overdue and status.runner is not None:
+            send_signal(status.runner, signal.SIGKILL)
+        if overdue or status.runner is None or not send_signal(status.runner, signal.SIGTERM):
             kill_marked(task)
 
     def _outer(self) -> Mapping[str, str]:
@@ -113,6 +122,16 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             first.kill()
             return first.wait()
+
+
+def _seconds_since_first(mark: Path) -> float:
+    """Seconds since this was first called with `mark`, a file that it leaves."""
+    try:
+        if not mark.exists():
+            mark.touch()
+        return time.time() - mark.stat().st_mtime
+    except OSError:  # a full disk, a removed directory
+        return 0.0
 
 
 def kill_marked(task: TaskSpec) -> int:

@@ -256,7 +256,10 @@ class Runner:
         """Tell the trainer to save what it has; True once it has had the time for that."""
         if self.status.ended is None:
             self.report(ended=Ended.timed_out)
-            atomic_write_json(self.paths.control, PAUSE)
+            try:
+                atomic_write_json(self.paths.control, PAUSE)
+            except OSError as error:  # a full disk: it could not save either
+                log.warning("cannot tell it to save: %s", error)
         return overtime > _SAVING_TIME
 
     def collect_stacks(self) -> str:

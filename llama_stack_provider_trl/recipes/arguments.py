@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from trl import DPOConfig, SFTConfig
 
+from .ranks import PATIENCE
 from .sharding import fsdp_arguments
 from .spec import JobSpec
 
@@ -81,8 +82,6 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "eval_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        # The runner's watchdog ends what hangs, and says what each rank was doing; a collective operation that waits
-        # for a large checkpoint must not end first.
-        "ddp_timeout": 7 * 24 * 3600,
+        "ddp_timeout": int(PATIENCE.total_seconds()),
         **fsdp_arguments(spec),
     }

@@ -101,12 +101,11 @@ class JobCallback(TrainerCallback):
         order = self.order()
         if state.global_step >= state.max_steps:
             control.should_log = True
-        elif order is Order.stop:
-            self.paused = control.should_training_stop = True
-            self._save(control, evaluate=False)  # an evaluation would use random numbers that the job has planned
-        elif order is Order.save:
-            self._save(control, evaluate=False)
-        elif self.spec.save_steps and state.global_step % self.spec.save_steps == 0:
+        elif order is not Order.go_on:
+            self.paused = control.should_training_stop = order is Order.stop
+            # An evaluation that was not planned here would use random numbers that the job has planned for later.
+            self._save(control, evaluate=self._is_planned(state))
+        elif self.spec.save_steps and self._is_planned(state):
             self._save(control)
         faults.reach(f"step-{state.global_step}")
 
@@ -200,6 +199,11 @@ class JobCallback(TrainerCallback):
 
     def announce(self, event: CheckpointSaved) -> None:
         self.writer.write(event, durable=True)
+
+    def _is_planned(self, state: TrainerState) -> bool:
+        """Whether this step ends with a checkpoint, whatever else happens."""
+        steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
+        return state.global_step % steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
         control.should_log = True

@@ -6,6 +6,7 @@ torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; Trainer opens the process group w
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch.distributed as dist
 
 from ..errors import JobFailure
 from .events import Reason
+
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for each other. The runner's watchdog ends what hangs, and says what each rank was doing; waiting
+for a large checkpoint must not end first."""
 
 
 def rank() -> int:
@@ -63,4 +68,6 @@ def wait_for_all() -> None:
 @cache
 def _cpu_group() -> Any:
     """A group that moves tensors in CPU memory: NCCL cannot, and asking a GPU would wait for all that it has to do."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import resolve_under
+from llama_stack_provider_trl.files import resolve_under, set_aside
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
@@ -106,9 +106,10 @@ class Service:
         """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
         job = self.store.delete(job_uuid)
         home = resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")
-        shutil.rmtree(home, ignore_errors=True)
-        if checkpoints:
-            shutil.rmtree(job.spec.checkpoint_dir, ignore_errors=True)
+        # Out of the way first: from now on another job may have the name.
+        for directory in (home, *([job.spec.checkpoint_dir] if checkpoints else [])):
+            if aside := set_aside(directory):
+                shutil.rmtree(aside, ignore_errors=True)
         log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
 
     def _with_defaults(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.launch import local
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.torchrun import task_marks
+from llama_stack_provider_trl.process import marked
 from tests.fakes import SHEBANG, FakeLauncher
 from tests.process.waiting import reaches, until
 
@@ -119,3 +127,39 @@ def test_cancelling_what_has_ended_changes_nothing(stage: Real | Fake, task: Tas
     ended = reaches(stage.launcher, task, TaskState.exited)
     stage.launcher.cancel(task)
     assert stage.launcher.poll(task) == ended
+
+
+def test_a_stopped_runner_does_not_keep_a_task_from_being_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_RUNNER_TIME", 0.5)
+    stage, task = started(tmp_path, monkeypatch)
+    status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
+    assert status is not None
+    assert status.runner is not None
+    os.kill(status.runner.pid, signal.SIGSTOP)
+    until(lambda: stage.launcher.cancel(task) or stage.launcher.poll(task).state is TaskState.exited)
+    assert not marked(task_marks(task))
+
+
+def test_what_runs_of_a_task_whose_directory_was_removed_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, task = started(tmp_path, monkeypatch)
+    shutil.rmtree(task.run_dir)
+    assert stage.launcher.poll(task).state is TaskState.running
+    until(lambda: stage.launcher.poll(task).state is TaskState.unknown)
+    assert not marked(task_marks(task))
+
+
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Real, TaskSpec]:
+    """A task of the real launcher that runs."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
+    stage = Real(tmp_path)
+    (tmp_path / "run").mkdir()
+    task = TaskSpec("job-1-1", tmp_path / "run", ("cpu",), python=str(stage.python))
+    stage.launcher.start(task)
+    reaches(stage.launcher, task, TaskState.running)
+    until(lambda: stage.starts(task) == 1)
+    return stage, task

@@ -231,6 +231,23 @@ def test_a_pause_goes_on_exactly(forked: World, undisturbed: dict[str, Undisturb
     assert forked.outcome("paused") == undisturbed["sft-lora"].outcome
 
 
+def test_a_pause_at_a_step_that_is_evaluated_and_saved_anyway_changes_nothing(
+    forked: World, armed: Path, undisturbed: dict[str, Undisturbed]
+) -> None:
+    (armed / "step-2").write_text("hold")
+    forked.add("paused", "sft-lora")
+    forked.until((armed / "step-2.taken").exists)
+    forked.store.request_pause("paused")
+    forked.tick()
+    (armed / "step-2.go").touch()
+    forked.until(lambda: forked.state("paused") is JobState.paused)
+    assert [checkpoint.step for checkpoint in forked.store.checkpoints("paused")] == [3]
+    forked.store.request_resume("paused")
+    forked.tick()
+    forked.finish("paused")
+    assert forked.outcome("paused") == undisturbed["sft-lora"].outcome
+
+
 def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_told(forked: World) -> None:
     forked.add("broken", "sft-full", retries=1, optimizer={"learning_rate": 1e-3}, save_steps=3)
     # Its rows are gone when it starts: the recipe raises what nobody has foreseen.
