@@ -1,4 +1,4 @@
-"""What both benchmarks say about the machine, and how they describe a spread."""
+"""What the benchmarks say about the machine, and how they describe a spread."""
 
 from __future__ import annotations
 

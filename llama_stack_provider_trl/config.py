@@ -17,9 +17,7 @@ def _trusted(entry: str) -> str:
     path, _, revision = entry.partition("@")
     if entry.startswith(("/", "~")) or (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and revision):
         return entry
-    raise ValueError(
-        f"{entry!r} is neither an absolute directory nor ORG/NAME@REVISION (which keeps the code fixed)"
-    )
+    raise ValueError(f"{entry!r} is neither an absolute directory nor ORG/NAME@REVISION (which keeps the code fixed)")
 
 
 TrustedModel = Annotated[str, AfterValidator(_trusted)]

@@ -31,7 +31,11 @@ WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
 ORDER BY age LIMIT :limit;
 
 -- name: select_page
-SELECT * FROM job_records
+-- As select_name_page, with what a list shows; of the specs no more than that is read.
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.algorithm') END AS algorithm,
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
+       priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at
+FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
 WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
   AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
 ORDER BY age LIMIT :limit;

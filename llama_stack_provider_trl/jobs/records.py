@@ -88,6 +88,25 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
+class JobSummary:
+    """What a list shows of a job. Times are UTC."""
+
+    job_uuid: str
+    state: JobState
+    algorithm: str | None
+    """This and `model`: None where the record is damaged."""
+    model: str | None
+    priority: int
+    progress: JobProgress
+    """Steps only."""
+    detail: str
+    message: str
+    scheduled_at: datetime
+    started_at: datetime | None
+    completed_at: datetime | None
+
+
+@dataclass(frozen=True)
 class CheckpointRecord:
     """A checkpoint that is complete on disk."""
 

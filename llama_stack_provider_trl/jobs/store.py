@@ -38,7 +38,16 @@ from ..recipes.events import (
 )
 from ..recipes.spec import JobSpec
 from .placement import Queued
-from .records import AttemptRecord, CheckpointRecord, EventFile, JobProgress, JobRecord, Outcome, PointRecord
+from .records import (
+    AttemptRecord,
+    CheckpointRecord,
+    EventFile,
+    JobProgress,
+    JobRecord,
+    JobSummary,
+    Outcome,
+    PointRecord,
+)
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
 DATABASE = "jobs.sqlite3"
@@ -139,9 +148,9 @@ class Store:
 
     def page(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
-    ) -> Sequence[JobRecord]:
-        """As `page_of_names`, whole records."""
-        return self._readable(self._page("select_page", after, states, limit))
+    ) -> Sequence[JobSummary]:
+        """As `page_of_names`, with what a list shows: a `JobRecord` takes five times as long to make."""
+        return [_summary(row) for row in self._page("select_page", after, states, limit)]
 
     def count(self) -> Mapping[JobState, int]:
         """How many jobs there are in each state that has any."""
@@ -439,7 +448,8 @@ class Store:
             factory=_Connection,
         )
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA synchronous = NORMAL")
+        # What was answered must outlive a power cut: in WAL mode, NORMAL would not wait for the disk.
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         return connection
 
@@ -556,6 +566,22 @@ def _job(row: sqlite3.Row) -> JobRecord:
         progress=_progress(row),
         effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
         warnings=tuple(json.loads(row["warnings"])),
+    )
+
+
+def _summary(row: sqlite3.Row) -> JobSummary:
+    return JobSummary(
+        job_uuid=row["job_uuid"],
+        state=JobState(row["state"]),
+        algorithm=row["algorithm"],
+        model=row["model"],
+        priority=row["priority"],
+        progress=JobProgress(row["step"] or 0, row["total_steps"]),
+        detail=row["detail"],
+        message=row["message"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
     )
 
 

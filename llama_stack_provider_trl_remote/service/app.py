@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
+from starlette.routing import compile_path
 
 from llama_stack_provider_trl import __version__
 
@@ -25,6 +26,7 @@ def make_app(service: Service) -> FastAPI:
     # One way to write each path: a redirect would carry the token along, to wherever Host says.
     app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, redoc_url=None)
     app.state.service = service
+    app.state.methods = []
     handle_errors(app)
     for prefix in ("/v1", "/v1alpha"):
         _include(app, routes_jobs.router, prefix, dependencies=token)
@@ -39,3 +41,4 @@ def make_app(service: Service) -> FastAPI:
 
 def _include(app: FastAPI, router: Any, prefix: str, **more: Any) -> None:
     app.include_router(router, prefix=prefix, **more)
+    app.state.methods += [(compile_path(prefix + route.path)[0], route.methods) for route in router.routes]

@@ -119,8 +119,19 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return _wrong_method(request)
     # An unknown path keeps the framework's bare "Not Found": clients tell by it that they call somebody else.
     return answer(error.status_code, str(error.detail), error.headers)
+
+
+def _wrong_method(request: Request) -> Response:
+    """The framework names the methods of one route only, and most paths have a route per method."""
+    path = request.scope["path"]
+    has = sorted({name for pattern, names in request.app.state.methods if pattern.match(path) for name in names})
+    allowed = ", ".join(has) or "GET, HEAD"  # of the documentation
+    detail = f"{path} has no {request.method}, only {allowed}: GET /docs shows every call"
+    return answer(405, detail, {"Allow": allowed})
 
 
 async def _bug(request: Request, error: Exception) -> Response:

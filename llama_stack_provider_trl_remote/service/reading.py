@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.files import put_rows
+from llama_stack_provider_trl.process import die_with_parent
 from llama_stack_provider_trl.recipes.rows import check_rows
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat
 
@@ -133,6 +135,7 @@ def _limited(rows: Iterable[Row], limit: int) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
+    die_with_parent(os.getppid())  # nobody waits for the answer then, and nobody minds the time it takes
     try:
         match arguments:
             case ["check", path, algorithm, data_format]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.records import JobSummary
 from llama_stack_provider_trl.jobs.states import JobState, shown
 from llama_stack_provider_trl.responses import (
     PostTrainingJob,
@@ -30,7 +29,6 @@ JobUuid = Annotated[str, Path(description="The job's name")]
 JobQuery = Annotated[str, Query(description="The job's name")]
 
 
-_RECORDS = 100
 NULL: dict[int | str, dict[str, Any]] = {
     200: {"description": "Recorded", "content": {"application/json": {"schema": {"type": "null"}}}}
 }
@@ -156,28 +154,14 @@ def _artifacts(service: Service, job_uuid: str) -> PostTrainingJobArtifactsRespo
 def _page(service: Service, states: list[JobState] | None, limit: int | None, after: str | None, full: bool) -> str:
     """A page of the list as JSON."""
     wanted = None if limit is None else limit + 1  # one more, to know whether there is a next page
-    rows = list(_full_rows(service, states, wanted, after)) if full else _names(service, states, wanted, after)
+    if full:
+        rows = [_row(job) for job in service.store.page(after, states, wanted)]
+    else:
+        rows = [JobRow(job_uuid=name) for name in service.store.page_of_names(after, states, wanted)]
     more = limit is not None and len(rows) > limit
     page = rows[:limit]
     answer = ListJobsResponse(data=page, next=page[-1].job_uuid if more else None)
     return answer.model_dump_json(exclude_unset=not full)  # rows without `full` have nothing but their names
-
-
-def _names(service: Service, states: list[JobState] | None, limit: int | None, after: str | None) -> list[JobRow]:
-    return [JobRow(job_uuid=name) for name in service.store.page_of_names(after, states, limit)]
-
-
-def _full_rows(
-    service: Service, states: list[JobState] | None, limit: int | None, after: str | None
-) -> Iterator[JobRow]:
-    """Rows made from a hundred records at a time: a record is ten times as large as the row made from it."""
-    while limit is None or limit > 0:
-        records = service.store.page(after, states, _RECORDS if limit is None else min(limit, _RECORDS))
-        yield from map(_row, records)
-        if not records:  # not "fewer than asked for": damaged ones are left out
-            return
-        after = records[-1].job_uuid
-        limit = None if limit is None else limit - len(records)
 
 
 def _states(text: str) -> list[JobState]:
@@ -190,14 +174,14 @@ def _states(text: str) -> list[JobState]:
     return states
 
 
-def _row(job: JobRecord) -> JobRow:
+def _row(job: JobSummary) -> JobRow:
     return JobRow(
         job_uuid=job.job_uuid,
-        status=job.status,
+        status=shown(job.state),
         state=job.state,
-        algorithm=job.spec.algorithm,
-        model=job.spec.model,
-        priority=job.spec.priority,
+        algorithm=job.algorithm,
+        model=job.model,
+        priority=job.priority,
         step=job.progress.step,
         total_steps=job.progress.total_steps,
         percent=job.progress.percent,

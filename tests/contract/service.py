@@ -156,6 +156,15 @@ class TrainingService:
         (self.root / "faults").mkdir(exist_ok=True)
         (self.root / "faults" / point).write_text(action)
 
+    def wait_taken(self, point: str, timeout: float = 60) -> None:
+        """Until a process has come to an armed point. Asks the service nothing."""
+        taken = self.root / "faults" / f"{point}.taken"
+        poll(taken.exists, f"a process reaches {point}", timeout, pause=0.02)
+
+    def go(self, point: str) -> None:
+        """Let go on who is held at a point."""
+        (self.root / "faults" / f"{point}.go").touch()
+
     def rss_mib(self) -> float:
         return psutil.Process(self.pid).memory_info().rss / (1 << 20)
 

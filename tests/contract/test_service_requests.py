@@ -157,6 +157,21 @@ def test_a_body_over_its_limit_is_told_so(service: TrainingService, announced: b
     assert "larger than 1 MiB" in refusal(answer, 413)
 
 
+@pytest.mark.parametrize(("path", "has"), [("/datasets", "GET, POST"), (f"/blobs/{'0' * 64}", "HEAD, PUT")])
+def test_a_method_that_a_path_has_not_is_answered_with_those_that_it_has(
+    service: TrainingService, path: str, has: str
+) -> None:
+    for method in ("PATCH", "DELETE", "OPTIONS"):
+        answer = service.session.request(method, f"{service.url}/v1{path}", timeout=30)
+        assert f"{path} has no {method}, only {has}" in refusal(answer, 405)
+        assert answer.headers["Allow"] == has
+
+
+def test_no_answer_waits_for_the_acknowledgement_of_its_head(service: TrainingService) -> None:
+    assert service.get("/health").status_code == 200  # opens the connection; with Nagle's algorithm each takes 40 ms
+    assert min(service.get("/health").elapsed for _ in range(10)).total_seconds() < 0.03
+
+
 def test_a_dataset_is_registered_once_and_listed_without_its_rows(service: TrainingService) -> None:
     name = service.register("org/some rows", PAIRS, dataset_type="preference", metadata={"note": 1})
     for prefix in ("/v1", "/v1beta"):

@@ -449,6 +449,25 @@ def columns(path: Path) -> set[tuple[str, ...]]:
 # Many jobs
 
 
+def test_a_page_shows_what_a_list_needs_damaged_records_included(store: Store, clock: FakeClock) -> None:
+    running(store)
+    prepared = Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1)
+    store.apply_events("job-1", 1, [prepared, step(2, 1.5)], 20)
+    store.add_job(job_spec("job-2", priority=1, algorithm="dpo"), "digest")
+    store.add_job(job_spec("job-3"), "digest")
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE jobs SET spec = 'no JSON' WHERE job_uuid = 'job-3'")
+    first, second, third = store.page()
+    assert (first.job_uuid, first.state, first.algorithm, first.model) == (
+        *("job-1", JobState.in_progress),
+        *("sft", "/models/tiny"),
+    )
+    assert (first.progress.step, first.progress.percent, seconds(first.scheduled_at)) == (2, 25.0, clock.now)
+    assert (second.algorithm, second.priority, second.progress.step, second.started_at) == ("dpo", 1, 0, None)
+    assert (third.job_uuid, third.state, third.algorithm) == ("job-3", JobState.scheduled, None)
+    assert store.page(after="job-1", states=[JobState.scheduled], limit=1) == [second]
+
+
 def test_a_pass_asks_for_each_kind_of_waiting_job_once(store: Store) -> None:
     for number in range(6):
         store.add_job(job_spec(f"job-{number}", device=("cpu", "cuda")[number % 2]), "digest")

@@ -1,0 +1,141 @@
+"""The whole OpenAPI document of a training service, called by a machine (schemathesis): whatever it sends, the service
+does not break, and answers nothing that the document does not announce."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import DATABASE, Store
+from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    Event,
+    EventWriter,
+    Finished,
+    Prepared,
+    Progress,
+    Started,
+    read_events,
+)
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.service import TrainingService, ndjson, running_service
+from tests.contract.stack import SFT
+from tests.fakes import job_spec
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.contract
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+OPTIONS = (
+    *("--seed", "1", "--phases", "coverage,fuzzing", "--max-examples", "10", "--checks", ",".join(CHECKS)),
+    *("--generation-database", "none", "--request-timeout", "10", "--continue-on-failure", "--warnings", "off"),
+)
+SECONDS = 110
+"""Within which it must be through."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    """With one job that has ended and two that wait; nothing trains, since the device is locked by us."""
+    root = tmp_path_factory.mktemp("service")
+    (root / "locks").mkdir()
+    device = FileLock(root / "locks" / "cpu.lock")
+    assert device.acquire("test_service_schema.py")
+    add_ended_job(root / "data")
+    with running_service(root) as service:
+        questions = service.register("questions", QUESTIONS)
+        for name in ("waiting", "held"):
+            service.submit(SFT, sft(name, questions))
+        assert service.put_blob(QUESTIONS)[0].ok
+        yield service
+    device.release()
+
+
+def test_every_call_answers_as_the_document_says_whatever_it_is_sent(service: TrainingService, tmp_path: Path) -> None:
+    address = f"{service.url}/openapi.json"
+    document = service.session.get(address, timeout=30).json()
+    assert {path.split("/")[1] for path in document["paths"]} == {"v1", "v1alpha", "v1beta"}
+    (tmp_path / "schemathesis.toml").write_text(configuration())
+    program = Path(sys.executable).with_name("schemathesis")
+    done = subprocess.run(
+        [program, "--config-file", "schemathesis.toml", "--no-color", "run", address, *OPTIONS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Tested: {operations(document)}" in done.stdout, done.stdout
+
+
+def operations(document: Mapping[str, Mapping[str, Mapping[str, object]]]) -> int:
+    methods = {"get", "put", "post", "delete", "head", "patch", "options"}
+    return sum(len(methods & path.keys()) for path in document["paths"].values())
+
+
+def configuration() -> str:
+    """Most of what is sent as one of these parameters is a name that the service knows: no machine would guess it."""
+    jobs = ("ended", "waiting")
+    known = {
+        **dict.fromkeys(("path.job_uuid", "query.job_uuid", "query.after", "body.job_uuid"), jobs),
+        "path.sha256": (hashlib.sha256(ndjson(QUESTIONS)).hexdigest(),),
+        "path.identifier": ("final",),
+        "path.path": ("model.bin",),
+        "path.dataset_id": ("questions",),
+        "body.training_config.data_config.dataset_id": ("questions",),
+        "body.model": (str(tiny_model()),),
+        "body.checkpoint_dir": ("results",),
+    }
+    lines = []
+    for number, (parameter, values) in enumerate(known.items()):
+        lines += [f"[dictionaries.known-{number}]", f"values = {json.dumps(values)}"]
+        lines += [f"[parameters.{json.dumps(parameter)}]", f'dictionary = "known-{number}"', "probability = 0.75"]
+    # Of the others one has ended, and one will have been cancelled by then.
+    lines += ["[[operations]]", 'include-path-regex = "/(pause|resume)$"', 'parameters = {"path.job_uuid" = "held"}']
+    return "\n".join(lines)
+
+
+def add_ended_job(data_dir: Path) -> None:
+    """A job that has left behind everything that the calls can show, written as a training would have."""
+    checkpoint = data_dir / "checkpoints" / "ended" / "final"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.bin").write_bytes(bytes(1000))
+    run_dir = RunDir(data_dir / "jobs" / "ended" / "attempts" / "1")
+    run_dir.root.mkdir(parents=True)
+    run_dir.log.write_text("one line\nanother line\n")
+    (run_dir.root / "torchrun.log").write_text("a word of torchrun\n")
+    said: list[Event] = [
+        Started(pid=1, device="cpu", versions={}),
+        Prepared(total_steps=2, num_rows=4, trainable_parameters=1, total_parameters=1),
+        Progress(step=1, epoch=0.5, metrics={"loss": 2.5, "grad_norm": 0.5}, peak_memory_bytes=1),
+        CheckpointSaved(kind="final", step=2, epoch=1, path=checkpoint, train_loss=2.5),
+        Finished(step=2),
+    ]
+    writer = EventWriter(run_dir.events)
+    for event in said:
+        writer.write(event)
+    writer.close()
+    store = Store(data_dir / DATABASE)
+    store.add_job(job_spec("ended", checkpoint_dir=checkpoint.parent), "digest", ["something the user should know"])
+    store.launch("ended", 1, "cpu", run_dir.root)
+    store.apply_events("ended", 1, *read_events(run_dir.events, 0, 1 << 20))
+    store.transition("ended", 1, JobState.in_progress, JobState.completed)
+    store.close()
