@@ -142,7 +142,9 @@ class _JobRequest(_Body):
 
     def digest(self, options: BaseModel) -> str:
         """sha256 of what the caller set: two requests with the same digest ask for the same job."""
-        body = {"body": self.model_dump(mode="json", exclude_unset=True), "options": options.model_dump(mode="json")}
+        # Of the options too: a release that adds one must not make another request of an old one.
+        given = options.model_dump(mode="json", exclude_unset=True)
+        body = {"body": self.model_dump(mode="json", exclude_unset=True), "options": given}
         text = json.dumps({"call": type(self).__name__, **body}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -22,6 +22,7 @@ from .. import faults
 from ..errors import StoreError
 from ..files import RunDir, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
+from ..launch.local import given_port
 from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
@@ -77,7 +78,6 @@ class Supervisor:
         self._tick_seconds = tick
         self._hang_timeout = hang_timeout
         self._master_ports = master_ports
-        self._ports: dict[str, int] = {}
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -213,7 +213,6 @@ class Supervisor:
     def _conclude(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Nothing of the task is left: decide what it amounts to."""
         outcome = self._store.outcome(job.job_uuid, job.attempt)
-        self._ports.pop(job.job_uuid, None)
         paths = RunDir(task.run_dir)
         decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
         self._remove_leftovers(job)
@@ -318,7 +317,7 @@ class Supervisor:
             self._check_disk(job)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
-            self._launcher.start(replace(task, master_port=self._master_port(job)) if task.ranks > 1 else task)
+            self._launcher.start(replace(task, master_port=self._master_port()) if task.ranks > 1 else task)
         except OSError as error:
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"
@@ -327,11 +326,10 @@ class Supervisor:
         else:
             faults.reach("supervisor-task-started")
 
-    def _master_port(self, job: JobRecord) -> int:
+    def _master_port(self) -> int:
         """A port for the ranks of a job to meet at. What others of our jobs were given may not be open yet."""
-        port = free_port(*self._master_ports, self._ports.values())
-        self._ports[job.job_uuid] = port
-        return port
+        given = (given_port(other.run_dir) for other in self._store.active() if other.run_dir)
+        return free_port(*self._master_ports, {port for port in given if port is not None})
 
     def _check_disk(self, job: JobRecord) -> None:
         for directory in (self._data_dir, job.spec.checkpoint_dir):

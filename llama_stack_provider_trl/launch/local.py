@@ -14,7 +14,7 @@ from ..files import RunDir, atomic_write_json, tail
 from ..process import FileLock, alive, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
 from .runner import GRACE, PAUSE, RunnerStatus, RunnerTask
-from .torchrun import lock_name, task_marks, training_argv, training_environment
+from .torchrun import MASTER_PORT, lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
 _RUNNER_TIME = GRACE + 2.0
@@ -132,6 +132,15 @@ def _seconds_since_first(mark: Path) -> float:
         return time.time() - mark.stat().st_mtime
     except OSError:  # a full disk, a removed directory
         return 0.0
+
+
+def given_port(run_dir: Path) -> int | None:
+    """The port at which the ranks of a task meet, whether it is open yet or not; None: there is none."""
+    try:
+        arguments = RunnerTask.read(RunDir(run_dir).task).argv
+    except FileNotFoundError:
+        return None
+    return next((int(part.removeprefix(MASTER_PORT)) for part in arguments if part.startswith(MASTER_PORT)), None)
 
 
 def kill_marked(task: TaskSpec) -> int:

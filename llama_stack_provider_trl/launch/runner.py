@@ -81,7 +81,7 @@ class RunnerTask:
             locks=tuple(data["locks"]),
             argv=tuple(data["argv"]),
             exit_deadline=data["exit_deadline"],
-            log=data["log"],
+            log=data.get("log", "rank-0.log"),
             time_limit=data.get("time_limit"),
             hang_timeout=data.get("hang_timeout"),
         )

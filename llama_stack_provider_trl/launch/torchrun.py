@@ -14,6 +14,7 @@ from .base import TaskSpec
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
 LOOPBACK = "127.0.0.1"
+MASTER_PORT = "--master-port="
 SHUTDOWN_SECONDS = 2
 """What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
 
@@ -31,7 +32,7 @@ def training_argv(task: TaskSpec) -> list[str]:
     return [
         *(python, "-m", "torch.distributed.run"),
         *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
-        *(f"--master-addr={LOOPBACK}", f"--master-port={task.master_port}", f"--local-addr={LOOPBACK}"),
+        *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--local-addr={LOOPBACK}"),
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
         *trainer,
     ]
@@ -78,11 +79,16 @@ def free_port(first: int, count: int, taken: Collection[int]) -> int:
 
 
 def _can_listen(port: int) -> bool:
+    # torch's own store takes every address; macOS lets it stand beside a listener on one of them.
+    return all(_can_bind(host, port) for host in (LOOPBACK, ""))
+
+
+def _can_bind(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        # As torch's own store listens: a port that only waits for old connections to die is free.
+        # As that store does: a port that only waits for old connections to die is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

@@ -81,7 +81,10 @@ class Service:
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
         asked = body.model_dump(exclude_unset=True, exclude=set(_OURS))
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
-        text = json.dumps({"call": kind.__name__, "body": asked, "options": options.model_dump()}, sort_keys=True)
+        text = json.dumps(
+            {"call": kind.__name__, "body": asked, "options": options.model_dump(mode="json", exclude_unset=True)},
+            sort_keys=True,
+        )
         digest = hashlib.sha256(text.encode()).hexdigest()
         request = kind.model_validate(self._with_defaults(asked, body))
         digests = body.dataset_digests or {}

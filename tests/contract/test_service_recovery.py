@@ -1,0 +1,459 @@
+"""Jobs of two ranks on the service: whoever is killed, however crowded the machine, they end as if left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import requests
+
+from llama_stack_provider_trl import process
+from llama_stack_provider_trl.files import RunDir, is_whole
+from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import DATABASE, Store
+from llama_stack_provider_trl.jobs.supervisor import PORTS
+from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.torchrun import LOOPBACK
+from llama_stack_provider_trl.process import FileLock, ProcessId, tasks_below
+from llama_stack_provider_trl.recipes.events import Started, iter_events
+from tests.census import assert_clean, census
+from tests.contract.payloads import promised
+from tests.contract.service import JOBS, TrainingService, ndjson, running_service
+from tests.contract.stack import DPO, ENDED, Json, poll
+from tests.contract.test_http_recovery import PASSES, CrashingStack, crashing_stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+
+PAIRS = [
+    {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": "I would rather not say."}
+    for n in range(24)
+]
+STEPS = 9
+"""Three epochs of 24 rows, of which 2 ranks take 4 each at once. Checkpoints come at the end of an epoch: 3 and 6."""
+SECONDS = 150
+"""For a job of two ranks, most of which are imports. A quiet machine with 2 cores takes 20."""
+LAST, FIRST_KILL, SECOND_KILL = f"step-{STEPS}", "step-4", "step-7"
+
+
+class Two(NamedTuple):
+    """Two jobs of the promised payload, posted at the same moment."""
+
+    first: str
+    """The one that was trained first."""
+    second: str
+    waiting: Json
+    """The status of the second when the first was at its last step."""
+    tasks: list[Path]
+    """Run directories of all processes at that moment."""
+    listening: list[int]
+    """Ports of the range at which somebody listened then."""
+
+
+@pytest.fixture(scope="module")
+def ports() -> range:
+    """A range of ports that are free, for a service."""
+    return free_range()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, ports: range) -> Iterator[TrainingService]:
+    torchrun = {"nproc_per_node": 2, "master_port": ports.start}
+    with running_service(tmp_path_factory.mktemp("service"), torch_run_config=torchrun) as service:
+        service.arm(LAST, "hold")
+        register(service.url)
+        yield service
+
+
+@pytest.fixture(scope="module")
+def two(service: TrainingService, ports: range) -> Two:
+    post_at_once(service.url, [promised(name, "pairs") for name in ("one", "other")])
+    service.wait_taken(LAST, timeout=SECONDS)
+    states = {job: service.state(job) for job in ("one", "other")}
+    assert sorted(states.values()) == ["in_progress", "scheduled"]
+    first, second = sorted(states, key=lambda job: states[job])
+    tasks = sorted(tasks_below(service.data_dir.resolve() / "jobs"))
+    listening = [port for port in ports if listens(port)]
+    return Two(first, second, service.status(second), tasks, listening)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: TrainingService, two: Two) -> Json:
+    """The first job, ended. The second one is going to be held twice."""
+    service.arm(FIRST_KILL, "hold")  # the first one is past these steps
+    service.arm(SECOND_KILL, "hold")
+    service.go(LAST)
+    return service.wait(two.first, "completed")
+
+
+@pytest.fixture
+def idle(service: TrainingService) -> TrainingService:
+    """The service without a job, whatever the test before has left there."""
+    if not service.runs():
+        service.start()
+    for job in service.get(JOBS, full=True).json()["data"]:
+        if job["state"] not in ENDED:
+            service.post(f"{JOBS}/{job['job_uuid']}/cancel")
+    assert_clean(service.data_dir, within=20)
+    return service
+
+
+def test_of_two_jobs_posted_at_once_the_second_waits_and_says_for_whom(
+    service: TrainingService, two: Two, ports: range
+) -> None:
+    home = service.data_dir.resolve() / "jobs"
+    assert two.waiting["status"] == "scheduled"
+    assert two.waiting["resources_allocated"]["detail"] == f"waiting for device cpu (held by job {two.first})"
+    assert two.tasks == [home / two.first / "attempts" / "1"]
+    assert two.listening == [ports.start]
+
+
+def test_the_promised_payload_trains_on_two_ranks_and_its_record_says_how_it_was_sharded(undisturbed: Json) -> None:
+    from transformers import AutoModelForCausalLM
+
+    steps = [Path(checkpoint["path"]).name for checkpoint in undisturbed["checkpoints"]]
+    assert steps == ["checkpoint-3", "checkpoint-6", "final"]
+    effective = undisturbed["resources_allocated"]["effective_config"]
+    trained = AutoModelForCausalLM.from_pretrained(undisturbed["checkpoints"][-1]["path"])
+    parameters = dict(trained.named_parameters())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    found = effective["recipe"]["effective"]
+    sharding = found["sharding"]
+    assert sharding.pop("local_elements") == total / 2, "each rank holds half of it"
+    assert sharding.pop("units") > 2, "the two blocks are gathered one after the other"
+    assert sharding == {
+        "strategy": "FULL_SHARD",
+        "ranks": 2,
+        "sharded_parameters": len(parameters),
+        "placements": {"Shard(0)": len(parameters)},
+        "total_elements": total,
+    }
+    assert found["global_batch_size"] == 8
+    base = AutoModelForCausalLM.from_pretrained(effective["model"]).state_dict()
+    assert not [name for name, weight in trained.state_dict().items() if weight.equal(base[name])], "left untrained"
+
+
+def test_a_job_ends_as_if_left_alone_although_the_service_a_rank_and_torchrun_are_killed(
+    service: TrainingService, two: Two, undisturbed: Json
+) -> None:
+    job = two.second
+    with closing(Store(service.data_dir / DATABASE)) as store:
+        service.wait_taken(FIRST_KILL, timeout=SECONDS)
+        before = census(service.data_dir)
+        assert len(before.running) >= 4, "the runner, torchrun, two ranks"
+        service.kill()
+        assert census(service.data_dir) == before
+        restart_unasked(service)
+        assert census(service.data_dir) == before, "who begins to supervise must leave what is at work alone"
+        assert store.get(job).state is JobState.in_progress
+
+        process.send_signal(rank_1(run_dir(store, job)), signal.SIGKILL)
+        service.wait_taken(SECOND_KILL, timeout=SECONDS)
+        service.kill()
+        torchrun = runner_status(run_dir(store, job)).trainer
+        assert torchrun is not None
+        process.send_signal(torchrun, signal.SIGKILL)
+        poll(lambda: not census(service.data_dir), "every process is gone although there is no service", timeout=10)
+        assert store.get(job).state is JobState.in_progress
+        restart_unasked(service)
+        assert reach(store, job, JobState.completed, JobState.failed).state is JobState.completed
+
+        attempts = store.attempts(job)
+    assert_clean(service.data_dir)
+    status = service.wait(job, "completed")
+    assert [attempt.start_step for attempt in attempts] == [0, 3, 6]
+    assert "rank 1 was killed by SIGKILL" in attempts[0].message
+    assert "the training process was killed by SIGKILL" in attempts[1].message
+    assert status["resources_allocated"]["retries_used"] == 2
+    assert points(service, job) == points(service, two.first)
+    assert [step for step, _ in points(service, job)] == list(range(1, STEPS + 1))
+    assert [Path(checkpoint["path"]).name for checkpoint in status["checkpoints"]] == [
+        *("checkpoint-3", "checkpoint-6", "final")
+    ]
+    assert all(is_whole(Path(checkpoint["path"])) for checkpoint in status["checkpoints"])
+    assert weights(status) == weights(undisturbed)
+    assert final(status).parent != final(undisturbed).parent
+
+
+def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: TrainingService, ports: range) -> None:
+    service = idle
+    told = f"every port from {ports.start} to {ports.stop - 1} is in use; set master_port to the first of 100 free ones"
+    spare = ports[57]
+    with all_taken(ports) as listeners:
+        impatient = service.submit(DPO, one_epoch("impatient"), provider_options={"retries": 0})
+        failed = service.wait(impatient, "failed")
+        patient = service.submit(DPO, one_epoch("patient"))
+        waiting = poll(lambda: tried_again(service, patient), "the first attempt has ended", timeout=20)
+        listeners[spare].close()
+        service.wait(patient, "completed", timeout=SECONDS)
+    error = failed["resources_allocated"]["error"]
+    assert error["reason"] == "launch_failed"
+    assert told in error["message"]
+    assert waiting is not None
+    assert waiting["status"] == "scheduled"
+    resources = waiting["resources_allocated"]
+    assert resources["detail"] == "attempt 1 ended (launch_failed); the next one starts in 10 s"
+    assert told in resources["attempts"][0]["message"]
+    assert master_port(service.data_dir / "jobs" / patient / "attempts" / "2") == spare
+    assert_clean(service.data_dir)
+
+
+def test_an_inline_provider_and_the_service_never_train_on_one_device_together(
+    idle: TrainingService, tmp_path: Path
+) -> None:
+    service = idle
+    (tmp_path / "locks").symlink_to(service.root / "locks")  # TRL_LOCK_DIR of both
+    with crashing_stack(tmp_path) as stack:
+        service.arm("step-1", "hold")
+        first = service.submit(DPO, one_epoch("service-first"))
+        stack.start()  # while the first job imports torch
+        register(stack.url)
+        service.wait_taken("step-1", timeout=SECONDS)
+        stack.arm("step-1", "hold")
+        second = stack.submit(DPO, one_epoch("inline-second"))
+        said = wait_for_holder(stack, second, f"task {first}-1 ")
+        assert str(service.data_dir.resolve()) in said
+        assert only_its_runner_lives(stack, second)
+        service.go("step-1")
+        stack.wait_taken("step-1")
+
+        third = service.submit(DPO, one_epoch("service-third"), provider_options={"nproc_per_node": 1})
+        said = wait_for_holder(service, third, f"task {second}-1 ")
+        assert str(stack.data_dir.resolve()) in said
+        assert only_its_runner_lives(service, third)
+        stack.go("step-1")
+        ended = [service.wait(first, "completed"), stack.wait(second, "completed"), service.wait(third, "completed")]
+        assert_clean(stack.data_dir)
+    assert_clean(service.data_dir)
+    times = [datetime.fromisoformat(status[name]) for status in ended for name in ("started_at", "completed_at")]
+    assert times == sorted(times), "one began before the other had ended"
+
+
+def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: TrainingService) -> None:
+    service = idle
+    (service.files / "pairs.jsonl").write_bytes(ndjson(PAIRS) * 10_000)
+    source = {"type": "uri", "uri": str(service.files / "pairs.jsonl")}
+    assert service.post("/datasets", {"dataset_id": "file", "source": source}).ok
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(service.post, DPO, promised("never-queued", "file"))
+        half_read = ".incoming-*/.rows-*"
+        poll(lambda: [*(service.data_dir / "datasets").glob(half_read)], "it is read", timeout=20, pause=0.005)
+        (reader,) = psutil.Process(service.pid).children()
+        reader.suspend()  # or it would end by itself
+        service.kill()
+        assert isinstance(asked.exception(20), requests.ConnectionError)
+    gone, left = psutil.wait_procs([reader], timeout=10)
+    for survivor in left:
+        survivor.kill()
+    assert gone
+    service.start()
+    assert not [*(service.data_dir / "datasets").glob(".incoming-*")]
+    assert service.get("/post-training/job/status", job_uuid="never-queued").status_code == 404
+
+
+def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On four GPUs that nobody needs to have: what would train there is a shell that sleeps."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    ports = free_range()
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.chmod(0o755)
+    torchrun = {"nproc_per_node": 2, "master_port": ports.start}
+    (tmp_path / "service").mkdir()
+    settings = {"device": "cuda", "train_python": str(python), "torch_run_config": torchrun}
+    with running_service(tmp_path / "service", **settings) as service:
+        register(service.url)
+        post_at_once(service.url, [promised(f"job-{number}", "pairs") for number in range(3)])
+        shells = poll(lambda: launched(service, 2), "two jobs are started", timeout=20)
+        devices = [shell.environ()["CUDA_VISIBLE_DEVICES"] for shell in shells]
+        assert sorted(devices) == ["0,1", "2,3"]
+        started = [Path(shell.environ()["TRL_RUN_DIR"]) for shell in shells]
+        assert sorted(map(master_port, started)) == [ports[0], ports[1]]
+        specs = [json.loads(RunDir(run_dir).spec.read_text())["job"] for run_dir in started]
+        assert len({spec["checkpoint_dir"] for spec in specs} | set(map(str, started))) == 4
+
+        (waiting,) = {f"job-{number}" for number in range(3)} - {spec["job_uuid"] for spec in specs}
+        held = service.get("/nodes").json()["data"][0]["jobs"]
+        assert Counter(held.values()) == Counter({spec["job_uuid"]: 2 for spec in specs})
+        shown = ", ".join(f"{device} (held by job {held[device]})" for device in sorted(held))
+        assert service.status(waiting)["resources_allocated"]["detail"] == f"waiting for 2 devices; held: {shown}"
+        # Nobody listens at their ports yet: a service that was killed must know them all the same.
+        service.kill()
+        service.start()
+        (second,) = (
+            spec["job_uuid"] for spec, home in zip(specs, started, strict=True) if master_port(home) == ports[1]
+        )
+        assert service.post(f"{JOBS}/{second}/cancel").status_code == 200
+        service.wait(second, "cancelled")
+        task = RunDir(service.data_dir / "jobs" / waiting / "attempts" / "1").task
+        poll(task.exists, "the third job is started", timeout=20)
+        assert master_port(task.parent) == ports[1]
+        for job in {waiting, *held.values()} - {second}:
+            assert service.post(f"{JOBS}/{job}/cancel").status_code == 200
+            service.wait(job, "cancelled")
+        assert_clean(service.data_dir)
+
+
+def one_epoch(job_uuid: str) -> Json:
+    body = promised(job_uuid, "pairs")
+    body["training_config"]["n_epochs"] = 1
+    return body
+
+
+def register(url: str) -> None:
+    """The promised dataset, sent as users send it."""
+    source = {"type": "rows", "rows": PAIRS}
+    body = {"dataset_id": "pairs", "purpose": "post-training/messages", "dataset_type": "preference", "source": source}
+    answer = requests.post(f"{url}/v1/datasets", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+
+
+def post_at_once(url: str, bodies: list[Json]) -> None:
+    """Each body by a thread of its own, all at the same moment, with nothing but `requests`."""
+    ready = threading.Barrier(len(bodies))
+
+    def post(body: Json) -> requests.Response:
+        ready.wait()
+        return requests.post(f"{url}/v1{DPO}", json=body, timeout=30)
+
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        for body, answer in zip(bodies, threads.map(post, bodies), strict=True):
+            assert (answer.status_code, answer.json()) == (200, {"job_uuid": body["job_uuid"]})
+
+
+def restart_unasked(service: TrainingService) -> None:
+    """Start the service again and send it no request; returns when it has looked at every job a few times."""
+    assert "Traceback" not in service.log.read_text(), service.log_tail()
+    service.process = service.spawn(service.port, service.data_dir, service.log)
+    lock = FileLock(service.data_dir / "supervisor.lock")
+    mine = f"supervisor (pid {service.pid})"
+    poll(lambda: lock.holder() == mine, f"{mine} holds the lock", timeout=20, pause=0.02)
+    time.sleep(PASSES)
+
+
+def reach(store: Store, job: str, *states: JobState) -> JobRecord:
+    """The job once it is in one of these states, as the store tells."""
+    poll(lambda: store.get(job).state in states, f"job {job} is {' or '.join(states)}", timeout=SECONDS)
+    return store.get(job)
+
+
+def run_dir(store: Store, job: str) -> RunDir:
+    found = store.get(job).run_dir
+    assert found is not None
+    return RunDir(found)
+
+
+def runner_status(paths: RunDir) -> RunnerStatus:
+    status = RunnerStatus.read(paths.runner_status)
+    assert status is not None
+    return status
+
+
+def rank_1(paths: RunDir) -> ProcessId:
+    """The rank that did not say `started`."""
+    started = next(iter_events(paths.events))
+    assert isinstance(started, Started)
+    (pid,) = {int(path.name) for path in paths.stacks.iterdir()} - {started.pid}
+    found = process.identify(pid)
+    assert found is not None
+    return found
+
+
+def points(service: TrainingService, job: str) -> list[tuple[int, float]]:
+    """Step and loss of every metric point."""
+    data = service.get(f"{JOBS}/{job}/metrics").json()["data"]
+    return [(point["step"], point["metrics"]["loss"]) for point in data]
+
+
+def final(status: Json) -> Path:
+    path = Path(status["checkpoints"][-1]["path"])
+    assert path.name == "final"
+    return path
+
+
+def weights(status: Json) -> str:
+    return hashlib.sha256((final(status) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def free_range() -> range:
+    """As many ports as a service takes, all free, below those that the kernel gives to connections."""
+    for first in random.sample(range(12_000, 32_000, PORTS), 100):
+        ports = range(first, first + PORTS)
+        try:
+            with all_taken(ports):
+                return ports
+        except OSError:
+            continue
+    raise AssertionError("there is no free range of ports")
+
+
+@contextmanager
+def all_taken(ports: range) -> Iterator[dict[int, socket.socket]]:
+    """Somebody listens at each of these ports."""
+    with ExitStack() as stack:
+        yield {port: stack.enter_context(socket.create_server((LOOPBACK, port))) for port in ports}
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def master_port(directory: Path) -> int:
+    """The port that an attempt's torchrun was told."""
+    arguments = json.loads(RunDir(directory).task.read_text())["argv"]
+    (port,) = (int(part.removeprefix("--master-port=")) for part in arguments if part.startswith("--master-port="))
+    return port
+
+
+def tried_again(service: TrainingService, job: str) -> Json | None:
+    """The status of a job that waits for its second attempt."""
+    status = service.status(job)
+    return status if status["resources_allocated"]["retries_used"] else None
+
+
+def wait_for_holder(server: TrainingService | CrashingStack, job: str, holder: str) -> str:
+    """What a job's status says once it waits for a device that somebody else holds."""
+
+    def look() -> str:
+        status = server.status(job)
+        detail = str(status["resources_allocated"]["detail"])
+        return detail if status["status"] == "scheduled" and "device cpu, held by" in detail else ""
+
+    detail = poll(look, f"job {job} waits", timeout=20)
+    assert detail.startswith(f"waiting for device cpu, held by {holder}"), detail
+    return detail
+
+
+def only_its_runner_lives(server: TrainingService | CrashingStack, job: str) -> bool:
+    """Whether no process of a job trains, for as long as a supervisor needs for some passes."""
+    time.sleep(PASSES)
+    tasks = tasks_below(server.data_dir.resolve() / "jobs" / job)
+    return [[one.pid for one in processes] for processes in tasks.values()] == [
+        [status.runner.pid]
+        for directory in tasks
+        if (status := runner_status(RunDir(directory))).runner is not None and status.trainer is None
+    ]
+
+
+def launched(service: TrainingService, number: int) -> list[psutil.Process]:
+    """What was started in place of torchrun, once there are so many."""
+    statuses = map(RunnerStatus.read, service.data_dir.glob("jobs/*/attempts/*/runner.json"))
+    started = [status.trainer for status in statuses if status is not None and status.trainer is not None]
+    return [psutil.Process(one.pid) for one in started] if len(started) == number else []
