@@ -249,17 +249,16 @@ class Supervisor:
                 return self._store.get(job.job_uuid)
             self._store.apply_events(job.job_uuid, job.attempt, events, after)
             offset = after
-            if job.spec.keep_last and any(isinstance(event, CheckpointSaved) for event in events):
-                self._forget_old_checkpoints(job)
+            if any(isinstance(event, CheckpointSaved) for event in events):
+                self._forget_old_checkpoints(self._store.get(job.job_uuid))
 
     def _forget_old_checkpoints(self, job: JobRecord) -> None:
-        """Keep the newest `keep_last` step checkpoints: a retry goes on from the newest.
+        """Remove the step checkpoints that need not be kept; never the newest, from which a retry goes on.
 
         A checkpoint leaves the list before it leaves the disk, so that no listed one is ever missing.
         """
-        assert job.spec.keep_last is not None
         steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
-        for checkpoint in steps[: -job.spec.keep_last]:
+        for checkpoint in superfluous(steps, job):
             self._store.remove_checkpoint(checkpoint)
             shutil.rmtree(checkpoint.path, ignore_errors=True)
 
@@ -367,3 +366,15 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
+
+
+def superfluous(steps: Sequence[CheckpointRecord], job: JobRecord) -> Sequence[CheckpointRecord]:
+    """Of a job's step checkpoints, by step, those that are not to be kept: beyond the newest `keep_last`, or, where
+    neither this nor `save_steps` was asked for, those from within an epoch that a newer one has made useless. One is
+    saved every half hour: over a weekend they would fill the disk."""
+    if job.spec.keep_last:
+        return steps[: -job.spec.keep_last]
+    if job.spec.save_steps or not job.progress.total_steps:
+        return []
+    steps_per_epoch = job.progress.total_steps // job.spec.n_epochs
+    return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % steps_per_epoch]

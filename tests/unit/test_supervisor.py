@@ -507,6 +507,16 @@ def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: 
     assert [path.exists() for path in paths] == [False, True, True]
 
 
+def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
+    world.add("a", n_epochs=2, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    prepared = Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1)
+    world.launcher.say("a-1", STARTED, prepared)
+    paths = [save(world, "a-1", step) for step in (2, 3, 4, 6)]
+    assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [4, 6]
+    assert [path.exists() for path in paths] == [False, False, True, True]
+
+
 def test_a_job_with_a_higher_priority_is_next(world: World) -> None:
     world.add("a", "b")
     world.add("c", priority=2)
