@@ -5,6 +5,7 @@ strings would turn every POST into a 500.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -29,7 +30,7 @@ def answers_clearly[Answer](
     return call
 
 
-class SubmittingCalls(NeedsRequestProviderData):
+class SubmittingCalls(NeedsRequestProviderData, ABC):
     """The two calls that queue a job, as our own lenient models: unset fields stay unset and unknown ones reach us."""
 
     @answers_clearly
@@ -85,5 +86,6 @@ class SubmittingCalls(NeedsRequestProviderData):
         data = self.get_request_provider_data()
         return data.trl if data is not None else None
 
+    @abstractmethod
     async def _submit(self, request: SupervisedFineTuneRequest | PreferenceOptimizeRequest) -> PostTrainingJob:
-        raise NotImplementedError
+        """Queue the job; answer only when nothing can lose it any more."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.recipes.events import Event, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec
+from tests.zygote import train_and_exit
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -102,12 +103,7 @@ def _fork(spec: str, rank: int, world_size: int, port: int) -> int:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-        log = os.open(RunDir(Path(spec).parent).rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        from llama_stack_provider_trl.recipes.train import main as train
-
-        os._exit(train(["train", spec]))
+        train_and_exit(spec, rank)
     finally:
         os._exit(3)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import RunDir, atomic_write_json
@@ -108,14 +109,19 @@ def _fork(spec: str, faults_dir: str) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.environ[faults.VARIABLE] = faults_dir
-        log = os.open(RunDir(Path(spec).parent).log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        from llama_stack_provider_trl.recipes.train import main as train
-
-        os._exit(train(["train", spec]))
+        train_and_exit(spec)
     finally:
         os._exit(3)
+
+
+def train_and_exit(spec: str, rank: int = 0) -> NoReturn:
+    """Go on as the training process of a spec file, in a process that was forked for it."""
+    log = os.open(RunDir(Path(spec).parent).rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from llama_stack_provider_trl.recipes.train import main as train
+
+    os._exit(train(["train", spec]))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .runner import GRACE, PAUSE, RunnerStatus, RunnerTask
 from .torchrun import MASTER_PORT, lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
-_RUNNER_TIME = GRACE + 2.0
+_RUNNER_TIME = GRACE + 1.0
 """Seconds that a runner gets to end its task; then it is stopped or stuck, and both are killed."""
 _START_TIMEOUT = 30.0
 """Seconds. A start takes 0.1-0.2 s; this is for a machine that swaps."""
@@ -97,8 +97,6 @@ class LocalLauncher:
         if status.state is TaskState.exited:
             return
         overdue = _seconds_since_first(paths.cancelled) > _RUNNER_TIME
-        if overdue and status.runner is not None:
-            send_signal(status.runner, signal.SIGKILL)
         if overdue or status.runner is None or not send_signal(status.runner, signal.SIGTERM):
             kill_marked(task)
 

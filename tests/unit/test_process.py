@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -64,3 +65,20 @@ def test_a_lock_is_not_inherited_by_programs_that_are_started(tmp_path: Path) ->
     lock.acquire("me")
     assert lock._fd is not None
     assert not os.get_inheritable(lock._fd)
+
+
+def test_a_lock_that_cannot_be_signed_because_the_disk_is_full_is_held_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert lock.acquire("me")
+    assert lock.held
+    assert not other.acquire("somebody else")
+    lock.release()
+    assert other.acquire("somebody else")
+    other.release()

@@ -481,6 +481,19 @@ def test_a_retry_goes_on_from_the_newest_whole_checkpoint(world: World) -> None:
     assert str(damaged) in world.job().warnings[-1]
 
 
+def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_for_the_one_before(world: World) -> None:
+    world.add("a", retries=9, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    older, newer = save(world, "a-1", 2), save(world, "a-1", 4)
+    for attempt in (1, 2, 3):
+        world.launcher.exit(f"a-{attempt}", 1)
+        world.tick()
+        world.clock.advance(60)
+        world.tick()
+    assert [tried.resume_from for tried in world.store.attempts("a")] == [None, newer, newer, older]
+    assert str(newer) in world.job().warnings[-1]
+
+
 def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: World) -> None:
     world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
     world.tick()
@@ -532,6 +545,24 @@ def test_a_full_disk_keeps_a_job_from_starting(world: World) -> None:
 
 
 # Pauses
+
+
+def test_a_training_that_cannot_be_told_to_pause_trains_on_and_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(task: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    world.run("a")
+    world.store.request_pause("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.launcher, "pause", full)
+        for _ in range(PATIENCE + 1):
+            world.tick()
+    assert world.state() is JobState.pausing
+    assert "No space left on device" in world.job().detail
+    world.tick()
+    assert world.launcher.tasks["a-1"].pauses == 1
 
 
 def test_a_pause_saves_frees_the_device_and_is_no_retry(world: World) -> None:
