@@ -20,10 +20,11 @@ from ..files import RunDir
 from . import ranks
 from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback, Order
-from .checkpoints import export_final, export_merged, need_space, step_bytes
+from .checkpoints import need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
+from .export import export_final, export_merged
 from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import faults
-from ..files import free_bytes, put_in_place, write_manifest
+from ..files import put_in_place, write_manifest
 from .spec import JobSpec
 
 
@@ -107,21 +106,3 @@ def _expected(model: PreTrainedModel | PeftModel) -> dict[str, tuple[int, ...]]:
     """Name in the file -> shape; of weights that are tied, one."""
     weights = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else dict(model.named_parameters())
     return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
-def need_space(spec: JobSpec, num_bytes: int) -> None:
-    """Raises what a full disk raises where `num_bytes` more would not leave `min_free_bytes` free."""
-    free = free_bytes(spec.checkpoint_dir)
-    if free < num_bytes + spec.min_free_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
-            f"free and {spec.min_free_bytes >> 20} MiB must stay free",
-        )
-
-
-def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
-    """About how large a step checkpoint is: the trained weights and the optimizer's moments of them."""
-    moments = 0 if spec.optimizer.name == "sgd" else 2
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
