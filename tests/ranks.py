@@ -1,6 +1,6 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
-`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, port], forks the ranks with the variables
+`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, ranks per node, port], forks the ranks with the variables
 that torchrun sets, waits for them, and prints their exit codes. The recipe and the process group are the real ones.
 """
 
@@ -36,12 +36,14 @@ class Ranks:
         resume_from: Path | None = None,
         *,
         world_size: int | None = None,
+        per_node: int | None = None,
         prepare: Callable[[RunDir], object] = lambda paths: None,
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
         Args:
             world_size: ranks to start; None: as many as the job has.
+            per_node: how many of them believe that they share a machine; None: all.
             prepare: called with the run directory before they start.
         """
         run_dir.mkdir(parents=True)
@@ -51,7 +53,9 @@ class Ranks:
         paths.spec.write_text(attempt.model_dump_json())
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(paths.spec), world_size or spec.ranks, _free_port()]) + "\n")
+        world_size = world_size or spec.ranks
+        order = [str(paths.spec), world_size, per_node or world_size, _free_port()]
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
 
@@ -84,12 +88,12 @@ def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
     for line in sys.stdin:
-        spec, world_size, port = json.loads(line)
-        pids = [_fork(spec, rank, world_size, port) for rank in range(world_size)]
+        spec, world_size, per_node, port = json.loads(line)
+        pids = [_fork(spec, rank, world_size, per_node, port) for rank in range(world_size)]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
-def _fork(spec: str, rank: int, world_size: int, port: int) -> int:
+def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -97,9 +101,9 @@ def _fork(spec: str, rank: int, world_size: int, port: int) -> int:
         if world_size > 1:
             os.environ.update(
                 RANK=str(rank),
-                LOCAL_RANK=str(rank),
+                LOCAL_RANK=str(rank % per_node),
                 WORLD_SIZE=str(world_size),
-                LOCAL_WORLD_SIZE=str(world_size),
+                LOCAL_WORLD_SIZE=str(per_node),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )

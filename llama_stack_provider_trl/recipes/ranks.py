@@ -36,6 +36,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """How many of them are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+
+
 def expect(ranks: int) -> None:
     """Refuse to train with another number of ranks than the job has: every number would be wrong.
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import JobFailure
+from . import ranks
 from .events import Reason
 from .spec import JobSpec, ShardingSpec
 
@@ -33,18 +35,36 @@ def is_sharded(spec: JobSpec) -> bool:
 
 
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
-    """Trainer's arguments for sharding; none where nothing is sharded."""
+    """Trainer's arguments for sharding; none where nothing is sharded.
+
+    Raises:
+        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded.
+    """
     if not is_sharded(spec) or spec.sharding is None:
         return {}
     config = {
         "version": 2,
-        # HYBRID_SHARD on one node has one group to shard within and nothing to replicate across: it is FULL_SHARD.
         "reshard_after_forward": spec.sharding.strategy != "SHARD_GRAD_OP",
         "cpu_offload": spec.sharding.cpu_offload,
         "state_dict_type": "SHARDED_STATE_DICT",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # every block that the architecture lists in _no_split_modules
     }
-    return {"fsdp": True, "fsdp_config": config}
+    return {"fsdp": True, "fsdp_config": config, **_mesh(spec.sharding)}
+
+
+def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
+    """HYBRID_SHARD over several nodes: parts within a node, copies across nodes. On one node it is FULL_SHARD."""
+    parts = ranks.local_world_size()
+    copies = ranks.world_size() // parts
+    if sharding.strategy != "HYBRID_SHARD" or copies == 1:
+        return {}
+    if parts == 1:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"HYBRID_SHARD shards within a node, and each of the {copies} nodes has one rank: every rank would hold "
+            "everything. Use sharding_strategy FULL_SHARD, or NO_SHARD for plain data parallelism.",
+        )
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=parts)}
 
 
 @contextmanager

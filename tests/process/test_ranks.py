@@ -162,6 +162,26 @@ def test_what_saves_memory_or_time_changes_no_number(
     assert_same_numbers(numbers(trained(ranks, tmp_path, spec)), numbers(expected))
 
 
+def test_hybrid_sharding_over_two_nodes_has_parts_within_and_copies_across(
+    ranks: Ranks, alone: Alone, tmp_path: Path
+) -> None:
+    _, expected = alone("sft", validation_rows=ROWS["sft"][:5])
+    spec = spec_of(tmp_path, "sft", 4, "HYBRID_SHARD", validation_rows=ROWS["sft"][:5])
+    codes, events = ranks.run(tmp_path / "run", spec, per_node=2)
+    assert codes == [0] * 4, [event.message for event in of_kind(events, Failed)]
+    assert_same_numbers(numbers(events), numbers(expected))
+    sharding = of_kind(events, Prepared)[0].effective["sharding"]
+    assert set(sharding["placements"]) == {"Replicate, Shard(0)"}
+    assert sharding["local_elements"] == pytest.approx(sharding["total_elements"] / 2, rel=0.1)
+
+
+def test_hybrid_sharding_with_one_rank_per_node_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "sft", 2, "HYBRID_SHARD")
+    codes, events = ranks.run(tmp_path / "run", spec, per_node=1)
+    assert codes == [1, 1]
+    assert "HYBRID_SHARD shards within a node" in of_kind(events, Failed)[0].message
+
+
 def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True)
     events = trained(ranks, tmp_path, spec)
