@@ -137,10 +137,25 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
 
 
-def derive(spec: JobSpec, attempt: int, device: str, run_dir: Path, resume_from: Path | None = None) -> AttemptSpec:
-    """One try at a job on a concrete device. Pure: the same arguments give the same spec."""
+def derive(
+    spec: JobSpec, attempt: int, device: str, run_dir: Path, resume_from: Path | None = None, *fall_back_to: Path
+) -> AttemptSpec:
+    """One try at a job on a concrete device. Pure: the same arguments give the same spec.
+
+    Args:
+        fall_back_to: checkpoints for the case that `resume_from` is damaged, the best first.
+    """
     placed = spec.model_copy(update={"device": device})
-    return AttemptSpec(job=placed, attempt=attempt, run_dir=run_dir, world_size=spec.ranks, resume_from=resume_from)
+    return AttemptSpec(
+        job=placed,
+        attempt=attempt,
+        run_dir=run_dir,
+        world_size=spec.ranks,
+        # Of the job and not of `placed`: whatever an attempt changes, a step takes the same rows.
+        rows_per_step=spec.batch_size * spec.gradient_accumulation_steps * spec.ranks,
+        resume_from=resume_from,
+        fall_back_to=fall_back_to,
+    )
 
 
 _NO_SAVERS = EfficiencyConfig()

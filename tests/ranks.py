@@ -37,25 +37,37 @@ class Ranks:
         resume_from: Path | None = None,
         *,
         world_size: int | None = None,
+        started: int | None = None,
         per_node: int | None = None,
+        fall_back_to: tuple[Path, ...] = (),
         prepare: Callable[[RunDir], object] = lambda paths: None,
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
         Args:
-            world_size: ranks to start; None: as many as the job has.
+            world_size: ranks of the attempt; None: as many as the job has.
+            started: ranks to start; None: as many as the attempt has.
             per_node: how many of them believe that they share a machine; None: all.
+            fall_back_to: checkpoints for the case that `resume_from` is damaged.
             prepare: called with the run directory before they start.
         """
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)
         prepare(paths)
-        attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir, world_size=spec.ranks, resume_from=resume_from)
+        world_size = world_size or spec.ranks
+        attempt = AttemptSpec(
+            job=spec,
+            attempt=1,
+            run_dir=run_dir,
+            world_size=world_size,
+            resume_from=resume_from,
+            fall_back_to=fall_back_to,
+        )
         paths.spec.write_text(attempt.model_dump_json())
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        world_size = world_size or spec.ranks
-        order = [str(paths.spec), world_size, per_node or world_size, _free_port()]
+        started = started or world_size
+        order = [str(paths.spec), started, per_node or started, _free_port()]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))

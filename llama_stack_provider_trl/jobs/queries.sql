@@ -157,8 +157,10 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 UPDATE attempts SET started_at = :time WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_prepared
+-- It may go on from another checkpoint than it was given, or from the start, where that one is damaged.
 UPDATE attempts SET prepared = :event, prepared_at = :time, total_steps = :total_steps, start_step = :start_step,
-       step = :start_step
+       step = :start_step,
+       resume_from = CASE WHEN :start_step = 0 THEN NULL ELSE coalesce(:resumed_from, resume_from) END
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: supersede_points

@@ -24,6 +24,7 @@ from typing import Any
 from ..errors import JobConflict, JobNotFound, StoreError
 from ..process import FileLock
 from ..recipes.events import (
+    CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -515,7 +516,8 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "note_attempt_started", row
         case Prepared():
             steps = {"total_steps": event.total_steps, "start_step": event.start_step}
-            yield "note_prepared", {**row, **steps, "event": event.model_dump_json()}
+            resumed_from = None if event.resumed_from is None else str(event.resumed_from)
+            yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
             yield "supersede_points", steps
         case Warned():
             yield "insert_warning", {"message": event.message}
@@ -526,6 +528,9 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
         case CheckpointSaved():
             yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
+        case CheckpointDamaged():
+            yield "delete_checkpoint", {"path": str(event.path)}
+            yield "insert_warning", {"message": event.message}
         case Finished():
             yield "note_finished", {}
         case Paused():

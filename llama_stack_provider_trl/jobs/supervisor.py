@@ -295,7 +295,8 @@ class Supervisor:
     def _resume_point(self, job: JobRecord) -> CheckpointRecord | None:
         """The newest step checkpoint that is whole; one that somebody damaged is no longer listed.
 
-        Sizes tell most of the damage. From one that is damaged otherwise, two attempts have failed without a step.
+        Sizes tell most of the damage, and digests, which the training process looks at, nearly all; from one that is
+        damaged otherwise, two attempts have failed without a step.
         """
         steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
         in_vain = Counter(
@@ -340,8 +341,15 @@ class Supervisor:
     def _write_spec(self, job: JobRecord) -> None:
         assert job.run_dir is not None
         (attempt,) = (tried for tried in self._store.attempts(job.job_uuid) if tried.attempt == job.attempt)
-        spec = derive(job.spec, job.attempt, job.devices[0], job.run_dir, attempt.resume_from)
+        older = (path for path in self._step_checkpoints(job) if path != attempt.resume_from and is_whole(path))
+        fall_back_to = older if attempt.resume_from else ()
+        spec = derive(job.spec, job.attempt, job.devices[0], job.run_dir, attempt.resume_from, *fall_back_to)
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
+
+    def _step_checkpoints(self, job: JobRecord) -> list[Path]:
+        """The newest first."""
+        listed = self._store.checkpoints(job.job_uuid)
+        return [checkpoint.path for checkpoint in reversed(listed) if checkpoint.kind == "step"]
 
     def _task(self, job: JobRecord) -> TaskSpec:
         assert job.run_dir is not None

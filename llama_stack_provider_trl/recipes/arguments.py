@@ -11,7 +11,7 @@ import torch
 from trl import DPOConfig, SFTConfig
 
 from .ranks import PATIENCE
-from .sharding import fsdp_arguments
+from .sharding import fsdp_arguments, is_sharded
 from .spec import JobSpec
 
 
@@ -42,8 +42,8 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
     """The optimizer class and its arguments beyond weight decay (which Trainer sets per parameter group)."""
     optimizer = spec.optimizer
     shared: dict[str, Any] = {"lr": optimizer.learning_rate}
-    if device.type in ("cuda", "cpu"):
-        # One kernel for all parameters, Trainer's own default where torch has it.
+    if device.type in ("cuda", "cpu") and not (optimizer.name == "sgd" and is_sharded(spec)):
+        # One kernel for all parameters, Trainer's own default where torch has it: for SGD on shards it has none.
         shared["fused"] = True
     if optimizer.name == "sgd":
         return torch.optim.SGD, shared

@@ -41,6 +41,7 @@ class JobCallback(TrainerCallback):
         control: the file that tells us to stop, once it exists.
         effective: what was decided beyond the spec.
         start_step: optimizer steps that a checkpoint brought along.
+        resumed_from: that checkpoint.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class JobCallback(TrainerCallback):
         control: Path,
         effective: dict[str, Any],
         start_step: int = 0,
+        resumed_from: Path | None = None,
     ) -> None:
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
-        self.start_step = start_step
+        self.start_step, self.resumed_from = start_step, resumed_from
         self.paused = False
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
@@ -62,6 +64,7 @@ class JobCallback(TrainerCallback):
         self._tokens = float(trainer._total_train_tokens)
         self._busy = self._began = 0.0
         self._saved_at = time.monotonic()
+        trainer.standing = lambda: self.standing(trainer.state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -72,15 +75,19 @@ class JobCallback(TrainerCallback):
         if spec.sharding and sharding.is_sharded(spec):
             sharding.prefetch(model, spec.sharding)
         trainable, total = parameter_counts(model)
-        global_batch = spec.batch_size * spec.gradient_accumulation_steps * args.world_size
         self.writer.write(
             Prepared(
                 total_steps=state.max_steps,
                 start_step=self.start_step,
+                resumed_from=self.resumed_from,
                 num_rows=self.trainer.num_rows,
                 trainable_parameters=trainable,
                 total_parameters=total,
-                effective={**self.effective, "global_batch_size": global_batch, "sharding": shared_out},
+                effective={
+                    **self.effective,
+                    "global_batch_size": self.trainer.share.rows_per_step,
+                    "sharding": shared_out,
+                },
             )
         )
         faults.reach("prepared")
@@ -98,6 +105,7 @@ class JobCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
         self.writer.beat()
+        self.trainer.check_saving()
         order = self.order()
         if state.global_step >= state.max_steps:
             control.should_log = True
@@ -174,15 +182,13 @@ class JobCallback(TrainerCallback):
         self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        path = self.trainer.saved_checkpoint
-        if path is None:
-            raise AssertionError("Trainer announced a checkpoint that was not written")
-        self.announce(CheckpointSaved(kind="step", path=path, **self.standing(state)))
+        """The checkpoint is copied and being written."""
         self._losses.clear()
         self._last_saved = state.global_step
         self._saved_at = time.monotonic()
         state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
-        faults.reach(f"announced-{state.global_step}")
+        if self.paused:
+            self.trainer.finish_saving()
 
     def standing(self, state: TrainerState) -> dict[str, Any]:
         """The fields of a checkpoint event that say where training stands."""

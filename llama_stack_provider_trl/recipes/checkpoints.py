@@ -1,13 +1,310 @@
-"""Step checkpoints, from which a job goes on after a crash, a pause or a restart: the room that they need."""
+"""Step checkpoints, from which a job goes on after a crash, a pause or a restart, on as many ranks or on others.
+
+`checkpoint-N` holds, besides small files of Trainer (`trainer_state.json`, `scheduler.pt`, random numbers per rank):
+
+- the trained weights as `model.safetensors` or `adapter_model.safetensors`, with configuration and tokenizer: what
+  transformers and peft load, however many ranks wrote it (`recipes.shards`);
+- `optimizer/`: the optimizer's state by the names of the weights, written by torch.distributed.checkpoint (DCP), which
+  shares it out anew among as many ranks as read it;
+- `recipe_state.json`: the position in the data, counted in rows;
+- `manifest.json`: size and sha256 of every file.
+
+Training goes on while the files are written: what they will hold is first copied to CPU memory.
+"""
 
 from __future__ import annotations
 
 import errno
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel, get_peft_model_state_dict
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import free_bytes
+from .. import faults
+from ..errors import JobFailure
+from ..files import (
+    MANIFEST,
+    damage,
+    file_names,
+    free_bytes,
+    point_latest,
+    put_in_place,
+    set_aside,
+    sha256_of,
+    write_manifest,
+)
+from . import ranks, shards
+from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
 from .spec import JobSpec
+
+OPTIMIZER = "optimizer"
+"""The directory of the optimizer's state; a checkpoint without it is one of Trainer's own format."""
+_GROUPS = "param_groups"
+_LONG_WAIT = 1.0
+"""Seconds of waiting for the checkpoint before that a job's warnings tell."""
+
+type Model = PreTrainedModel | PeftModel
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold, in CPU memory; of sharded tensors this rank's parts."""
+
+    weights: Mapping[str, torch.Tensor]
+    """By their names in the file."""
+    optimizer: Mapping[str, Any]
+
+
+class Saver:
+    """Writes one checkpoint at a time in a thread of its own, from a copy that training does not touch.
+
+    The copy takes as much CPU memory as the trained weights and the optimizer's state (of sharded ones, this rank's
+    parts); it is kept and used again, so that there is never more than one.
+
+    Every rank has a saver and must call the same methods in the same order; the threads agree through a process group
+    of their own.
+    """
+
+    def __init__(self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent) -> None:
+        self.spec, self.writer = spec, writer
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        self._group = ranks.new_cpu_group()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_told = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: PreTrainedTokenizerBase,
+        staging: Path,
+        announce: Callable[[Path], None],
+    ) -> None:
+        """Copy what is to be saved, and return; the rest happens in the background.
+
+        Args:
+            staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
+            announce: called on rank 0 with the checkpoint's place when it is complete on disk.
+        """
+        assert self._thread is None, "one at a time: wait first"
+        copied = self._stager.stage({"weights": named_weights(model), "optimizer": optimizer_state(model, optimizer)})
+        snapshot = Snapshot(copied["weights"], copied["optimizer"])
+
+        def work() -> None:
+            try:
+                self._write(snapshot, model, tokenizer, staging)
+                ranks.together(lambda: self._finish(staging, announce), self._group)
+            except BaseException as error:
+                self._error = _cause(error)
+            finally:  # a full disk must not stay full because of us
+                if ranks.rank() == 0:
+                    shutil.rmtree(staging.parent, ignore_errors=True)
+
+        self._thread = threading.Thread(target=work, name=f"saves {staging.name}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did. Waits for nothing."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self, due: int | None = None) -> None:
+        """Return when nothing is being written any more; raise what went wrong.
+
+        Args:
+            due: the step whose checkpoint waits for the one before; a long wait is told in the job's warnings.
+        """
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        waited = time.monotonic() - began
+        if due is not None and waited > _LONG_WAIT and not self._is_told:
+            self._is_told = True
+            message = (
+                "checkpoints are due faster than the disk takes them, and training waits: raise save_steps "
+                f"(first at step {due}, for {waited:.0f} s)"
+            )
+            self.writer.write(Warned(message=message))
+
+    def close(self) -> None:
+        """After `wait`: give the memory of the copy back."""
+        self._stager.close()
+
+    def abandon(self) -> None:
+        """On the way out because of a failure: let a checkpoint that is being written come to its end, good or bad."""
+        if self._thread is not None:
+            # A rank that is gone breaks the others' connections, so this ends; the limit is for a disk that hangs.
+            self._thread.join(60.0)
+
+    def _write(self, snapshot: Snapshot, model: Model, tokenizer: PreTrainedTokenizerBase, staging: Path) -> None:
+        """Every rank writes its parts. Each phase begins when all have ended the one before, or ends for all."""
+        path = staging / weights_name(model)
+
+        def begin() -> None:
+            if ranks.rank() == 0:
+                # Without weights: the configuration, and what else belongs to a model that others load.
+                without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+                model.save_pretrained(staging, state_dict={}, **without)
+                tokenizer.save_pretrained(staging)
+                shards.reserve(path, snapshot.weights)
+
+        ranks.together(begin, self._group)
+        ranks.together(
+            lambda: shards.fill(path, snapshot.weights, ranks.rank(), ranks.world_size()),
+            self._group,
+        )
+        _quiet_about_one_process()
+        dcp.save(
+            dict(snapshot.optimizer),
+            storage_writer=FileSystemWriter(staging / OPTIMIZER),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+
+    def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
+        """Checksums, each rank of some files; then rank 0 puts the whole in place."""
+        step = staging.name.rpartition("-")[2]
+        digests = {}
+        for found in ranks.together(lambda: _digests(staging), self._group):
+            digests.update(found)
+        if ranks.rank() == 0:
+            faults.reach(f"saving-{step}")
+            write_manifest(staging, digests)
+            target = staging.parent.parent / staging.name
+            put_in_place(staging, target)
+            point_latest(target.parent, target.name)
+            faults.reach(f"saved-{step}")
+            announce(target)
+            faults.reach(f"announced-{step}")
+
+
+def named_weights(model: Model) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint's file holds, by their names there: of an adapter its own, else all, and of tied
+    ones the first."""
+    if isinstance(model, PeftModel):
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        return dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def weights_name(model: Model) -> str:
+    return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state by the names of the weights, so that any number of ranks finds its parts in it."""
+    names = _names(model)
+    state: dict[str, Any] = {
+        _key(names[id(weight)], key): value
+        for weight, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+    state[_GROUPS] = [
+        {**group, "params": [names[id(weight)] for weight in group["params"]]} for group in optimizer.param_groups
+    ]
+    return state
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Read the state that `optimizer_state` gave, each rank its parts.
+
+    Raises:
+        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights.
+    """
+    reader = FileSystemReader(checkpoint / OPTIMIZER)
+    saved = reader.read_metadata().state_dict_metadata
+    names = _names(model)
+    state: dict[str, Any] = {_GROUPS: None}
+    kept: dict[int, dict[str, str]] = {}
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        prefix = _key(names[id(weight)], "")
+        kept[id(weight)] = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
+        for key in kept[id(weight)].values():
+            state[key] = _room_for(saved[key], weight)
+    _quiet_about_one_process()
+    dcp.load(
+        state,
+        storage_reader=reader,
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        process_group=ranks.cpu_group(),
+        no_dist=ranks.world_size() == 1,
+    )
+    ours = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in state[_GROUPS]] != ours:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"{checkpoint} was saved by an optimizer of other weights: go on with the same model and LoRA settings",
+        )
+    numbers = {
+        id(weight): number for number, weight in enumerate(w for g in optimizer.param_groups for w in g["params"])
+    }
+    first = 0
+    groups = []
+    for group in state[_GROUPS]:
+        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    values = {numbers[weight]: {key: state[name] for key, name in of.items()} for weight, of in kept.items() if of}
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def load_weights(model: Model, checkpoint: Path) -> None:
+    """Read the trained weights into a model, each rank its parts."""
+    shards.read_into(checkpoint / weights_name(model), named_weights(model))
+
+
+def first_undamaged(candidates: Iterable[Path], writer: EventWriter | Silent) -> Path | None:
+    """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
+
+    Every rank must call it, and reads some of the files.
+    """
+    for checkpoint in candidates:
+        found = [one for one in ranks.all_of(_damage(checkpoint)) if one]
+        if not found:
+            return checkpoint
+        if ranks.rank() == 0:
+            aside = set_aside(checkpoint)
+            place = f"it is kept as {aside}" if aside else "it is gone"
+            message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was not used to go on from; {place}"
+            writer.write(CheckpointDamaged(path=checkpoint, message=message), durable=True)
+        ranks.wait_for_all()
+    return None
 
 
 def need_space(spec: JobSpec, num_bytes: int) -> None:
@@ -26,3 +323,49 @@ def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
     moments = 0 if spec.optimizer.name == "sgd" else 2
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {name: sha256_of(directory / name) for name in _ours(directory)}
+
+
+def _damage(checkpoint: Path) -> str | None:
+    try:
+        return damage(checkpoint, of=_ours(checkpoint))
+    except OSError as error:
+        return str(error)
+
+
+def _ours(directory: Path) -> list[str]:
+    """This rank's part of a directory's files, for reading them."""
+    return [name for name in file_names(directory) if name != MANIFEST][ranks.rank() :: ranks.world_size()]
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    return {id(weight): name for name, weight in model.named_parameters()}
+
+
+def _key(weight: str, name: str) -> str:
+    return f"state.{weight}/{name}"  # no weight's name has a slash, so that none is the beginning of another's
+
+
+def _room_for(saved: Any, weight: torch.Tensor) -> Any:
+    """A tensor to read a saved one into: shared out as its weight where it has that shape."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    if saved.size == weight.shape:
+        return torch.zeros_like(weight, dtype=saved.properties.dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _quiet_about_one_process() -> None:
+    """DCP warns whenever it works without a process group; here it is meant to."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What DCP wraps: this rank's own failure, or that another one failed."""
+    if not isinstance(error, CheckpointException):
+        return error
+    own = error.failures.get(ranks.rank())
+    return own[0] if own else ranks.RankLost(f"rank {min(error.failures)} has failed")

@@ -71,10 +71,14 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         lengths = mask[:, 1:].sum(dim=1)
         real = (lengths.view(2, -1).sum(dim=0) > 0).float()  # 0 for a filler, which has no completions
         losses = preference_loss(logratios, lengths, self.spec.dpo) * real
-        # The mean over the pairs of all ranks, times their number: gradients are averaged over ranks afterwards.
         num_pairs = self.accelerator.reduce(real.sum())
-        loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
-        if not self.model.training:
+        if self.model.training:
+            # The mean over the pairs of the whole step, however they are dealt out to ranks and micro steps; gradients
+            # are averaged over both afterwards.
+            averaged = self.accelerator.num_processes * self.current_gradient_accumulation_steps
+            loss = losses.sum() * averaged / self.rows_of_step
+        else:
+            loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
             self.note_evaluated(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss

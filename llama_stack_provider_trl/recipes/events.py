@@ -7,6 +7,7 @@ reader consumes whole lines only, so a kill -9 at any moment leaves a file that 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from enum import StrEnum
@@ -61,6 +62,8 @@ class Prepared(_Event):
     """Optimizer steps of the whole job."""
     start_step: int = 0
     """Optimizer steps that a checkpoint brought along: training goes on with the next one."""
+    resumed_from: Path | None = None
+    """That checkpoint; not the one that the attempt was given, where that is damaged."""
     num_rows: int
     """Rows that are trained on, after dropping those that cannot be."""
     trainable_parameters: int
@@ -114,6 +117,15 @@ class CheckpointSaved(_Event):
     """exp(validation_loss), SFT only."""
 
 
+class CheckpointDamaged(_Event):
+    """A step checkpoint that was announced is not what was written, and was set aside: it is listed no longer."""
+
+    type: Literal["checkpoint_damaged"] = "checkpoint_damaged"
+    path: Path
+    message: str
+    """What is wrong with it, and where it is now."""
+
+
 class Paused(_Event):
     """Told to stop (`control.json`): all is saved up to `step`, nothing is exported, the process ends."""
 
@@ -141,7 +153,16 @@ class Failed(_Event):
 
 
 Event = Annotated[
-    Started | Prepared | Warned | Progress | Evaluated | CheckpointSaved | Paused | Finished | Failed,
+    Started
+    | Prepared
+    | Warned
+    | Progress
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointDamaged
+    | Paused
+    | Finished
+    | Failed,
     Field(discriminator="type"),
 ]
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
@@ -157,6 +178,7 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lock = threading.Lock()
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
         """Append one event, whole or not at all; `durable` waits until it is on disk (checkpoints, results).
@@ -165,13 +187,14 @@ class EventWriter:
             OSError: the disk is full.
         """
         line = event.model_dump_json().encode() + b"\n"
-        written = os.write(self._fd, line)
-        try:
-            while written < len(line):  # the disk has filled up in the middle of the line
-                written += os.write(self._fd, line[written:])
-        except OSError:
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise
+        with self._lock:  # checkpoints are announced by the thread that writes them
+            written = os.write(self._fd, line)
+            try:
+                while written < len(line):  # the disk has filled up in the middle of the line
+                    written += os.write(self._fd, line[written:])
+            except OSError:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise
         if durable:
             os.fsync(self._fd)
 

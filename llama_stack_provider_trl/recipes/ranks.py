@@ -6,6 +6,7 @@ torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; Trainer opens the process group w
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -55,24 +56,65 @@ def expect(ranks: int) -> None:
         )
 
 
+class RankLost(RuntimeError):
+    """Another rank has failed, and says why itself."""
+
+
 def agree(number: int) -> int:
     """Rank 0's `number`, on every rank. Every rank must call it, in the same order as its other collectives."""
     if world_size() == 1:
         return number
     said = torch.tensor([number])
-    dist.broadcast(said, src=0, group=_cpu_group())
+    dist.broadcast(said, src=0, group=cpu_group())
     return int(said)
 
 
 def wait_for_all() -> None:
     """Return when every rank has come this far."""
     if world_size() > 1:
-        dist.barrier(group=_cpu_group())
+        dist.barrier(group=cpu_group())
+
+
+def all_of[Value](value: Value, group: Any = None) -> list[Value]:
+    """Every rank's `value`, by rank; it is pickled. Every rank must call it."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=group or cpu_group())
+    return values
+
+
+def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
+    """Do something on every rank and return what came out on each, by rank.
+
+    Raises:
+        whatever `work` has raised here; RankLost, where it failed on another rank alone.
+    """
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = work()
+    except BaseException as raised:
+        error = raised
+    said = all_of((value, error is None), group)
+    if error is not None:
+        raise error
+    if lost := [rank for rank, (_, is_done) in enumerate(said) if not is_done]:
+        raise RankLost(f"rank {lost[0]} has failed")
+    return [value for value, _ in said]
+
+
+def new_cpu_group() -> Any:
+    """A group for collectives in another thread, None where there is one process. Every rank must call it."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE) if world_size() > 1 else None
 
 
 @cache
-def _cpu_group() -> Any:
-    """A group that moves tensors in CPU memory: NCCL cannot, and asking a GPU would wait for all that it has to do."""
-    if dist.get_backend() == "gloo":
-        return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+def cpu_group() -> Any:
+    """A group that moves tensors in CPU memory: NCCL cannot, and asking a GPU would wait for all that it has to do.
+
+    None where there is one process.
+    """
+    if world_size() == 1:
+        return None
+    return dist.group.WORLD if dist.get_backend() == "gloo" else new_cpu_group()

@@ -20,12 +20,13 @@ from ..files import RunDir
 from . import ranks
 from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback, Order
-from .checkpoints import need_space, step_bytes
+from .checkpoints import first_undamaged, need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import export_final, export_merged
 from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .sampling import Share
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -38,8 +39,8 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     Raises:
         JobFailure: what the user can mend; anything else is a bug or the machine's end.
     """
-    spec = attempt.job
-    ranks.expect(spec.ranks)
+    ranks.expect(attempt.world_size)
+    spec, share = _shared_out(attempt)
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
     if spec.num_threads:
@@ -48,17 +49,23 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
-    trainer, effective = build_trainer(spec, device, writer)
+    trainer, effective = build_trainer(spec, device, writer, share)
     control = RunDir(attempt.run_dir).control
-    start_step = trainer.take_up(attempt.resume_from) if attempt.resume_from else 0
-    callback = JobCallback(spec, writer, trainer, control, effective, start_step)
+    resume_from = first_undamaged(attempt.resume_candidates, writer)
+    start_step = trainer.take_up(resume_from) if resume_from else 0
+    callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
     needed = step_bytes(trainer.model, spec)
     trainer.need_space = partial(need_space, spec, needed)
     trainer.need_space()  # before hours of training, not after
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
-    trainer.train(resume_from_checkpoint=str(attempt.resume_from) if attempt.resume_from else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        trainer.end_saving()
+    except BaseException:
+        trainer.abandon_saving()
+        raise
     if callback.paused:
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
@@ -70,9 +77,14 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
 
 
 def build_trainer(
-    spec: JobSpec, device: torch.device, writer: EventWriter | Silent | None = None
+    spec: JobSpec, device: torch.device, writer: EventWriter | Silent | None = None, share: Share | None = None
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
-    """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel)."""
+    """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel).
+
+    Args:
+        share: how each optimizer step is shared out; None: as the job's own fields say.
+    """
+    share = share or _own_share(spec)
     tokenizer = load_tokenizer(spec)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     train, report = _prepare(spec, spec.dataset, tokenizer)
@@ -81,7 +93,7 @@ def build_trainer(
     if writer:
         for message in warnings:
             writer.write(Warned(message=message))
-    if spec.ranks > 1:
+    if share.needs_filler:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
@@ -99,7 +111,7 @@ def build_trainer(
             peft_config=adapters,
             **reference,
         )
-    trainer.bind(spec)
+    trainer.bind(spec, share, writer or Silent())
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
         "attention": model.config._attn_implementation,
@@ -112,6 +124,23 @@ def build_trainer(
     if validation_report:
         effective["validation_data"] = _counts(validation_report)
     return trainer, effective
+
+
+def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
+    """The job as this attempt's ranks train it: with as many rows per optimizer step, however many ranks there are."""
+    own = _own_share(attempt.job)
+    share = Share.of(attempt.rows_per_step or own.rows_per_step, attempt.job.batch_size, attempt.world_size)
+    changes = {
+        "ranks": share.world_size,
+        "batch_size": share.batch_size,
+        "gradient_accumulation_steps": share.accumulation_steps,
+    }
+    return attempt.job.model_copy(update=changes), share
+
+
+def _own_share(spec: JobSpec) -> Share:
+    rows = spec.batch_size * spec.gradient_accumulation_steps * spec.ranks
+    return Share.of(rows, spec.batch_size, spec.ranks)
 
 
 def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:

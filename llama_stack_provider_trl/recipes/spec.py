@@ -158,8 +158,17 @@ class AttemptSpec(_Frozen):
     run_dir: Path
     """`<data_dir>/jobs/<job_uuid>/attempts/<attempt>`; every path of the attempt is a function of it."""
     world_size: int = 1
+    """Processes that train together in this attempt; they may be others than the job's `ranks`."""
+    rows_per_step: int | None = Field(None, gt=0)
+    """The global batch, which is the same in every attempt whatever its batch size and ranks; None: as `job` has it."""
     resume_from: Path | None = None
     """A checkpoint directory of this job to go on from; None: from the start."""
+    fall_back_to: tuple[Path, ...] = ()
+    """Checkpoints to go on from where that one turns out to be damaged, the best first."""
+
+    @property
+    def resume_candidates(self) -> tuple[Path, ...]:
+        return (self.resume_from, *self.fall_back_to) if self.resume_from else ()
 
     @property
     def task_id(self) -> str:

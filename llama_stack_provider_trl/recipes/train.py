@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         train_attempt(attempt, writer if rank == 0 else Silent())
     except BaseException as error:
         traceback.print_exc()
-        if attempt.job.ranks > 1 and _lost_a_rank(error):
+        if attempt.world_size > 1 and _lost_a_rank(error):
             # Whoever ended first knows why: torchrun sees it in this time, and ends us.
             time.sleep(_WAIT_FOR_THE_END)
             return 1
@@ -130,7 +130,7 @@ def _is_disk_full(error: BaseException) -> bool:
 def _lost_a_rank(error: BaseException) -> bool:
     """Whether this is another rank's end and not a failure of our own: gloo's and NCCL's ways to say so."""
     text = str(error)
-    return type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError") or any(
+    return type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError", "RankLost") or any(
         said in text for said in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
     )
 

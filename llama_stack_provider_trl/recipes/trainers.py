@@ -1,4 +1,4 @@
-"""What our SFT and DPO trainers share beyond TRL's: the sampler, the optimizer and whole-or-nothing checkpoints."""
+"""What our SFT and DPO trainers share beyond TRL's: the sampler, the optimizer, and where checkpoints come in."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from transformers import Trainer
+from transformers.trainer_utils import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
-from .. import faults
-from ..files import put_in_place, write_manifest
-from . import ranks
+from ..errors import JobFailure
+from . import checkpoints, ranks
 from .arguments import optimizer_class
-from .sampling import EpochSampler
+from .events import CheckpointSaved, EventWriter, Reason, Silent
+from .sampling import EpochSampler, Share
 from .spec import JobSpec
 
 _STATE = "recipe_state.json"
-"""In a step checkpoint: what the recipe must know to go on and Trainer's own files do not say."""
+"""In a step checkpoint: the position in the data, and what else Trainer's own files do not say. `row`: rows of the
+epoch (0-based) that have been seen; where an epoch's rows are used up, the next epoch's row 0."""
+_SCHEDULER = "scheduler.pt"
 
 
 class RecipeTrainer(Trainer):
     """A mixin that goes before a TRL trainer in the bases; `bind` must be called before `train`."""
 
     spec: JobSpec
-    saved_checkpoint: Path | None = None
-    """The checkpoint directory that was written last, complete and fsynced."""
     need_space: Callable[[], None]
     """Called before a checkpoint is written; raises where it would not fit."""
+    standing: Callable[[], dict[str, Any]]
+    """What the event of a checkpoint says of the training as it stands, beside the checkpoint's place."""
+    share: Share
+    """How each optimizer step is shared out."""
+    _saver: checkpoints.Saver
+    _writer: EventWriter | Silent
+    _taken_up: dict[str, Any]
     _staging: Path | None = None
     _evaluated: list[torch.Tensor]
     _train_sampler: EpochSampler
@@ -39,9 +47,11 @@ class RecipeTrainer(Trainer):
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
 
-    def bind(self, spec: JobSpec) -> None:
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
-        self.spec = spec
+        self.spec, self.share, self._writer = spec, share, writer
+        self._saver = checkpoints.Saver(spec, self.args.device, writer)
+        self._taken_up = {}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
@@ -61,16 +71,14 @@ class RecipeTrainer(Trainer):
         """Rows that are trained on."""
         return self._rows_of(self.train_dataset)
 
-    @staticmethod
-    def _rows_of(dataset: Any) -> int:
-        return len(dataset) - (1 if ranks.world_size() > 1 else 0)  # the filler
+    def _rows_of(self, dataset: Any) -> int:
+        return len(dataset) - self.share.needs_filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        spec = self.spec
-        rows_per_step = spec.batch_size * spec.gradient_accumulation_steps * self.args.world_size
-        cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * rows_per_step
+        steps = self.spec.max_steps_per_epoch
+        cap = None if steps is None else steps * self.share.rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self._train_sampler = self._sampler(dataset, cap, shuffle=spec.shuffle)
+        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, share=self.share)
         return self._train_sampler
 
     def begin_epoch(self, epoch: int) -> None:
@@ -81,10 +89,17 @@ class RecipeTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
         return self._sampler(eval_dataset, None, shuffle=False)
 
-    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool) -> EpochSampler:
+    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, share: Share | None = None) -> EpochSampler:
         world = self.args.world_size
         shares = world * self.spec.batch_size if world > 1 else 1
-        return EpochSampler(self._rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares)
+        return EpochSampler(
+            self._rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares, share=share
+        )
+
+    @property
+    def rows_of_step(self) -> int:
+        """Rows (SFT) or pairs (DPO) of the optimizer step at hand, over all ranks and micro steps."""
+        return self._train_sampler.rows_of_step(self.state.global_step)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with a loss that does not depend on how the rows were dealt out: the mean over all tokens (SFT)
@@ -100,40 +115,118 @@ class RecipeTrainer(Trainer):
         self._evaluated.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write `checkpoint-N` beside its final place, fsync it, then rename: a directory of that name is complete.
+        """Begin to write `checkpoint-N`, beside its final place; it is announced when it is complete there.
 
-        Every rank writes its part; rank 0 puts the whole in place once all have.
+        Returns when what it will hold is copied. A checkpoint that is still being written is waited for.
         """
         step = self.state.global_step
+        self.finish_saving(due=step)
+        is_first = ranks.rank() == 0
         self._staging = Path(self.args.output_dir) / ".saving"
         written = self._staging / f"checkpoint-{step}"
-        target = Path(self.args.output_dir) / written.name
-        is_first = ranks.rank() == 0
         try:
             if is_first:
                 self.need_space()
                 shutil.rmtree(self._staging, ignore_errors=True)
             ranks.wait_for_all()
-            # Trainer's own method: TRL's would also write a model card that names us as nothing but "trl".
+            # Trainer's own method writes the small files: TRL's would also write a model card.
             Trainer._save_checkpoint(self, model, trial)
-            ranks.wait_for_all()
             if is_first:
-                (written / _STATE).write_text(json.dumps({"num_tokens": float(self._total_train_tokens)}))
-                faults.reach(f"saving-{step}")
-                write_manifest(written)
-                put_in_place(written, target)
-            ranks.wait_for_all()
-        finally:  # a full disk must not stay full because of us
+                (written / _STATE).write_text(json.dumps(self._recipe_state()))
+            standing = self.standing()
+            self._saver.save(
+                self.accelerator.unwrap_model(self.model),
+                self._inner_optimizer(),
+                self.processing_class,
+                written,
+                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **standing), durable=True),
+            )
+        except BaseException:
             if is_first:
                 shutil.rmtree(self._staging, ignore_errors=True)
+            raise
+        finally:
             self._staging = None
-        self.saved_checkpoint = target
-        faults.reach(f"saved-{step}")
+
+    def check_saving(self) -> None:
+        """Raise what went wrong with a checkpoint in the background, if anything did."""
+        self._saver.check()
+
+    def finish_saving(self, due: int | None = None) -> None:
+        """Wait until no checkpoint is being written; raise what went wrong."""
+        self._saver.wait(due)
+
+    def end_saving(self) -> None:
+        """As `finish_saving`; there will be no other checkpoint."""
+        self._saver.wait()
+        self._saver.close()
+
+    def abandon_saving(self) -> None:
+        """Training has failed: let a checkpoint that is being written come to its end."""
+        self._saver.abandon()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer calls it for a step checkpoint; the weights are written in the background."""
+        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The scheduler; the optimizer's state is written in the background."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _recipe_state(self) -> dict[str, Any]:
+        position = self._train_sampler.position(self.state.global_step)
+        return {
+            "num_tokens": float(self._total_train_tokens),
+            "step": self.state.global_step,
+            "epoch": position.epoch,
+            "row": position.row,
+            "rows_per_step": self.share.rows_per_step,
+            "world_size": ranks.world_size(),
+        }
 
     def take_up(self, checkpoint: Path) -> int:
-        """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step."""
-        self._total_train_tokens += json.loads((checkpoint / _STATE).read_text())["num_tokens"]
+        """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step.
+
+        Raises:
+            JobFailure: invalid_request, where its optimizer steps took another number of rows: the position in the data
+                would be another one, and so would every number from here on.
+        """
+        self._taken_up = json.loads((checkpoint / _STATE).read_text())
+        rows = self._taken_up.get("rows_per_step", self.share.rows_per_step)
+        if rows != self.share.rows_per_step:
+            raise JobFailure(
+                Reason.invalid_request,
+                f"{checkpoint} was trained with {rows} rows per optimizer step, this job takes "
+                f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
+            )
+        self._total_train_tokens += self._taken_up["num_tokens"]
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        if (checkpoint / checkpoints.OPTIMIZER).is_dir():
+            checkpoints.load_weights(self.accelerator.unwrap_model(self.model if model is None else model), checkpoint)
+        else:  # of an earlier release
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / checkpoints.OPTIMIZER).is_dir():
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        checkpoints.load_optimizer(self.accelerator.unwrap_model(self.model), self._inner_optimizer(), Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """On as many ranks as saved them, each rank's random numbers go on; on others they begin anew, a function of
+        seed, step and rank."""
+        if checkpoint is not None and self._taken_up.get("world_size", ranks.world_size()) != ranks.world_size():
+            seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
+            return set_seed(seed % 2**32)
+        super()._load_rng_state(checkpoint)
+
+    def _inner_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
+        return optimizer
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)

@@ -226,7 +226,7 @@ def test_told_to_stop_every_rank_saves_at_the_same_step(ranks: Ranks, tmp_path: 
 
 def test_a_rank_that_fails_alone_is_named(ranks: Ranks, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "sft", 2)
-    codes, events = ranks.run(tmp_path / "run", spec.model_copy(update={"ranks": 3}), world_size=2)
+    codes, events = ranks.run(tmp_path / "run", spec.model_copy(update={"ranks": 3}), started=2)
     assert codes == [1, 1]
     assert "3 ranks" in of_kind(events, Failed)[0].message
 

@@ -266,6 +266,7 @@ def test_whatever_is_killed_the_job_is_back_within_30_seconds_and_completes(real
     real.add("job", "dpo-lora", retries=len(victims))
     for attempt, names in enumerate(victims, 1):
         real.until(taken.exists)
+        real.until(lambda: real.store.checkpoints("job"))  # written while training went on to this step
         job = real.store.get("job")
         assert job.attempt == attempt
         status = RunnerStatus.read(RunDir(job.run_dir or Path()).runner_status)

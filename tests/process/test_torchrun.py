@@ -71,6 +71,7 @@ def test_whatever_of_torchrun_is_killed_the_job_goes_on_from_its_checkpoint(worl
         start=1,
     ):
         paths, status = held_at(world, point)
+        world.until(lambda attempt=attempt: len(world.store.checkpoints("job")) == attempt)
         first, second = rank_processes(paths)
         processes = {"rank 0": first, "rank 1": second, "torchrun": status.trainer, "runner": status.runner}
         for victim in victims:  # torchrun may be gone already: the kernel ends it with its runner

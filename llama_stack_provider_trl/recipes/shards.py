@@ -1,0 +1,133 @@
+"""One safetensors file that several ranks write and read at once, each its own rows.
+
+FSDP2 shards along the first dimension, so a rank's part of a weight is one range of bytes in the file: nothing is
+gathered, nothing is written twice, and what lies there is a file that transformers, peft and other readers know.
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+}
+
+
+class _Layout(NamedTuple):
+    header: bytes
+    starts: dict[str, int]
+    """Name -> its first byte in the file."""
+    end: int
+
+
+class _Rows(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    values: torch.Tensor
+    first: int
+    """Its first row in the whole tensor."""
+    is_ours_to_write: bool
+
+
+def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the header and take the room for the rest; one rank does it, then all `fill`.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    layout = _layout(tensors)
+    with open(path, "wb") as file:
+        file.write(layout.header)
+        file.flush()
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, layout.end)
+        else:  # macOS: the room is not sure, and a full disk is found while it is filled
+            file.truncate(layout.end)
+
+
+def fill(path: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, world_size: int = 1) -> None:
+    """Write what this rank holds to its place, and fsync. Of tensors that all ranks hold whole, each rank writes some.
+
+    Args:
+        tensors: the same names on every rank, in CPU memory.
+    """
+    layout = _layout(tensors)
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for number, (name, tensor) in enumerate(sorted(tensors.items())):
+            rows = _rows(tensor)
+            if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % world_size == rank):
+                start = layout.starts[name] + rows.first * _row_bytes(tensor)
+                _pwrite(fd, rows.values.contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@torch.no_grad()
+def read_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the file's values into `tensors`, of a sharded one this rank's rows; names that are missing raise KeyError,
+    another shape ValueError."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name, tensor in tensors.items():
+            if name not in names:
+                raise KeyError(f"{path} has no {name}")
+            found = file.get_slice(name)
+            if list(found.get_shape()) != list(tensor.shape):
+                raise ValueError(f"{name} has shape {found.get_shape()} in {path}, expected {list(tensor.shape)}")
+            rows = _rows(tensor)
+            if not isinstance(tensor, DTensor):
+                tensor.copy_(file.get_tensor(name))
+            elif rows.values.numel():
+                rows.values.copy_(found[rows.first : rows.first + rows.values.shape[0]])
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
+    ordered = sorted(tensors.items())
+    ends = list(accumulate((tensor.numel() * tensor.element_size() for _, tensor in ordered), initial=0))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for (name, tensor), start, end in zip(ordered, ends, ends[1:], strict=False):
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # readers map the file: values lie on their boundaries
+    data = 8 + len(text)
+    starts = {name: data + start for (name, _), start in zip(ordered, ends, strict=False)}
+    return _Layout(len(text).to_bytes(8, "little") + text, starts, data + ends[-1])
+
+
+def _rows(tensor: torch.Tensor) -> _Rows:
+    if not isinstance(tensor, DTensor):
+        return _Rows(tensor.detach(), 0, True)
+    if not all(placement in (Shard(0), Replicate()) for placement in tensor.placements):
+        raise AssertionError(f"a weight with placements {tensor.placements}; FSDP2 shards along the first dimension")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    is_first_copy = all(
+        place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
+    )
+    return _Rows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.element_size() * math.prod(tensor.shape[1:])
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)  # at most 2 GiB at a time
+        data, offset = data[written:], offset + written

@@ -1,0 +1,328 @@
+"""Step checkpoints: written while training goes on, read by other numbers of ranks, and found out when damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointDamaged,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    Prepared,
+    Progress,
+    Reason,
+    Warned,
+)
+from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
+from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # with 4 a step, the third of an epoch is short
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of faults of all trainings here."""
+    directory = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def ranks(armed: Path) -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def spec_of(
+    root: Path, algorithm: str = "sft", world: int = 1, strategy: str = "FULL_SHARD", **changes: Any
+) -> JobSpec:
+    """Four rows a step; six steps in two epochs, a checkpoint every two."""
+    fields = {
+        "ranks": world,
+        "sharding": ShardingSpec(strategy=strategy),  # of one rank nothing comes of it
+        "batch_size": 4 // world,
+        "n_epochs": 2,
+        "save_steps": 2,
+        "rows": ROWS[algorithm],
+        "optimizer": OptimizerSpec(learning_rate=5e-3, warmup_steps=2),
+        "num_threads": 1,
+    }
+    return job_spec(root, tiny_model(tied=algorithm == "sft"), algorithm, **{**fields, **changes})
+
+
+def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Event]:
+    codes, events = ranks.run(run_dir, spec, resume_from, **how)
+    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
+    return events
+
+
+def losses(events: list[Event]) -> list[float]:
+    return [point.metrics["loss"] for point in of_kind(events, Progress)]
+
+
+Whole = Callable[[str], tuple[JobSpec, list[Event]]]
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "sft-sharded": {"world": 2},
+    "sft-ddp": {"world": 2, "strategy": "NO_SHARD"},
+    "sft-lora-sharded": {"world": 2, "lora": LORA},
+    "sft-sgd-sharded": {"world": 2, "optimizer": OptimizerSpec(name="sgd", learning_rate=5e-2, weight_decay=0.1)},
+    "dpo-sharded": {"algorithm": "dpo", "world": 2, "batch_size": 1, "gradient_accumulation_steps": 2},
+    "dpo-lora-ddp": {"algorithm": "dpo", "world": 2, "strategy": "NO_SHARD", "lora": LORA},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A job of a kind that nothing disturbed, trained once for all tests."""
+
+    @cache
+    def train(kind: str) -> tuple[JobSpec, list[Event]]:
+        root = tmp_path_factory.mktemp(kind)
+        spec = spec_of(root, **KINDS[kind])
+        return spec, trained(ranks, root / "run", spec)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        ("sft-sharded", 1, "FULL_SHARD"),
+        ("sft-sharded", 3, "FULL_SHARD"),
+        ("sft", 2, "FULL_SHARD"),
+        ("sft-ddp", 2, "FULL_SHARD"),
+        ("sft-lora-sharded", 1, "FULL_SHARD"),
+        ("sft-sgd-sharded", 1, "FULL_SHARD"),
+        ("dpo-sharded", 3, "FULL_SHARD"),
+        ("dpo-lora-ddp", 3, "FULL_SHARD"),
+    ],
+)
+def test_other_ranks_go_on_with_the_next_unseen_row(
+    ranks: Ranks, whole: Whole, tmp_path: Path, kind: str, world: int, strategy: str
+) -> None:
+    """From the middle of an epoch over a short step into the next one; where rows do not come out even, with fillers."""
+    spec, undisturbed = whole(kind)
+    there = spec.model_copy(
+        update={"sharding": ShardingSpec(strategy=strategy), "checkpoint_dir": tmp_path / "checkpoints"}
+    )
+    resumed = trained(ranks, tmp_path / "run", there, spec.checkpoint_dir / "checkpoint-2", world_size=world)
+    (prepared,) = of_kind(resumed, Prepared)
+    assert (prepared.start_step, prepared.total_steps) == (2, 6)
+    assert prepared.effective["global_batch_size"] == 4
+    assert losses(resumed) == pytest.approx(losses(undisturbed)[2:], rel=1e-3)
+    tokens = [of_kind(events, Progress)[-1].metrics["num_tokens"] for events in (undisturbed, resumed)]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("kind", ["sft-sharded", "sft-ddp"])
+def test_a_checkpoint_is_a_model_that_transformers_loads_whatever_number_of_ranks_wrote_it(
+    whole: Whole, kind: str
+) -> None:
+    (alone, _), (spec, _) = whole("sft"), whole(kind)
+    for step in (2, 4):
+        expected = AutoModelForCausalLM.from_pretrained(alone.checkpoint_dir / f"checkpoint-{step}").state_dict()
+        found = AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / f"checkpoint-{step}").state_dict()
+        assert all(torch.allclose(found[name], expected[name], atol=1e-3) for name in expected)
+        assert found.keys() == expected.keys()
+    assert (spec.checkpoint_dir / LATEST).read_text() == "checkpoint-4\n"
+
+
+def test_a_sharded_checkpoint_of_an_adapter_is_one_that_peft_loads(whole: Whole) -> None:
+    spec, _ = whole("sft-lora-sharded")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(spec.model), spec.checkpoint_dir / "checkpoint-4"
+    )
+    assert any(weight.abs().sum() > 0 for name, weight in adapted.named_parameters() if "lora_B" in name)
+
+
+def flip_a_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def cut(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("harm", [flip_a_byte, cut, Path.unlink])
+@pytest.mark.parametrize("victim", ["model.safetensors", "optimizer/__0_0.distcp"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
+    ranks: Ranks, whole: Whole, tmp_path: Path, world: int, harm: Callable[[Path], None], victim: str
+) -> None:
+    if world == 2 and harm is not flip_a_byte:
+        pytest.skip("found by its size on any rank alike")
+    spec, undisturbed = whole("sft" if world == 1 else "sft-sharded")
+    here = copied(spec, tmp_path)
+    older, newer = (here.checkpoint_dir / f"checkpoint-{step}" for step in (2, 4))
+    harm(newer / victim)
+    assert (is_whole(newer), damage(newer) is None) == (harm is flip_a_byte, False)
+    events = trained(ranks, tmp_path / "run", here, newer, fall_back_to=(older,))
+    (damaged,) = of_kind(events, CheckpointDamaged)
+    assert damaged.path == newer
+    assert victim in damaged.message
+    (prepared,) = of_kind(events, Prepared)
+    assert (prepared.start_step, prepared.resumed_from) == (2, older)
+    assert losses(events) == losses(undisturbed)[2:]
+    assert damage(newer) is None  # saved again, after the damaged one was set aside
+    assert (here.checkpoint_dir / "checkpoint-4.stale-1").is_dir()
+
+
+def test_where_every_checkpoint_is_damaged_the_job_begins_anew(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    spec, undisturbed = whole("sft")
+    here = copied(spec, tmp_path)
+    (here.checkpoint_dir / "checkpoint-4" / MANIFEST).write_text("{")
+    events = trained(ranks, tmp_path / "run", here, here.checkpoint_dir / "checkpoint-4")
+    assert of_kind(events, Prepared)[0].start_step == 0
+    assert losses(events) == losses(undisturbed)
+
+
+def test_a_checkpoint_whose_manifest_has_no_digests_is_used(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    spec, _ = whole("sft")
+    here = copied(spec, tmp_path)
+    (here.checkpoint_dir / "checkpoint-4" / MANIFEST).unlink()
+    write_manifest(here.checkpoint_dir / "checkpoint-4")
+    events = trained(ranks, tmp_path / "run", here, here.checkpoint_dir / "checkpoint-4")
+    assert of_kind(events, Prepared)[0].start_step == 4
+
+
+def copied(spec: JobSpec, root: Path) -> JobSpec:
+    """The same job with a copy of its step checkpoints to spoil."""
+    import shutil
+
+    target = root / "checkpoints"
+    for path in spec.checkpoint_dir.glob("checkpoint-?"):
+        shutil.copytree(path, target / path.name)
+    return spec.model_copy(update={"checkpoint_dir": target})
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(
+    armed: Path, whole: Whole, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path)
+    (armed / "saving-2").write_text("delay 2.5")
+    status, events = run(tmp_path / "run", spec)
+    assert status == 0
+    order = [(type(event), event.step) for event in events if isinstance(event, (Progress, CheckpointSaved))]
+    assert order.index((Progress, 4)) < order.index((CheckpointSaved, 2)) < order.index((Progress, 5))
+    saved = [event for event in of_kind(events, CheckpointSaved) if event.kind == "step"]
+    means = [sum(losses(events)[at : at + 2]) / 2 for at in (0, 2)]
+    assert [(event.step, event.epoch) for event in saved] == [(2, 1), (4, 2)]
+    assert [event.train_loss for event in saved] == pytest.approx(means)
+    assert "raise save_steps" in of_kind(events, Warned)[-1].message
+    # What it holds is of its own step, though training went on.
+    undisturbed, _ = whole("sft")
+    files = [job.checkpoint_dir / "checkpoint-2" / "model.safetensors" for job in (spec, undisturbed)]
+    one, other = map(load_file, files)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_disk_that_fills_up_in_the_background_fails_the_job_and_leaves_nothing(armed: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    (armed / "saving-4").write_text("full")
+    status, events = run(tmp_path / "run", spec)
+    assert status == 1
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.disk_full
+    assert [event.step for event in of_kind(events, CheckpointSaved)] == [2]
+    assert sorted(path.name for path in spec.checkpoint_dir.iterdir()) == ["checkpoint-2", LATEST]
+
+
+def test_a_disk_that_fills_up_under_two_ranks_is_told_by_the_one_that_found_it(
+    ranks: Ranks, armed: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, world=2)
+    (armed / "saving-4").write_text("full")
+    codes, events = ranks.run(tmp_path / "run", spec)
+    assert codes == [1, 1]
+    assert of_kind(events, Failed)[0].reason is Reason.disk_full
+    assert sorted(path.name for path in spec.checkpoint_dir.iterdir()) == ["checkpoint-2", LATEST]
+
+
+def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    (armed / "saving-2").write_text("delay 0.5")
+    (armed / "step-3").write_text("error")
+    status, events = run(tmp_path / "run", spec)
+    assert status == 1
+    assert [type(event) for event in events[-2:]] == [CheckpointSaved, Failed]
+    assert damage(spec.checkpoint_dir / "checkpoint-2") is None
+    assert not (spec.checkpoint_dir / ".saving").exists()
+
+
+@pytest.mark.parametrize("point", ["saving-4", "saved-4"])
+def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
+    ranks: Ranks, armed: Path, whole: Whole, tmp_path: Path, point: str
+) -> None:
+    spec = spec_of(tmp_path, world=2)
+    (armed / point).write_text("kill")
+    codes, events = ranks.run(tmp_path / "first", spec)
+    assert codes[0] == -9
+    assert not of_kind(events, Finished)
+    assert [event.step for event in of_kind(events, CheckpointSaved)] == [2]
+    resumed = trained(ranks, tmp_path / "second", spec, spec.checkpoint_dir / "checkpoint-2")
+    assert losses(resumed) == losses(whole("sft-sharded")[1])[2:]
+
+
+def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    spec, _ = whole("sft")
+    other = spec.model_copy(update={"batch_size": 2, "checkpoint_dir": tmp_path / "checkpoints"})
+    codes, events = ranks.run(tmp_path / "run", other, spec.checkpoint_dir / "checkpoint-2")
+    assert codes == [1]
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "= 4" in failed.message
+
+
+def test_the_position_is_stored_in_rows(whole: Whole) -> None:
+    spec, _ = whole("sft-sharded")
+    found = [
+        json.loads((spec.checkpoint_dir / f"checkpoint-{step}" / "recipe_state.json").read_text()) for step in (2, 4)
+    ]
+    assert [(state["step"], state["epoch"], state["row"]) for state in found] == [(2, 0, 8), (4, 1, 4)]
+    assert [(state["rows_per_step"], state["world_size"]) for state in found] == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_whoever_shares_it_out_a_step_takes_the_same_rows(world_size: int, batch_size: int) -> None:
+    share = Share.of(6, batch_size, world_size)
+    together = share.batch_size * world_size
+    sampler = EpochSampler(20, None, shuffle=True, seed=3, multiple_of=together, share=share)
+    sampler.set_epoch(1)
+    plain = EpochSampler(20, None, shuffle=True, seed=3)
+    plain.set_epoch(1)
+    expected, found = list(plain), list(sampler)
+    assert len(sampler) == len(found)
+    slots = share.slots_per_step
+    for step in range(4):
+        rows = [row for row in found[step * slots : (step + 1) * slots] if row != 20]
+        assert rows == expected[step * 6 : (step + 1) * 6]
+        assert sampler.rows_of_step(4 + step) == len(rows)
+    assert len(found) == 3 * slots + -(-2 // together) * together  # an epoch's last step takes no more than it must
+    assert sampler.position(4 + 2) == (1, 12)
+    assert share.accumulation_steps * together == slots >= 6
