@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import torch
@@ -76,6 +77,26 @@ def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) 
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     return export_bytes(model, _dtype(spec))
+
+
+def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
+    """Save the tokenizer and load it again, as `export` will: what it cannot survive must be known before training.
+
+    transformers chooses a tokenizer's class by the model's type too, and may so change what is loaded.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    with TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        if not isinstance(model, PeftModel):
+            model.config.save_pretrained(name)
+        if fault := _tokenizer_fault(Path(name), tokenizer, spec):
+            raise JobFailure(
+                Reason.invalid_model,
+                f"the tokenizer of model {spec.model!r} was saved and loaded again, as at the end of a job, and {fault}. "
+                "Name a model whose tokenizer_config.json names the right tokenizer_class.",
+            )
 
 
 def take_sample(
@@ -145,7 +166,8 @@ def export(
             raise _failed(
                 kind, f"{len(wrong)} of {len(expected)} weights are not what was trained: {'; '.join(wrong[:3])}"
             )
-        _check_tokenizer(kind, staging, tokenizer, spec)
+        if fault := _tokenizer_fault(staging, tokenizer, spec):
+            raise _failed(kind, fault)
         difference, doubt = None, _no_room(model, spec, kind)
         if doubt is None:
             difference = _check_logits(kind, staging, expected, spec, sample, beat)
@@ -177,30 +199,32 @@ def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) 
 def _write_model(
     model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, beat: Callable[[], None]
 ) -> dict[str, Weight]:
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    expected = write_weights(model, directory, _dtype(spec), beat)
     if ranks.rank() == 0:
+        # All but the weights: configurations, and code of its own. First, because it removes files of weights.
+        plain = model.get_base_model() if isinstance(model, PeftModel) else model
         # Training switched the cache off; a checkpoint that kept this would generate slowly for ever.
         plain.config.use_cache = True
-        plain.save_pretrained(directory, state_dict={})  # all but the weights: configurations, and code of its own
+        plain.save_pretrained(directory, state_dict={})
         plain.config.dtype = _dtype(spec)
         plain.config.save_pretrained(directory)
-    return expected
+    return write_weights(model, directory, _dtype(spec), beat)
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
     return torch.bfloat16 if spec.dtype == "bf16" else torch.float32
 
 
-def _check_tokenizer(kind: Kind, directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
+def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
+    """In what the tokenizer of a directory is another than the one that trained."""
     try:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
     except _UNLOADABLE as error:
-        raise _failed(kind, f"its tokenizer cannot be loaded: {_said(error)}") from error
+        return f"its tokenizer cannot be loaded: {_said(error)}"
     if found.chat_template != tokenizer.chat_template:
-        raise _failed(kind, "its chat template is not the one that was trained with")
+        return "its chat template is not the one that was trained with"
     if found(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
-        raise _failed(kind, f"its tokenizer gives other tokens than the one that was trained with, for {_SAMPLE[:40]!r}")
+        return f"its tokenizer gives other tokens than the one that was trained with, for {_SAMPLE[:40]!r}"
+    return None
 
 
 def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:

@@ -24,7 +24,7 @@ from .checkpoints import need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
-from .export import bytes_needed, export, exports, take_sample
+from .export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
 from .sft import SftRecipe
 from .sharding import sharding_on_any_device
@@ -53,6 +53,8 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     start_step = trainer.take_up(attempt.resume_from) if attempt.resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step)
     trainer.add_callback(callback)
+    if ranks.rank() == 0:
+        check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = step_bytes(trainer.model, spec)
     trainer.need_space = partial(need_space, spec, needed)
     # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
