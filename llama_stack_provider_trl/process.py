@@ -141,6 +141,20 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def available_memory() -> int:
+    """Bytes that processes here can still take: of the machine, or of the control group (v2) where it allows less."""
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        group /= Path("/proc/self/cgroup").read_text().partition("0::/")[2].split("\n")[0]
+        for level in (group, *group.parents):
+            with suppress(OSError, ValueError):  # no such file: the root; no number: no limit
+                taken = int((level / "memory.current").read_text())
+                cached = int((level / "memory.stat").read_text().split("\nfile ")[1].split()[0])
+                available = min(available, int((level / "memory.max").read_text()) - taken + cached)
+    return available
+
+
 def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """What a training process may see of `environ`, by an allow-list, and `added`.
 

@@ -1,20 +1,22 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
-`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, ranks per node, port], forks the ranks with
-the variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the process group are the
-real ones.
+`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, ranks per node, port, constants], forks the
+ranks with the variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the process
+group are the real ones.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.recipes.events import Event, iter_events
@@ -41,6 +43,7 @@ class Ranks:
         per_node: int | None = None,
         fall_back_to: tuple[Path, ...] = (),
         prepare: Callable[[RunDir], object] = lambda paths: None,
+        constants: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
@@ -50,6 +53,7 @@ class Ranks:
             per_node: how many of them believe that they share a machine; None: all.
             fall_back_to: checkpoints for the case that `resume_from` is damaged.
             prepare: called with the run directory before they start.
+            constants: values for constants of the recipes, by `module.NAME`.
         """
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)
@@ -67,7 +71,7 @@ class Ranks:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         started = started or world_size
-        order = [str(paths.spec), started, per_node or started, _free_port()]
+        order = [str(paths.spec), started, per_node or started, _free_port(), dict(constants or {})]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
@@ -101,16 +105,19 @@ def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
     for line in sys.stdin:
-        spec, world_size, per_node, port = json.loads(line)
-        pids = [_fork(spec, rank, world_size, per_node, port) for rank in range(world_size)]
+        spec, world_size, per_node, port, constants = json.loads(line)
+        pids = [_fork(spec, rank, world_size, per_node, port, constants) for rank in range(world_size)]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
-def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int) -> int:
+def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int, constants: Mapping[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
+        for constant, value in constants.items():
+            module, _, name = constant.rpartition(".")
+            setattr(importlib.import_module(f"llama_stack_provider_trl.recipes.{module}"), name, value)
         if world_size > 1:
             os.environ.update(
                 RANK=str(rank),

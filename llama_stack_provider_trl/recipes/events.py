@@ -28,6 +28,7 @@ class Reason(StrEnum):
     out_of_memory = "out_of_memory"
     diverged = "diverged"
     not_sharded = "not_sharded"
+    export_failed = "export_failed"
     disk_full = "disk_full"
     hung = "hung"
     timed_out = "timed_out"
@@ -115,6 +116,11 @@ class CheckpointSaved(_Event):
     validation_loss: float | None = None
     perplexity: float | None = None
     """exp(validation_loss), SFT only."""
+    verified: Literal["logits", "weights"] | None = None
+    """What `final` and `merged` were compared in with the trained model after they were written: every weight bit for
+    bit, or that and the logits of the model loaded from there."""
+    logits_difference: float | None = None
+    """How far those logits are off, as a fraction of their own scale: rounding."""
 
 
 class CheckpointDamaged(_Event):

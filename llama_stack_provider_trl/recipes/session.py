@@ -24,11 +24,11 @@ from .checkpoints import first_undamaged, need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
-from .export import export_final, export_merged
-from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
 from .sampling import Share
 from .sft import SftRecipe
-from .sharding import is_sharded, sharding_on_any_device, whole_state
+from .sharding import sharding_on_any_device
 from .spec import AttemptSpec, DatasetRef, JobSpec
 from .trainers import RecipeTrainer
 
@@ -55,9 +55,12 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
+    if ranks.rank() == 0:
+        check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = step_bytes(trainer.model, spec)
     trainer.need_space = partial(need_space, spec, needed)
-    trainer.need_space()  # before hours of training, not after
+    # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
+    need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
     try:
@@ -71,7 +74,6 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
     _export(spec, trainer, callback)
-    ranks.wait_for_all()
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
@@ -160,19 +162,22 @@ def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
 
 
 def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> None:
-    """Every rank gives its parts; rank 0 writes and announces."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    state = whole_state(model, trainable_only=spec.lora is not None) if is_sharded(spec) else None
-    if ranks.rank() != 0:
-        return
-    tokenizer = trainer.processing_class
+    """Every rank gives its parts; rank 0 writes, checks and announces."""
+    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     standing = callback.standing(trainer.state)
-    final = export_final(model, tokenizer, spec, state)
-    callback.announce(CheckpointSaved(kind="final", path=final, **standing))
-    if spec.merge_adapter and spec.lora:
-        if is_sharded(spec):
-            model = load_adapter(spec, final)
-        callback.announce(CheckpointSaved(kind="merged", path=export_merged(model, tokenizer, spec), **standing))
+    sample = take_sample(model, tokenizer, trainer.args.device, spec)
+    for kind in exports(spec):
+        saved = export(kind, model, tokenizer, spec, sample, beat=callback.writer.beat)
+        if saved is not None:
+            if saved.doubt:
+                callback.writer.write(Warned(message=saved.doubt))
+            verified = "weights" if saved.logits_difference is None else "logits"
+            difference = saved.logits_difference
+            event = CheckpointSaved(
+                kind=kind, path=saved.path, verified=verified, logits_difference=difference, **standing
+            )
+            callback.announce(event)
+        ranks.wait_for_all()
 
 
 def _slow(spec: JobSpec, device: torch.device) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -132,11 +131,17 @@ def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
             following.set_modules_to_backward_prefetch([unit])
 
 
-def whole_state(model: torch.nn.Module, *, trainable_only: bool) -> Mapping[str, torch.Tensor]:
-    """The whole model's weights in CPU memory on rank 0; empty on the others. Every rank must call it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trainable_only)
-    state: Mapping[str, torch.Tensor] = get_model_state_dict(model, options=options)
-    return state
+def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """One weight, whole and in CPU memory, on rank 0; None on the others. Every rank must call it.
+
+    Args:
+        dtype: what to cast it to, before it travels; None: as it is.
+    """
+    weight = weight.detach()
+    if isinstance(weight, DTensor):
+        # Parts that rest in CPU memory travel through the device: its process group moves nothing else.
+        weight = weight.to(device=weight.device_mesh.device_type, dtype=dtype).full_tensor()
+    return weight.to(device="cpu", dtype=dtype) if ranks.rank() == 0 else None
 
 
 def _placement(parameter: torch.Tensor) -> str | None:
