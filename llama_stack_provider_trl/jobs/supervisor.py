@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import StoreError
+from ..errors import JobConflict, StoreError
 from ..files import RunDir, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
@@ -27,6 +27,7 @@ from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
+from .ownership import Ownership
 from .placement import choose, why_waiting
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
@@ -78,6 +79,7 @@ class Supervisor:
         self._tick_seconds = tick
         self._hang_timeout = hang_timeout
         self._master_ports = master_ports
+        self._ownership = Ownership(self._data_dir)
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -222,6 +224,8 @@ class Supervisor:
         self._move(job, *decided)
 
     def _remove_leftovers(self, job: JobRecord) -> None:
+        if not self._ownership.is_free(job.spec.checkpoint_dir):
+            return
         listed = {checkpoint.path.name for checkpoint in self._store.checkpoints(job.job_uuid)}
         remove_leftovers(job.spec.checkpoint_dir, listed)
 
@@ -286,7 +290,9 @@ class Supervisor:
         run_dir = home / "attempts" / str(attempt)
         # What an earlier database left under these names is not this job's.
         set_aside(run_dir)
-        if attempt == 1 and (aside := set_aside(job.spec.checkpoint_dir)):
+        # One that is another's stays where it is: the launch will say so.
+        free = attempt == 1 and self._ownership.is_free(job.spec.checkpoint_dir)
+        if free and (aside := set_aside(job.spec.checkpoint_dir)):
             self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
         if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
             faults.reach("supervisor-attempt-recorded")
@@ -314,9 +320,12 @@ class Supervisor:
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
             self._check_disk(job)
+            self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
             self._launcher.start(replace(task, master_port=self._master_port()) if task.ranks > 1 else task)
+        except JobConflict as error:
+            self._move(job, JobState.failed, Reason.invalid_request, str(error))
         except OSError as error:
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"

@@ -47,7 +47,7 @@ class World:
 
     def add(self, *names: str, **changes: object) -> None:
         for name in names:
-            self.store.add_job(job_spec(name, **changes), "digest")
+            self.store.add_job(job_spec(name, **{"checkpoint_dir": self.root / "out" / name, **changes}), "digest")
 
     def tick(self) -> None:
         self.supervisor.tick()
@@ -328,7 +328,7 @@ def test_what_an_earlier_database_left_under_the_same_name_is_not_taken_for_this
 def test_trouble_with_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
     task = world.run("a")
     world.supervisor._devices = ("cpu", "cuda:0")
-    world.store.add_job(job_spec("b", device="cuda:0"), "digest")
+    world.add("b", device="cuda:0")
     world.spoil_events(task)
     world.tick()
     assert (world.state("a"), world.state("b")) == (JobState.in_progress, JobState.launching)
