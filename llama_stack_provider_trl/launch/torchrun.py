@@ -13,6 +13,8 @@ from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
+TORCHRUN = "llama_stack_provider_trl.recipes.torchrun"
+"""torch's own with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = "--master-port="
 SHUTDOWN_SECONDS = 2
@@ -30,7 +32,7 @@ def training_argv(task: TaskSpec) -> list[str]:
     if task.ranks == 1:
         return [python, *trainer]
     return [
-        *(python, "-m", "torch.distributed.run"),
+        *(python, "-m", TORCHRUN),
         *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
         *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--local-addr={LOOPBACK}"),
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
