@@ -309,7 +309,8 @@ class Store:
     def retry(self, job: JobRecord, reason: Reason, message: str, wait: float) -> bool:
         """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there."""
         now = self._clock()
-        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s"
+        said = message.partition("\n")[0]
+        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s: {said}"
         row = {
             **{"job_uuid": job.job_uuid, "attempt": job.attempt, "source": job.state, "reason": reason},
             **{"message": message, "not_before": now + wait, "now": now, "detail": detail},

@@ -2,20 +2,22 @@
 
     python -m llama_stack_provider_trl.recipes.torchrun ARGUMENTS OF torchrun
 
-torch's own takes every address of the machine, and whoever reaches it may read and write what the ranks tell each other:
-it asks for no password. It has no option for that, but its store takes a socket that listens already.
+torch's own takes every address of the machine, and asks nobody who reads and writes there for a password. torchrun has
+no option for that, but the store takes a socket that listens already.
 """
 
 from __future__ import annotations
 
 import socket
 
-from torch.distributed import TCPStore, run
+from torch.distributed import Store, TCPStore, run
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
 
 class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     """The static rendezvous; the ranks are clients of the store that torchrun itself holds."""
+
+    _store: Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None and self.rank == 0:
@@ -34,5 +36,5 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
 
 
 if __name__ == "__main__":
-    static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous  # type: ignore[misc]
+    static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
     run.main()
