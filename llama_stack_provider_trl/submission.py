@@ -57,7 +57,8 @@ async def submit(
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     spec = resolution.spec(dataset, validation)
-    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings])
+    rows = [ref.path for ref in (dataset, validation) if ref is not None]
+    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings], rows)
 
 
 def _refuse_another_owner(data_dir: Path, checkpoint_dir: Path) -> None:

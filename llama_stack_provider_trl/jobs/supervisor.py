@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
@@ -27,6 +28,7 @@ from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
+from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership
 from .placement import choose, why_waiting
 from .records import CheckpointRecord, JobRecord
@@ -56,6 +58,7 @@ class Supervisor:
         python: interpreter that trains; None: this process's own.
         hang_timeout: seconds without progress after which a training is ended; None: never.
         master_ports: the first of a range of ports and their number: each job of several ranks takes one.
+        blob_retention: seconds for which rows that nobody refers to are kept; None: for ever.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Supervisor:
         tick: float = TICK,
         hang_timeout: float | None = None,
         master_ports: tuple[int, int] = (MASTER_PORT, PORTS),
+        blob_retention: float | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -80,6 +84,8 @@ class Supervisor:
         self._hang_timeout = hang_timeout
         self._master_ports = master_ports
         self._ownership = Ownership(self._data_dir)
+        self._blob_retention = blob_retention
+        self._cleaned = -math.inf
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -125,6 +131,8 @@ class Supervisor:
         for job in self._store.active():
             self._guarded(job, partial(self._advance, job))
         self._place()
+        if time.monotonic() - self._cleaned > INTERVAL:
+            self._clean()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -161,6 +169,14 @@ class Supervisor:
         for run_dir in self._launcher.sweep(self._data_dir / "jobs", self._store.active_run_dirs()):
             log.warning("ended what was left running of %s: no job owns it", run_dir)
         self._swept = True
+
+    def _clean(self) -> None:
+        """Once in a while. What cannot be removed now will be later."""
+        self._cleaned = time.monotonic()
+        try:
+            remove_unused_rows(self._data_dir / "datasets", self._store, self._blob_retention)
+        except OSError as error:
+            log.warning("unused rows cannot be removed: %s", error)
 
     def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
         """Keep one job's trouble from stopping the loop for the others."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.files import atomic_write_json, free_bytes
+from llama_stack_provider_trl.files import atomic_write_json, free_bytes, touched
 from llama_stack_provider_trl.process import child_environment
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 
@@ -52,7 +52,8 @@ class Blobs:
         return self.directory / f"{sha256}.jsonl"
 
     def holds(self, sha256: str) -> bool:
-        return self.path(sha256).is_file()
+        """Whether these rows are stored here; whoever asks has time to use them."""
+        return touched(self.path(sha256))
 
     async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
         """Store a body whose digest this must be; of one that ends early or differs, nothing stays.

@@ -56,6 +56,7 @@ class Service:
             python=str(settings.train_python) if settings.train_python else None,
             hang_timeout=settings.hang_timeout,
             master_ports=(settings.torch_run_config.master_port, PORTS),
+            blob_retention=settings.blob_retention,
         )
 
     def start(self) -> None:
