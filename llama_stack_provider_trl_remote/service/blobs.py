@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ class Blobs:
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
         self._children = asyncio.Semaphore(_CHILDREN)
+        self._checking: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def prepare(self) -> None:
         """Make the directory, and remove what uploads left there that were under way when a service was killed."""
@@ -100,10 +102,12 @@ class Blobs:
         """
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
-        verdict = await asyncio.to_thread(_read_verdict, kept)
-        if verdict is None:
-            verdict = await self._check(path, algorithm, data_format)
-            await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+        # One at a time: a POST that is repeated since its client has waited too long picks up the first one's verdict.
+        async with self._checking[kept]:
+            verdict = await asyncio.to_thread(_read_verdict, kept)
+            if verdict is None:
+                verdict = await self._check(path, algorithm, data_format)
+                await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
         ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
