@@ -322,6 +322,13 @@ def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
             process.reap(child.pid)
 
 
+def test_devices_that_cannot_be_locked_are_told(stage: Stage) -> None:
+    (stage.root / "locks").write_text("no directory")
+    task = stage.start("note('ran')")
+    assert "its devices cannot be locked" in stage.reaches(task, TaskState.exited).launch_error
+    assert notes(task) == []
+
+
 # With the supervisor on top
 
 
