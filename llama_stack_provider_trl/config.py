@@ -57,6 +57,9 @@ class TrlConfig(BaseModel):
     min_free_disk_mb: int = Field(512, ge=0)
     """MiB that a job's checkpoints must leave free on their disk: it fails, or waits for its next try, before that."""
 
+    blob_retention: float | None = Field(604800.0, ge=3600)
+    """Seconds for which rows that no job refers to any more are kept; none: for ever."""
+
     @field_validator("data_dir", "checkpoint_roots", mode="after")
     @classmethod
     def _absolute(cls, value: Any) -> Any:

@@ -80,12 +80,21 @@ def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
             num_bytes = file.tell()
             _flush(file)
         path = directory / f"{digest}.jsonl"
-        if not path.exists():
+        if not touched(path):
             os.replace(temporary, path)
             _fsync_path(directory)
         return Blob(digest, path, num_rows, num_bytes)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def touched(rows: Path) -> bool:
+    """Whether these rows are stored; if so they are marked as used now, and are not removed for a while."""
+    try:
+        os.utime(rows)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def atomic_write_json(path: Path, value: Any, mode: int = 0o644) -> None:

@@ -49,7 +49,12 @@ class TrlPostTraining(SubmittingCalls):
         )
         self.store = Store(config.data_dir / DATABASE)
         self.supervisor = Supervisor(
-            self.store, LocalLauncher(), devices, config.data_dir, hang_timeout=config.hang_timeout
+            self.store,
+            LocalLauncher(),
+            devices,
+            config.data_dir,
+            hang_timeout=config.hang_timeout,
+            blob_retention=config.blob_retention,
         )
 
     async def initialize(self) -> None:

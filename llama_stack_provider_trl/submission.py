@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import InvalidRows, StoreError
+from .errors import InvalidRequest, InvalidRows, StoreError
 from .files import put_rows
+from .jobs.ownership import Ownership
 from .jobs.store import Store
 from .options import ProviderOptions
 from .recipes.rows import check_rows
@@ -40,13 +41,14 @@ async def submit(
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
-        JobConflict: the job_uuid is taken by another request.
+        JobConflict: the job_uuid is taken by another request, or its checkpoint directory by another data directory.
         StoreError: the job or its rows cannot be stored.
     """
     # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
     resolution = resolve(request, options, settings)
+    _refuse_another_owner(settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
@@ -55,7 +57,16 @@ async def submit(
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     spec = resolution.spec(dataset, validation)
-    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings])
+    rows = [ref.path for ref in (dataset, validation) if ref is not None]
+    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings], rows)
+
+
+def _refuse_another_owner(data_dir: Path, checkpoint_dir: Path) -> None:
+    try:
+        Ownership(data_dir).check(checkpoint_dir)
+    except OSError as error:
+        hint = f"it cannot be looked at: {error}"
+        raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error
 
 
 def keep_rows(

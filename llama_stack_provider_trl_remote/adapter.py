@@ -33,7 +33,7 @@ class TrlRemotePostTraining(SubmittingCalls):
     def __init__(self, config: TrlRemoteConfig, deps: dict[Any, Any]) -> None:
         self.datasets, self.datasetio = deps[Api.datasets], deps[Api.datasetio]
         token = config.api_token.get_secret_value() if config.api_token else None
-        timeouts = Timeouts(config.connect_timeout, config.read_timeout, config.total_timeout)
+        timeouts = Timeouts(config.connect_timeout, config.read_timeout, config.total_timeout, config.submit_timeout)
         self.client = ServiceClient(config.url, token, timeouts)
 
     async def shutdown(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +31,9 @@ SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
 """Bytes per second that an upload may go at."""
+SLOWEST_DISK = 32 << 20
+"""Bytes per second at which the service may force an upload to its disk, before it answers."""
+log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
 _BUSY = (502, 503, 504)
 
@@ -39,6 +44,7 @@ class Timeouts(NamedTuple):
     connect: float = 5.0
     read: float = 60.0
     total: float = 120.0
+    submit: float = 900.0
 
 
 class _Answer(NamedTuple):
@@ -53,7 +59,7 @@ class ServiceClient:
 
     A request that can be repeated without harm is: after a lost connection or an answer of 502 to 504, once for each of
     `pauses`. A connection that was refused sent nothing, so then every request is repeated. What timed out is not: the
-    caller has waited long enough.
+    caller has waited long enough. (`submit` alone is: the service may have a large dataset to check.)
 
     Args:
         url: address of the service, as `config.checked_url` returns it.
@@ -75,8 +81,19 @@ class ServiceClient:
         self._identified = False
 
     async def submit(self, path: str, body: dict[str, Any]) -> Any:
-        """POST a job. Its job_uuid makes it one job, however often it is sent."""
-        return _json(self.url, await self._call("POST", path, repeat=True, json=body))
+        """POST a job. Its job_uuid makes it one job, however often it is sent: where the service checks a large dataset
+        before it answers, it is asked again, and goes on with what it has begun."""
+        began = time.monotonic()
+        while True:
+            try:
+                return _json(self.url, await self._call("POST", path, repeat=True, json=body))
+            except ServiceUnreachable as error:
+                waited = time.monotonic() - began
+                if not _fell_silent(error) or waited >= self._timeouts.submit:
+                    raise
+                await self.get("/v1/health")  # it lives
+                said = "%s has not answered a job's POST for %.0f s, checking a large dataset takes long: asking again"
+                log.warning(said, self.url, waited)
 
     async def get(self, path: str, **params: Any) -> Any:
         """GET a JSON document; parameters that are None are left out."""
@@ -111,12 +128,11 @@ class ServiceClient:
 
     async def put_blob(self, sha256: str, file: Path) -> None:
         """Upload a file, in pieces."""
-        total = self._timeouts.total + file.stat().st_size / SLOWEST_UPLOAD
+        size = file.stat().st_size
+        total, read = self._timeouts.total + size / SLOWEST_UPLOAD, self._timeouts.read + size / SLOWEST_DISK
         # 100-continue: a body that is too large is refused before it is sent, and the refusal then arrives for sure.
-        headers = {"Content-Type": "application/x-ndjson"}
-        await self._call(
-            "PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, headers=headers, total=total, expect100=True
-        )
+        more = {"headers": {"Content-Type": "application/x-ndjson"}, "expect100": True, "total": total, "read": read}
+        await self._call("PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, **more)
 
     async def holds(self, job_uuid: str) -> bool:
         """Whether the service has a job of this name."""
@@ -170,10 +186,11 @@ class ServiceClient:
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, *, total: float | None = None, **request: Any
+        self, method: str, path: str, *, total: float | None = None, read: float | None = None, **request: Any
     ) -> AsyncIterator[ClientResponse]:
         """One request; whatever keeps its answer from arriving becomes a ServiceUnreachable."""
-        connect, read, usual = self._timeouts
+        connect, usual_read, usual, _ = self._timeouts
+        read = usual_read if read is None else read
         timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
         try:
             async with (
@@ -263,6 +280,11 @@ def _given(params: dict[str, Any]) -> dict[str, str]:
 
 def _refused_connection(error: ServiceUnreachable) -> bool:
     return isinstance(error.__cause__, ClientConnectorError)
+
+
+def _fell_silent(error: ServiceUnreachable) -> bool:
+    """It took the connection, and then said nothing."""
+    return _timed_out(error) and not isinstance(error.__cause__, ConnectionTimeoutError)
 
 
 def _timed_out(error: ServiceUnreachable) -> bool:

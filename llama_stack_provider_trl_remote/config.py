@@ -44,6 +44,8 @@ class TrlRemoteConfig(BaseModel):
     """Seconds that the service may be silent while its answer is awaited."""
     total_timeout: float = Field(120.0, gt=0, lt=math.inf)
     """Seconds that one request may take; uploads get a second more for every MiB."""
+    submit_timeout: float = Field(900.0, gt=0, lt=math.inf)
+    """Seconds that the service may take to check the datasets of a job; it is asked again meanwhile."""
 
     @field_validator("url", mode="before")
     @classmethod

@@ -20,6 +20,9 @@ SELECT * FROM job_records WHERE job_uuid = :job_uuid;
 -- name: select_jobs
 SELECT * FROM job_records ORDER BY age;
 
+-- name: select_specs
+SELECT spec FROM jobs;
+
 -- name: select_names
 SELECT job_uuid FROM jobs ORDER BY age;
 

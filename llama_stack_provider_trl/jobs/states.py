@@ -86,7 +86,8 @@ REASONS: dict[Reason, Remedy] = {
     Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
     Reason.invalid_request: Remedy(None, "Change the request as the message says and submit the job again."),
     Reason.launch_failed: Remedy(
-        10.0, "Check the interpreter and the data directory that the message names, then submit the job again."
+        10.0,
+        "Mend what the message names (interpreter, data directory, the ports from master_port on) and submit it again.",
     ),
     Reason.rank_failed: Remedy(2.0, "Read the end of the log file (log_path), then submit the job again."),
     Reason.out_of_memory: Remedy(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobConflict, JobNotFound, StoreError
+from ..files import touched
 from ..process import FileLock
 from ..recipes.events import (
     CheckpointDamaged,
@@ -80,8 +82,13 @@ class Store:
         self._damaged: set[str] = set()
         self._create()
 
-    def add_job(self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = ()) -> bool:
+    def add_job(
+        self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = (), rows: Iterable[Path] = ()
+    ) -> bool:
         """Queue a job, once: a POST that is repeated with the same digest changes nothing.
+
+        Args:
+            rows: what it trains on and must be stored still; none are removed meanwhile.
 
         Returns:
             Whether the job is new.
@@ -89,6 +96,7 @@ class Store:
         Raises:
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
+            StoreError: some of `rows` are gone.
         """
         key = {"job_uuid": spec.job_uuid}
         ours = str(spec.checkpoint_dir)
@@ -105,11 +113,24 @@ class Store:
                     "whose checkpoints lie there: choose another checkpoint_dir"
                 )
             created = execute("insert_job", row).rowcount == 1
+            for path in rows if created else ():
+                if not touched(path):
+                    raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
             if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
                 raise _taken(spec.job_uuid)
             for message in warnings if created else ():
                 execute("insert_warning", {**key, "message": message})
         return created
+
+    def digests(self) -> set[str]:
+        """Every sha256 that the record of a job mentions; a damaged record still counts."""
+        return _digests(row["spec"] for row in self._select("select_specs", {}))
+
+    @contextmanager
+    def no_new_jobs(self) -> Iterator[set[str]]:
+        """No job is added (or changes) in the block; yields `digests`. Nothing slow may happen in it."""
+        with self._transaction() as execute:
+            yield _digests(row["spec"] for row in execute("select_specs", {}))
 
     def holds(self, job_uuid: str, request_digest: str) -> bool:
         """Whether this very request was stored before.
@@ -310,7 +331,8 @@ class Store:
     def retry(self, job: JobRecord, reason: Reason, message: str, wait: float) -> bool:
         """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there."""
         now = self._clock()
-        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s"
+        said = message.partition("\n")[0]
+        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s: {said}"
         row = {
             **{"job_uuid": job.job_uuid, "attempt": job.attempt, "source": job.state, "reason": reason},
             **{"message": message, "not_before": now + wait, "now": now, "detail": detail},
@@ -472,6 +494,10 @@ class Store:
                     for old in range(version, SCHEMA_VERSION) if version else ():
                         connection.executescript(_sql(f"upgrade-{old}.sql"))
                     connection.executescript(_sql("schema.sql"))
+
+
+def _digests(specs: Iterable[str]) -> set[str]:
+    return {digest for spec in specs for digest in re.findall(r"[0-9a-f]{64}", spec)}
 
 
 def _taken(job_uuid: str) -> JobConflict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import StoreError
+from ..errors import JobConflict, StoreError
 from ..files import RunDir, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
@@ -27,6 +28,8 @@ from ..launch.torchrun import free_port
 from ..process import FileLock
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
+from .housekeeping import INTERVAL, remove_unused_rows
+from .ownership import Ownership
 from .placement import choose, why_waiting
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
@@ -55,6 +58,7 @@ class Supervisor:
         python: interpreter that trains; None: this process's own.
         hang_timeout: seconds without progress after which a training is ended; None: never.
         master_ports: the first of a range of ports and their number: each job of several ranks takes one.
+        blob_retention: seconds for which rows that nobody refers to are kept; None: for ever.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Supervisor:
         tick: float = TICK,
         hang_timeout: float | None = None,
         master_ports: tuple[int, int] = (MASTER_PORT, PORTS),
+        blob_retention: float | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -78,6 +83,9 @@ class Supervisor:
         self._tick_seconds = tick
         self._hang_timeout = hang_timeout
         self._master_ports = master_ports
+        self._ownership = Ownership(self._data_dir)
+        self._blob_retention = blob_retention
+        self._cleaned = -math.inf
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -123,6 +131,8 @@ class Supervisor:
         for job in self._store.active():
             self._guarded(job, partial(self._advance, job))
         self._place()
+        if time.monotonic() - self._cleaned > INTERVAL:
+            self._clean()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -159,6 +169,14 @@ class Supervisor:
         for run_dir in self._launcher.sweep(self._data_dir / "jobs", self._store.active_run_dirs()):
             log.warning("ended what was left running of %s: no job owns it", run_dir)
         self._swept = True
+
+    def _clean(self) -> None:
+        """Once in a while. What cannot be removed now will be later."""
+        self._cleaned = time.monotonic()
+        try:
+            remove_unused_rows(self._data_dir / "datasets", self._store, self._blob_retention)
+        except OSError as error:
+            log.warning("unused rows cannot be removed: %s", error)
 
     def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
         """Keep one job's trouble from stopping the loop for the others."""
@@ -222,6 +240,8 @@ class Supervisor:
         self._move(job, *decided)
 
     def _remove_leftovers(self, job: JobRecord) -> None:
+        if not self._ownership.is_free(job.spec.checkpoint_dir):
+            return
         listed = {checkpoint.path.name for checkpoint in self._store.checkpoints(job.job_uuid)}
         remove_leftovers(job.spec.checkpoint_dir, listed)
 
@@ -286,7 +306,9 @@ class Supervisor:
         run_dir = home / "attempts" / str(attempt)
         # What an earlier database left under these names is not this job's.
         set_aside(run_dir)
-        if attempt == 1 and (aside := set_aside(job.spec.checkpoint_dir)):
+        # One that is another's stays where it is: the launch will say so.
+        free = attempt == 1 and self._ownership.is_free(job.spec.checkpoint_dir)
+        if free and (aside := set_aside(job.spec.checkpoint_dir)):
             self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
         if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
             faults.reach("supervisor-attempt-recorded")
@@ -315,9 +337,12 @@ class Supervisor:
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
             self._check_disk(job)
+            self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
             self._launcher.start(replace(task, master_port=self._master_port()) if task.ranks > 1 else task)
+        except JobConflict as error:
+            self._move(job, JobState.failed, Reason.invalid_request, str(error))
         except OSError as error:
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"

@@ -9,6 +9,7 @@ pydantic here: it starts in 0.1 s and stays small while a training runs for days
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -17,7 +18,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +45,8 @@ GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 NICE = 10
 """Training yields to whatever else the machine does, such as answering requests."""
+LOCKS = Path("/tmp")
+"""Where device locks are, below a directory for each user."""
 _DEVICE_RETRY = 0.2
 """Seconds between two looks at a lock that somebody else holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
@@ -180,7 +182,11 @@ class Runner:
         become_subreaper()
 
     def run(self) -> None:
-        if not self.take_devices():
+        try:
+            taken = self.take_devices()
+        except OSError as error:
+            return self.report(state=TaskState.exited, launch_error=f"its devices cannot be locked: {error}")
+        if not taken:
             return self.report(state=TaskState.exited, detail="cancelled before training started")
         try:
             trainer = self.start_trainer()
@@ -352,10 +358,18 @@ def collect(trainer: subprocess.Popen[bytes]) -> int | None:
 
 
 def device_locks() -> Path:
-    """The per-machine, per-user directory of device locks: $TRL_LOCK_DIR, or one under the temporary directory."""
-    default = Path(tempfile.gettempdir(), f"llama-stack-trl-{os.getuid()}", "devices")
-    directory = Path(os.environ.get("TRL_LOCK_DIR") or default)
+    """The directory of device locks: $TRL_LOCK_DIR, or one for each user of the machine. TMPDIR plays no part: two
+    programs with different ones mean the same devices.
+
+    Raises:
+        OSError: it cannot be made, or is somebody else's.
+    """
+    chosen = os.environ.get("TRL_LOCK_DIR")
+    home = LOCKS / f"llama-stack-trl-{os.getuid()}"
+    directory = Path(chosen) if chosen else home / "devices"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not chosen and home.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user: remove it, or set TRL_LOCK_DIR", str(home))
     return directory
 
 

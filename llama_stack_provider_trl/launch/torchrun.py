@@ -1,4 +1,4 @@
-"""TaskSpec -> command line and environment of its training processes. Pure functions, but for a look at free ports."""
+"""TaskSpec -> command line and environment of its training processes. Pure, but for a look at ports and GPUs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from collections.abc import Collection, Mapping
 from ..files import RunDir
 from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
+from .gpus import PCI_ORDER, gpu_name, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
+TORCHRUN = "llama_stack_provider_trl.recipes.torchrun"
+"""torch's own with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = "--master-port="
 SHUTDOWN_SECONDS = 2
@@ -30,7 +33,7 @@ def training_argv(task: TaskSpec) -> list[str]:
     if task.ranks == 1:
         return [python, *trainer]
     return [
-        *(python, "-m", "torch.distributed.run"),
+        *(python, "-m", TORCHRUN),
         *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
         *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--local-addr={LOOPBACK}"),
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
@@ -96,20 +99,15 @@ def _can_bind(host: str, port: int) -> bool:
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The task's own GPUs as the only visible ones: Trainer would spread over all that it sees."""
-    gpus = [_gpu(device, environ) for device in task.devices if device.startswith("cuda:")]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    gpus = [visible_entry(device, environ) for device in task.devices if device.startswith("cuda:")]
+    # Numbered as nvidia-smi does it: the GPU that trains is then the one whose UUID is locked.
+    order = environ.get("CUDA_DEVICE_ORDER", PCI_ORDER)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": order} if gpus else {}
 
 
 def lock_name(device: str, environ: Mapping[str, str]) -> str:
     """The name under which a device is locked; programs that see different GPUs still mean the same one by it."""
-    return f"cuda-{_gpu(device, environ)}" if device.startswith("cuda:") else device
-
-
-def _gpu(device: str, environ: Mapping[str, str]) -> str:
-    """The GPU behind `cuda:N`, which counts within CUDA_VISIBLE_DEVICES as it does in torch: its number or its UUID."""
-    index = device.partition(":")[2]
-    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return (visible[int(index)] if int(index) < len(visible) else "") or index
+    return f"cuda-{gpu_name(device, environ)}" if device.startswith("cuda:") else device
 
 
 def task_marks(task: TaskSpec) -> dict[str, str]:

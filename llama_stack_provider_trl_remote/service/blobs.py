@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.files import atomic_write_json, free_bytes
+from llama_stack_provider_trl.files import atomic_write_json, free_bytes, touched
 from llama_stack_provider_trl.process import child_environment
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 
@@ -41,6 +42,7 @@ class Blobs:
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
         self._children = asyncio.Semaphore(_CHILDREN)
+        self._checking: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def prepare(self) -> None:
         """Make the directory, and remove what uploads left there that were under way when a service was killed."""
@@ -52,7 +54,8 @@ class Blobs:
         return self.directory / f"{sha256}.jsonl"
 
     def holds(self, sha256: str) -> bool:
-        return self.path(sha256).is_file()
+        """Whether these rows are stored here; whoever asks has time to use them."""
+        return touched(self.path(sha256))
 
     async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
         """Store a body whose digest this must be; of one that ends early or differs, nothing stays.
@@ -99,10 +102,12 @@ class Blobs:
         """
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
-        verdict = await asyncio.to_thread(_read_verdict, kept)
-        if verdict is None:
-            verdict = await self._check(path, algorithm, data_format)
-            await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+        # One at a time: a POST that is repeated since its client has waited too long picks up the first one's verdict.
+        async with self._checking[kept]:
+            verdict = await asyncio.to_thread(_read_verdict, kept)
+            if verdict is None:
+                verdict = await self._check(path, algorithm, data_format)
+                await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
         ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])

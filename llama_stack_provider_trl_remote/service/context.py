@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import resolve_under, set_aside
+from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
@@ -55,6 +56,7 @@ class Service:
             python=str(settings.train_python) if settings.train_python else None,
             hang_timeout=settings.hang_timeout,
             master_ports=(settings.torch_run_config.master_port, PORTS),
+            blob_retention=settings.blob_retention,
         )
 
     def start(self) -> None:
@@ -109,10 +111,13 @@ class Service:
         """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
         job = self.store.delete(job_uuid)
         home = resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")
+        ownership = Ownership(self.settings.data_dir)
+        checkpoints = checkpoints and ownership.is_free(job.spec.checkpoint_dir)
         # Out of the way first: from now on another job may have the name.
-        for directory in (home, *([job.spec.checkpoint_dir] if checkpoints else [])):
-            if aside := set_aside(directory):
-                shutil.rmtree(aside, ignore_errors=True)
+        asides = [set_aside(directory) for directory in (home, *([job.spec.checkpoint_dir] if checkpoints else []))]
+        ownership.release(job.spec.checkpoint_dir)
+        for aside in filter(None, asides):
+            shutil.rmtree(aside, ignore_errors=True)
         log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
 
     def _with_defaults(

@@ -172,6 +172,9 @@ class ServiceSettings(_Block):
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
 
+    blob_retention: float | None = Field(604800.0, ge=3600)
+    """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""
+
     @field_validator("data_dir", mode="before")
     @classmethod
     def _default_data_dir(cls, value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
+from llama_stack_provider_trl.jobs.ownership import Ownership, record
 from llama_stack_provider_trl.process import FileLock
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
@@ -268,8 +269,27 @@ def test_the_service_stays_small(service: TrainingService, dpo: Json) -> None:
 
 def test_a_deleted_job_is_forgotten_with_its_files(service: TrainingService, dpo: Json) -> None:
     final = Path(dpo["checkpoints"][-1]["path"])
+    assert record(final.parent).exists()
     assert service.delete(f"{JOBS}/promised", checkpoints=True).status_code == 204
     assert not final.exists()
+    assert not record(final.parent).exists()
     assert not (service.data_dir / "jobs" / "promised").exists()
     assert "not found" in refusal(service.get(f"{JOBS}/promised/status"), 404)
     assert "not found" in refusal(service.delete(f"{JOBS}/promised"), 404)
+
+
+def test_a_checkpoint_directory_of_another_data_directory_is_refused_and_outlives_a_delete(
+    service: TrainingService, tmp_path: Path
+) -> None:
+    job, base = "elsewhere", service.data_dir / "results"
+    service.submit(DPO, promised(job, service.register("elsewhere", PAIRS)))
+    service.post(f"{JOBS}/{job}/cancel")
+    service.wait(job, "cancelled")
+    record(base / job).unlink(missing_ok=True)
+    for name in (job, "taken"):
+        Ownership(tmp_path / "other").claim(base / name, name)
+        (base / name / "final").mkdir(parents=True, exist_ok=True)
+    assert f"of another data directory, {tmp_path}/other" in refusal(service.post(DPO, promised("taken", "pairs")), 409)
+    assert service.delete(f"{JOBS}/{job}", checkpoints=True).status_code == 204
+    assert (base / job / "final").is_dir()
+    assert record(base / job).exists()

@@ -206,7 +206,9 @@ def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle:
     assert waiting is not None
     assert waiting["status"] == "scheduled"
     resources = waiting["resources_allocated"]
-    assert resources["detail"] == "attempt 1 ended (launch_failed); the next one starts in 10 s"
+    assert resources["detail"].startswith("attempt 1 ended (launch_failed); the next one starts in 10 s: ")
+    assert told in resources["detail"]
+    assert "the ports from master_port on" in error["message"]
     assert told in resources["attempts"][0]["message"]
     assert master_port(service.data_dir / "jobs" / patient / "attempts" / "2") == spare
     assert_clean(service.data_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import requests
 
+from llama_stack_provider_trl_remote.client import ServiceClient, Timeouts
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, ndjson, refusal, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
@@ -386,3 +388,19 @@ def _write_formats(directory: Path, rows: list[Json]) -> None:
         "parquet.write_table(pyarrow.Table.from_pylist(json.load(open(sys.argv[1]))), sys.argv[2])"
     )
     subprocess.run([sys.executable, "-c", script, directory / "rows.json", directory / "rows.parquet"], check=True)
+
+
+def test_a_check_that_outlasts_its_client_is_done_once_and_the_repeated_post_picks_it_up(tmp_path: Path) -> None:
+    slow, readings = tmp_path / "slow-python", tmp_path / "readings"
+    slow.write_text(f'#!/bin/sh\necho "$3" >> "{readings}"\nsleep 3\nexec "{sys.executable}" "$@"\n')
+    slow.chmod(0o755)
+    rows = ndjson(PAIRS) * 7_000  # above what is checked in the service itself
+    with running_service(tmp_path, train_python=str(slow), device="cpu") as service:
+        answer, digest = service.put_blob(rows)
+        assert answer.status_code == 201
+        body = {**promised("patient", "rows"), "dataset_digests": {"rows": digest}}
+        client = ServiceClient(service.url, timeouts=Timeouts(5.0, 1.0, 60.0, 60.0))
+        assert asyncio.run(client.submit(f"/v1{DPO}", body)) == {"job_uuid": "patient"}
+        assert service.post(f"{JOBS}/patient/cancel").ok
+        assert [job["job_uuid"] for job in service.get(JOBS).json()["data"]] == ["patient"]
+    assert readings.read_text().split().count("check") == 1

@@ -322,6 +322,13 @@ def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
             process.reap(child.pid)
 
 
+def test_devices_that_cannot_be_locked_are_told(stage: Stage) -> None:
+    (stage.root / "locks").write_text("no directory")
+    task = stage.start("note('ran')")
+    assert "its devices cannot be locked" in stage.reaches(task, TaskState.exited).launch_error
+    assert notes(task) == []
+
+
 # With the supervisor on top
 
 
@@ -331,7 +338,7 @@ def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
     try:
-        store.add_job(job_spec("a"), "digest")
+        store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
         supervisor.wake()
         until(lambda: store.get("a").state is JobState.completed)
     finally:
@@ -342,7 +349,7 @@ def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
 def test_a_training_outlives_kill_9_of_its_supervisor_and_is_taken_up_again(stage: Stage) -> None:
     python = stage.trainer("say(**STARTED); note('ran'); time.sleep(2); say(**FINISHED)")
     store = Store(stage.root / "jobs.db")
-    store.add_job(job_spec("a"), "digest")
+    store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
     program = f"""
 import pathlib, time
 from llama_stack_provider_trl.jobs.store import Store
@@ -392,7 +399,7 @@ def test_a_cancelled_job_is_over_within_seconds(stage: Stage) -> None:
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
     try:
-        store.add_job(job_spec("a"), "digest")
+        store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
         until(lambda: store.get("a").state is JobState.in_progress)
         begin = time.monotonic()
         store.request_cancel("a")

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llama_stack_provider_trl import faults, process
@@ -55,6 +56,21 @@ def rank_processes(paths: RunDir) -> tuple[ProcessId, ProcessId]:
     assert first is not None
     assert second is not None
     return first, second
+
+
+def test_no_socket_of_a_job_listens_beyond_this_machine(world: World) -> None:
+    world.add("job", "dpo-full", **TWO_RANKS)
+    _, status = held_at(world, "step-1")
+    assert status.trainer is not None
+    torchrun = psutil.Process(status.trainer.pid)
+    listening = {
+        one.pid: {socket.laddr.ip for socket in one.net_connections("inet") if socket.status == psutil.CONN_LISTEN}
+        for one in [torchrun, *torchrun.children(recursive=True)]
+    }
+    assert listening[torchrun.pid] == {"127.0.0.1"}
+    assert set().union(*listening.values()) == {"127.0.0.1"}
+    world.store.request_cancel("job")
+    world.until(lambda: world.state("job") is JobState.cancelled, 10)
 
 
 def test_whatever_of_torchrun_is_killed_the_job_goes_on_from_its_checkpoint(world: World) -> None:

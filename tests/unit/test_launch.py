@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.launch import runner
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask
 from llama_stack_provider_trl.launch.torchrun import (
@@ -28,7 +30,7 @@ def test_one_process_is_started_directly_with_its_spec_file() -> None:
 def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
     task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507)
     argv = training_argv(task)
-    assert argv[1:3] == ["-m", "torch.distributed.run"]
+    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
     assert {"--nproc-per-node=2", "--master-port=29507", "--max-restarts=0"} <= set(argv)
     assert argv[-3:] == ["-m", "llama_stack_provider_trl.recipes.train", "/r/spec.json"]
     environ = training_environment(task, {"OMP_NUM_THREADS": "3"})
@@ -91,6 +93,65 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
 )
 def test_two_programs_that_mean_one_gpu_mean_one_lock(device: str, visible: str | None, name: str) -> None:
     assert lock_name(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """An environment on a machine with two GPUs, whose nvidia-smi answers once."""
+    tool = tmp_path / "nvidia-smi"
+    answer = "0, GPU-aaaa-1\n1, GPU-bbbb-2\n"
+    tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=index,uuid ] && [ ! -e "$0.asked" ] || exit 9\n')
+    tool.write_text(tool.read_text() + f": > '{tool}.asked'\nprintf '{answer}'\n")
+    tool.chmod(0o755)
+    return {"PATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("device", "more"),
+    [
+        ("cuda:1", {}),
+        ("cuda:0", {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("cuda:1", {"CUDA_VISIBLE_DEVICES": "0, GPU-bbbb-2"}),
+        ("cuda:0", {"CUDA_VISIBLE_DEVICES": "GPU-bb"}),
+    ],
+)
+def test_a_gpu_is_locked_by_its_uuid_whatever_a_program_calls_it(
+    machine: dict[str, str], device: str, more: dict[str, str]
+) -> None:
+    assert {lock_name(device, machine | more) for _ in range(2)} == {"cuda-GPU-bbbb-2"}
+
+
+def test_a_number_is_no_uuid_where_cuda_counts_another_way(machine: dict[str, str]) -> None:
+    assert lock_name("cuda:1", machine | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == "cuda-1"
+    task = TaskSpec("a-1", Path("/r"), ("cuda:1",))
+    assert training_environment(task, machine)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_a_gpu_that_nvidia_smi_cannot_tell_goes_by_its_number(machine: dict[str, str]) -> None:
+    Path(machine["PATH"], "nvidia-smi.asked").touch()  # from now on it fails
+    assert lock_name("cuda:1", machine) == "cuda-1"
+    assert lock_name("cuda:0", machine | {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}) == "cuda-MIG-cccc"
+
+
+def test_device_locks_lie_in_one_place_whatever_tmpdir_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path("/tmp") == runner.LOCKS
+    monkeypatch.setattr(runner, "LOCKS", tmp_path)
+    monkeypatch.delenv("TRL_LOCK_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+    assert runner.device_locks() == tmp_path / f"llama-stack-trl-{os.getuid()}" / "devices"
+    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
+    assert runner.device_locks() == tmp_path / "locks"
+
+
+def test_device_locks_are_not_kept_in_a_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LOCKS", tmp_path)
+    monkeypatch.delenv("TRL_LOCK_DIR", raising=False)
+    somebody = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    with pytest.raises(PermissionError, match="another user"):
+        runner.device_locks()
 
 
 def test_a_gpu_task_sees_its_own_gpu_only() -> None:

@@ -116,6 +116,24 @@ def test_silence_is_not_waited_for_twice(service: FakeService) -> None:
     assert service.seen[STATUS] == 1
 
 
+def test_a_job_whose_dataset_takes_long_to_check_is_posted_until_it_is_taken(
+    service: FakeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.trouble = ["hang", "hang"]
+    timeouts = Timeouts(5, 0.2, 5, 30)
+    body = {"job_uuid": "new"}
+    assert call(service.url, lambda client: client.submit(PREFERENCE_OPTIMIZE, body), timeouts=timeouts) == body
+    assert service.seen[f"POST {PREFERENCE_OPTIMIZE}"] == 3
+    assert caplog.text.count("checking a large dataset takes long") == 2
+
+
+def test_a_job_is_not_posted_for_ever(service: FakeService) -> None:
+    service.trouble = ["hang"] * 9
+    with pytest.raises(ServiceUnreachable, match="a job that is posted again is the same job"):
+        call(service.url, lambda client: client.submit(PREFERENCE_OPTIMIZE, {}), timeouts=Timeouts(5, 0.2, 5, 0.3))
+    assert service.seen[f"POST {PREFERENCE_OPTIMIZE}"] == 2
+
+
 @pytest.mark.parametrize(
     ("answered", "shown"),
     [(400, 400), (404, 404), (409, 409), (413, 413), (507, 507), (401, 502), (403, 502), (500, 502)],

@@ -59,7 +59,9 @@ def test_the_shipped_run_file_configures_the_service(tmp_path: Path) -> None:
 
 
 def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(tmp_path: Path) -> None:
-    load(tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120)
+    load(
+        tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120, submit_timeout=900
+    )
     assert "no setting retrys" in refused(tmp_path, retrys=3)
     assert "no setting fsdp_config.strategy" in refused(tmp_path, fsdp_config={"strategy": "FULL_SHARD"})
 

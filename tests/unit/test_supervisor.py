@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -47,7 +48,7 @@ class World:
 
     def add(self, *names: str, **changes: object) -> None:
         for name in names:
-            self.store.add_job(job_spec(name, **changes), "digest")
+            self.store.add_job(job_spec(name, **{"checkpoint_dir": self.root / "out" / name, **changes}), "digest")
 
     def tick(self) -> None:
         self.supervisor.tick()
@@ -328,7 +329,7 @@ def test_what_an_earlier_database_left_under_the_same_name_is_not_taken_for_this
 def test_trouble_with_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
     task = world.run("a")
     world.supervisor._devices = ("cpu", "cuda:0")
-    world.store.add_job(job_spec("b", device="cuda:0"), "digest")
+    world.add("b", device="cuda:0")
     world.spoil_events(task)
     world.tick()
     assert (world.state("a"), world.state("b")) == (JobState.in_progress, JobState.launching)
@@ -455,6 +456,20 @@ def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_
     crash(world, 3)
     assert (world.state(), world.job().reason) == (JobState.failed, Reason.rank_failed)
     assert [tried.reason for tried in world.store.attempts("a")] == [Reason.rank_failed] * 3
+
+
+def test_a_job_that_waits_for_a_free_port_says_so(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        world.supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, master_ports=(port, 1))
+        world.add("a", ranks=2, retries=1)
+        world.tick()
+        assert (world.state(), world.launcher.started) == (JobState.scheduled, [])
+        assert f"every port from {port} to {port} is in use; set master_port" in world.job().detail
+        world.clock.advance(60)
+        world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.launch_failed)
+    assert "the ports from master_port on" in world.job().advice
 
 
 def test_what_another_try_cannot_mend_is_not_tried_again(world: World) -> None:

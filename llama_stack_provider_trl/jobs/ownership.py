@@ -1,0 +1,158 @@
+"""Whose a job's checkpoint directory is. Two data directories may be given the same absolute `checkpoint_dir` and the
+same job_uuid; without a record beside the directory each would move and delete what the other one's job has written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from ..errors import JobConflict
+from ..files import atomic_write_json
+
+IDENTITY = "identity"
+"""Names a data directory, in a file of it: it is still the same one under another path."""
+_SUFFIX = ".owner"
+
+
+class Owner(NamedTuple):
+    """Who writes into a checkpoint directory: the record `.<job_uuid>.owner` beside it."""
+
+    identity: str
+    data_dir: Path
+    """Where that data directory was when it last launched the job."""
+    job_uuid: str
+
+
+class Ownership:
+    """What the checkpoint directories of the jobs of one data directory are guarded with."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir.resolve()
+
+    def check(self, checkpoint_dir: Path) -> None:
+        """Make sure that a job's checkpoint directory is not in the way of another data directory's job.
+
+        Raises:
+            JobConflict: another one owns it, or a directory above or below it; names both, and
+                what to do.
+            OSError: a record cannot be read.
+        """
+        ours = _identity(self._data_dir)
+        below = (path.with_name(path.name[1 : -len(_SUFFIX)]) for path in checkpoint_dir.rglob(f".*{_SUFFIX}"))
+        for directory in (checkpoint_dir, *checkpoint_dir.parents[:-1], *below):
+            owner = _read(directory)
+            if owner is not None and not self._is_ours(owner, ours):
+                raise JobConflict(
+                    f"checkpoint_dir {str(checkpoint_dir)!r}: {directory} is that of job {owner.job_uuid!r} of another "
+                    f"data directory, {owner.data_dir}. Choose another checkpoint_dir or job_uuid; if that data "
+                    f"directory is gone for good, remove {record(directory)} and submit the job again"
+                )
+
+    def is_free(self, checkpoint_dir: Path) -> bool:
+        """Whether it is ours or nobody's, so that we may move and remove what is in it."""
+        try:
+            self.check(checkpoint_dir)
+        except JobConflict:
+            return False
+        return True
+
+    def claim(self, checkpoint_dir: Path, job_uuid: str) -> None:
+        """Record that the directory is ours, before a job writes into it. May be repeated.
+
+        Raises:
+            JobConflict: as `check`.
+            OSError: the record cannot be written.
+        """
+        self.check(checkpoint_dir)
+        owner = Owner(_identity(self._data_dir, make=True), self._data_dir, job_uuid)
+        checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)
+        if not _create(checkpoint_dir, owner):
+            self.check(checkpoint_dir)  # somebody was faster
+            if _read(checkpoint_dir) != owner:  # ours, from before it was moved
+                atomic_write_json(record(checkpoint_dir), _document(owner))
+
+    def release(self, checkpoint_dir: Path) -> None:
+        """Take our record away: the job is forgotten. Another one's stays."""
+        owner = _read(checkpoint_dir)
+        if owner is not None and self._is_ours(owner, _identity(self._data_dir)):
+            record(checkpoint_dir).unlink(missing_ok=True)
+
+    def _is_ours(self, owner: Owner, ours: str) -> bool:
+        if not ours or owner.identity != ours:
+            return False
+        if owner.data_dir == self._data_dir or _identity(owner.data_dir) != ours:
+            return True  # it was moved to where we are
+        return owner.data_dir.samefile(self._data_dir)  # else one is a copy of the other
+
+
+def record(checkpoint_dir: Path) -> Path:
+    """Where it stands who owns a checkpoint directory."""
+    return checkpoint_dir.with_name(f".{checkpoint_dir.name}{_SUFFIX}")
+
+
+def _document(owner: Owner) -> dict[str, str]:
+    return {"identity": owner.identity, "data_dir": str(owner.data_dir), "job_uuid": owner.job_uuid}
+
+
+def _read(checkpoint_dir: Path) -> Owner | None:
+    path = record(checkpoint_dir)
+    try:
+        found = json.loads(path.read_text())
+        return Owner(found["identity"], Path(found["data_dir"]), found["job_uuid"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        # Somebody's it is. Without an identity it can be nobody's here.
+        return Owner("", Path(f"(unknown, the record {path} is damaged: {error})"), checkpoint_dir.name)
+
+
+def _create(checkpoint_dir: Path, owner: Owner) -> bool:
+    """Write a record, whole and at once; False: there is one."""
+    path = record(checkpoint_dir)
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-")
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(_document(owner), file, indent=1)
+            file.flush()
+            os.fsync(fd)
+        _link(Path(name), path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(name)
+    return True
+
+
+def _link(source: Path, path: Path) -> None:
+    """Give a file a second name. Raises FileExistsError."""
+    try:
+        os.link(source, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        with open(path, "x") as file:  # a file system without hard links: not at once, but never over another
+            file.write(source.read_text())
+
+
+def _identity(data_dir: Path, make: bool = False) -> str:
+    """Names a data directory; "" where it has no name yet.
+
+    Args:
+        make: give it one. For whoever supervises it, which is one process at a time.
+    """
+    path = data_dir / IDENTITY
+    try:
+        return path.read_text().strip(' "\n')
+    except (FileNotFoundError, NotADirectoryError):
+        if not make:
+            return ""
+    name = uuid4().hex
+    data_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(path, name)
+    return name

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import JobConflict
+from llama_stack_provider_trl.jobs.ownership import IDENTITY, Ownership, record
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.recipes.events import Finished, Reason, Started
+from tests.fakes import FakeLauncher, job_spec
+
+STARTED = Started(pid=1, device="cpu", versions={})
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A checkpoint directory that two data directories name."""
+    return tmp_path / "results" / "a"
+
+
+def claimed(data_dir: Path, place: Path) -> Ownership:
+    owner = Ownership(data_dir)
+    owner.claim(place, "a")
+    return owner
+
+
+def test_a_directory_that_another_data_directory_owns_is_refused_with_its_name(tmp_path: Path, place: Path) -> None:
+    claimed(tmp_path / "one", place)
+    two = Ownership(tmp_path / "two")
+    with pytest.raises(JobConflict, match=f"job 'a' of another data directory, {tmp_path}/one.*remove {record(place)}"):
+        two.claim(place, "a")
+    assert not two.is_free(place)
+    two.release(place)
+    assert record(place).exists()
+
+
+def test_what_nobody_owns_is_free_and_so_is_ours_however_often_it_is_claimed(tmp_path: Path, place: Path) -> None:
+    assert Ownership(tmp_path / "one").is_free(place)
+    claimed(tmp_path / "one", place)
+    one = claimed(tmp_path / "one", place)
+    assert one.is_free(place)
+    assert list(place.parent.iterdir()) == [record(place)]
+    one.release(place)
+    assert claimed(tmp_path / "two", place).is_free(place)
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "a/b"), ("a/b", "a")])
+def test_a_directory_above_or_below_another_ones_is_refused(tmp_path: Path, first: str, second: str) -> None:
+    results = tmp_path / "results"
+    claimed(tmp_path / "one", results / first)
+    with pytest.raises(JobConflict, match="another data directory"):
+        Ownership(tmp_path / "two").claim(results / second, "b")
+
+
+def test_a_data_directory_that_was_moved_still_owns_its_jobs(tmp_path: Path, place: Path) -> None:
+    claimed(tmp_path / "one", place)
+    (tmp_path / "one").rename(tmp_path / "moved")
+    moved = claimed(tmp_path / "moved", place)
+    assert moved.is_free(place)
+    with pytest.raises(JobConflict, match=str(tmp_path / "moved")):
+        Ownership(tmp_path / "one").check(place)
+
+
+def test_another_path_to_a_data_directory_is_the_same_one(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed(tmp_path / "one", place)
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    monkeypatch.setattr(Path, "resolve", lambda path: path)  # as with a second mount of it
+    assert Ownership(tmp_path / "link").is_free(place)
+
+
+def test_a_copy_of_a_data_directory_does_not_own_the_jobs_of_the_first(tmp_path: Path, place: Path) -> None:
+    claimed(tmp_path / "one", place)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with pytest.raises(JobConflict, match=f"{tmp_path}/one"):
+        Ownership(tmp_path / "copy").claim(place, "a")
+
+
+def test_a_damaged_record_is_somebody_elses(tmp_path: Path, place: Path) -> None:
+    one = claimed(tmp_path / "one", place)
+    record(place).write_text("")
+    assert not one.is_free(place)
+    with pytest.raises(JobConflict, match="is damaged"):
+        Ownership(tmp_path / "without-a-name").check(place)
+
+
+def test_a_claim_that_comes_second_by_a_hair_is_refused(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Ownership(tmp_path / "two")
+    link = os.link
+
+    def late(source: str, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        claimed(tmp_path / "one", place)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(JobConflict, match=f"{tmp_path}/one"):
+        two.claim(place, "a")
+    assert Ownership(tmp_path / "one").is_free(place)
+    assert list(place.parent.iterdir()) == [record(place)]
+
+
+def test_a_file_system_without_hard_links_will_do(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    claimed(tmp_path / "one", place)
+    with pytest.raises(JobConflict):
+        claimed(tmp_path / "two", place)
+
+
+# Two supervisors
+
+
+def test_of_two_data_directories_with_the_same_job_the_second_leaves_the_firsts_checkpoints_alone(
+    tmp_path: Path, place: Path
+) -> None:
+    stores = {name: Store(tmp_path / name / "jobs.db") for name in ("one", "two")}
+    launchers = {name: FakeLauncher() for name in stores}
+    supervisors = {name: Supervisor(stores[name], launchers[name], ["cpu"], tmp_path / name) for name in stores}
+    stores["one"].add_job(job_spec("a", checkpoint_dir=place), "digest")
+    supervisors["one"].tick()
+    (place / "checkpoint-3").mkdir(parents=True)  # and nobody was told of it yet
+    stores["two"].add_job(job_spec("a", checkpoint_dir=place, retries=3), "digest")
+    supervisors["two"].tick()
+    refused = stores["two"].get("a")
+    assert (refused.state, refused.reason) == (JobState.failed, Reason.invalid_request)
+    assert str(tmp_path / "one") in refused.message
+    assert (launchers["one"].started, launchers["two"].started) == (["a-1"], [])
+    assert [path.name for path in place.iterdir()] == ["checkpoint-3"]
+    launchers["one"].say("a-1", STARTED, Finished(step=4))
+    launchers["one"].exit("a-1", 0)
+    supervisors["one"].tick()
+    assert stores["one"].get("a").state is JobState.completed
+    for store in stores.values():
+        store.close()
+
+
+def test_a_conclusion_removes_nothing_of_a_directory_that_is_another_ones_by_now(tmp_path: Path, place: Path) -> None:
+    store, launcher = Store(tmp_path / "one" / "jobs.db"), FakeLauncher()
+    supervisor = Supervisor(store, launcher, ["cpu"], tmp_path / "one")
+    store.add_job(job_spec("a", checkpoint_dir=place), "digest")
+    supervisor.tick()
+    record(place).unlink()  # an operator's hand, too early
+    claimed(tmp_path / "two", place)
+    (place / "checkpoint-3").mkdir(parents=True)
+    launcher.exit("a-1", 1)
+    supervisor.tick()
+    assert store.get("a").state is JobState.failed
+    assert (place / "checkpoint-3").exists()
+    store.close()
+
+
+def test_the_name_of_a_data_directory_is_made_once(tmp_path: Path, place: Path) -> None:
+    claimed(tmp_path / "one", place)
+    name = (tmp_path / "one" / IDENTITY).read_text()
+    claimed(tmp_path / "one", place.with_name("b"))
+    assert (tmp_path / "one" / IDENTITY).read_text() == name
