@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
-from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from .recipes.spec import AttemptSpec, DatasetRef, DpoLoss, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from .requests import (
     JOB_UUID_PATTERN,
     DataConfig,
@@ -410,8 +410,8 @@ def _dpo(request: PreferenceOptimizeRequest, warnings: list[str]) -> DpoSpec:
     if config.type not in (None, "dpo"):
         raise InvalidRequest("algorithm_config.type", config.type, "send 'dpo', or leave it out")
     loss = config.loss_type or "sigmoid"
-    if loss not in ("sigmoid", "hinge", "ipo"):
-        raise InvalidRequest("algorithm_config.loss_type", loss, "send 'sigmoid' (the nearest), 'hinge' or 'ipo'")
+    if loss not in get_args(DpoLoss):
+        raise InvalidRequest("algorithm_config.loss_type", loss, _nearest(loss, get_args(DpoLoss)))
     if loss == "ipo" and (config.reward_clip is not None or config.reward_scale not in (None, 1.0)):
         raise InvalidRequest(
             "algorithm_config.loss_type", loss, "IPO has no reward margin to scale or clip; leave the reward fields out"

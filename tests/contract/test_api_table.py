@@ -190,7 +190,7 @@ NAMED_INSTEAD = {
 ALSO_REFUSED: list[tuple[str, Try]] = [
     ("algorithm_config.type", Try("QAT")),
     ("algorithm_config.type", Try("ppo", "dpo")),
-    ("algorithm_config.loss_type", Try("kto_pair", "dpo")),
+    ("algorithm_config.loss_type", Try("bco_pair", "dpo")),
     ("algorithm_config.quantizer_name", Try("int4", around={"algorithm_config": LORA})),
     ("algorithm_config.group_size", Try(32, around={"algorithm_config": LORA})),
     (DATA + "train_on_input", Try(True, "dpo")),

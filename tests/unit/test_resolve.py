@@ -144,7 +144,7 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(algorithm_config={**LORA, "apply_lora_to_output": True}), "algorithm_config.apply_lora_to_output"),
         (sft(algorithm_config={**LORA, "rank": 0}), "algorithm_config.rank"),
         (sft(algorithm_config={**LORA, "ranks": 2}), "algorithm_config.ranks"),
-        (dpo(algorithm_config={"beta": 0.1, "loss_type": "kto_pair"}), "algorithm_config.loss_type"),
+        (dpo(algorithm_config={"beta": 0.1, "loss_type": "bco_pair"}), "algorithm_config.loss_type"),
         (dpo(algorithm_config={"loss_type": "ipo", "reward_clip": 5.0}), "algorithm_config.loss_type"),
         (dpo(algorithm_config={"type": "ppo"}), "algorithm_config.type"),
         (dpo(model=None, finetuned_model=None), "finetuned_model"),
