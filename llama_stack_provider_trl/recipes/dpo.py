@@ -29,7 +29,8 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
             chosen completions first, then the rejected ones in the same order, shape (2 * pairs,).
         lengths: completion tokens, same shape; `ipo` averages by them, and pairs without any count in no mean.
         spec: margin = clip(reward_scale * beta * (chosen - rejected), +-reward_clip); `sigmoid` is eq. 7 of
-            arXiv:2305.18290, `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token,
+            arXiv:2305.18290, with label_smoothing the conservative loss (Mitchell, A note on DPO with noisy
+            preferences), `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token,
             `kto_pair` eq. 7 of the HALOs report on which arXiv:2402.01306 is based.
     """
     if spec.loss_type == "ipo":
@@ -41,7 +42,8 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
     margin = _margin(chosen - rejected, spec)
     if spec.loss_type == "hinge":
         return torch.relu(1 - margin)
-    return -F.logsigmoid(margin)
+    smoothing = spec.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
 def _kto_pair(chosen: torch.Tensor, rejected: torch.Tensor, real: torch.Tensor, spec: DpoSpec) -> torch.Tensor:

@@ -60,6 +60,8 @@ class DpoSpec(_Frozen):
     loss_type: DpoLoss = "sigmoid"
     reward_scale: float = Field(1.0, gt=0)
     reward_clip: float | None = Field(None, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
 
 
 class OptimizerSpec(_Frozen):

@@ -307,6 +307,7 @@ def test_a_noted_field_changes_nothing_and_is_warned_about(field: str, settings:
 
 OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
+    "label_smoothing": Try(0.1, "dpo"),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),
     "max_seq_length": Try(77),
     "lr_scheduler": Try("cosine"),

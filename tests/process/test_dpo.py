@@ -13,9 +13,10 @@ import torch
 from llama_stack_provider_trl.recipes.dpo import preference_loss
 from llama_stack_provider_trl.recipes.events import Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.recipes.spec import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
+from tests.process.test_recipes import as_chat, logged_losses, plain_arguments
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, job_spec, of_kind
+from tests.training import DPO_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
@@ -108,6 +109,35 @@ def test_a_filler_counts_in_no_mean_of_kto() -> None:
         torch.tensor([3.0, 5.0, 0.0, 2.0, 6.0, 0.0]), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0]), KTO
     )
     assert filled[:2].tolist() == pytest.approx(alone.tolist())
+
+
+def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) -> None:
+    """TRL 1.16 has no `sigmoid` with label smoothing any more; its `aot` is that loss where a batch is one pair."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
+        args=DPOConfig(
+            **{**plain_arguments(tmp_path), "per_device_train_batch_size": 1},
+            loss_type=["aot"],
+            label_smoothing=0.2,
+            beta=0.3,
+        ),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model()),
+        train_dataset=Dataset.from_list([as_chat(row, "chosen", "rejected") for row in DPO_ROWS]),
+    )
+    trainer.train()
+    smoothed = DpoSpec(beta=0.3, label_smoothing=0.2)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, batch_size=1, dpo=smoothed))
+    losses = [event.metrics["loss"] for event in of_kind(events, Progress)]
+    assert losses == pytest.approx(logged_losses(trainer), rel=1e-4)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -157,6 +157,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(request_body: Any, field: st
     assert str(caught.value).startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("request_body", "options"),
+    [
+        (sft(), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "hinge"}), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "ipo"}), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "kto_pair"}), {"label_smoothing": 0.1}),
+        (dpo(), {"label_smoothing": 0.5}),
+    ],
+)
+def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
+    request_body: Any, options: dict[str, Any], settings: Settings
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(request_body, ProviderOptions.parse(options), settings)
+    assert caught.value.field == f"provider_options.{next(iter(options))}"
+
+
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="did you mean `learning_rate`"):
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
