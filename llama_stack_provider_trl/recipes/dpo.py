@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from peft import PeftConfig
 from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from .spec import DpoSpec
+from .reference import NoReference, is_needed, load_reference
+from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
 
 
@@ -78,6 +80,17 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
     """
 
     head_outputs = ("log_probs",)
+
+    def __init__(self, *, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+        given = None if peft_config else NoReference()
+        super().__init__(ref_model=given, peft_config=peft_config, **arguments)
+        self.ref_model = None
+
+    def bind(self, spec: JobSpec) -> None:
+        """Attach the job, and load its reference."""
+        super().bind(spec)
+        if is_needed(spec):
+            self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset  # tokenized already; TRL would tokenize it again

@@ -28,6 +28,8 @@ class RecipeTrainer(Trainer):
     """A mixin that goes before a TRL trainer in the bases; `bind` must be called before `train`."""
 
     spec: JobSpec
+    ref_model: torch.nn.Module | None = None
+    """The model that DPO's policy is compared with, where it is not the policy itself."""
     saved_checkpoint: Path | None = None
     """The checkpoint directory that was written last, complete and fsynced."""
     need_space: Callable[[], None]

@@ -146,3 +146,27 @@ def test_two_ranks_take_the_means_of_kto_over_both(ranks: Ranks, tmp_path: Path,
     together = trained(ranks, tmp_path / "two", spec_of(tmp_path / "two", 2, strategy, dpo=KTO))
     assert_same(together, alone)
     assert numbers(alone)[-1]["eval_loss"] < 0.49  # 0.5 before the first step
+
+
+# --- reference models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sharding", "tied"),
+    [
+        pytest.param(ShardingSpec(), False, id="untied"),
+        pytest.param(ShardingSpec(strategy="SHARD_GRAD_OP"), True, id="tied-grad-op"),
+        pytest.param(ShardingSpec(cpu_offload=True), True, id="offload"),
+    ],
+)
+def test_a_sharded_reference_is_shared_out_per_block_and_changes_no_number(
+    ranks: Ranks, tmp_path: Path, sharding: ShardingSpec, tied: bool
+) -> None:
+    model = tiny_model(tied=tied)
+    alone = trained(ranks, tmp_path / "one", spec_of(tmp_path / "one", model=model))
+    together = trained(ranks, tmp_path / "two", spec_of(tmp_path / "two", 2, sharding=sharding, model=model))
+    assert_same(together, alone)
+    reference = of_kind(together, Prepared)[0].effective["sharding"]["reference"]
+    assert reference["units"] == (3 if tied else 4)  # two blocks, the root, and embeddings of their own
+    assert set(reference["placements"]) == {"Shard(0)"}
+    assert reference["local_elements"] <= 0.6 * reference["total_elements"]
