@@ -28,6 +28,8 @@ class ProviderOptions(BaseModel):
 
     lora: LoraFinetuningConfig | None = None
     """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
     max_seq_length: int | None = Field(None, gt=1, le=10**7)

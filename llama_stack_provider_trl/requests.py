@@ -115,7 +115,7 @@ class DPOAlignmentConfig(_Body):
     beta: float | None = Field(None, gt=0)
     """How strongly the reference holds the model back. Default 0.1."""
     loss_type: str | None = None
-    """sigmoid (default), hinge or ipo."""
+    """sigmoid (default), hinge, ipo or kto_pair."""
     reward_scale: float | None = Field(None, gt=0)
     """Factor on the margin."""
     reward_clip: float | None = Field(None, gt=0)

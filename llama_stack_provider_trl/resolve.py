@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
-from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from .recipes.spec import AttemptSpec, DatasetRef, DpoLoss, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from .requests import (
     JOB_UUID_PATTERN,
     DataConfig,
@@ -96,8 +96,10 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     warnings: list[str] = []
     is_sft = isinstance(request, SupervisedFineTuneRequest)
     lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
-    dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, warnings)
+    dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, options, warnings)
     algorithm = "sft" if is_sft else "dpo"
+    if is_sft:
+        _refuse_dpo_options(options)
     if options.merge_adapter and lora is None:
         raise InvalidRequest(
             "provider_options.merge_adapter", True, "there is no adapter without LoRA; ask for LoRA, or leave it out"
@@ -418,18 +420,24 @@ def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
     )
 
 
-def _dpo(request: PreferenceOptimizeRequest, warnings: list[str]) -> DpoSpec:
+def _dpo(request: PreferenceOptimizeRequest, options: ProviderOptions, warnings: list[str]) -> DpoSpec:
     config = _parse(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
     for path, name, value, known in _unknown_fields(config, "algorithm_config."):
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
     if config.type not in (None, "dpo"):
         raise InvalidRequest("algorithm_config.type", config.type, "send 'dpo', or leave it out")
     loss = config.loss_type or "sigmoid"
-    if loss not in ("sigmoid", "hinge", "ipo"):
-        raise InvalidRequest("algorithm_config.loss_type", loss, "send 'sigmoid' (the nearest), 'hinge' or 'ipo'")
+    if loss not in get_args(DpoLoss):
+        raise InvalidRequest("algorithm_config.loss_type", loss, _nearest(loss, get_args(DpoLoss)))
     if loss == "ipo" and (config.reward_clip is not None or config.reward_scale not in (None, 1.0)):
         raise InvalidRequest(
             "algorithm_config.loss_type", loss, "IPO has no reward margin to scale or clip; leave the reward fields out"
+        )
+    if loss != "sigmoid" and options.label_smoothing:
+        raise InvalidRequest(
+            "provider_options.label_smoothing",
+            options.label_smoothing,
+            f"the loss {loss} has no form with smoothed labels; use loss_type 'sigmoid', or leave it out",
         )
     for name in ("epsilon", "gamma"):
         if getattr(config, name) is not None:
@@ -439,7 +447,14 @@ def _dpo(request: PreferenceOptimizeRequest, warnings: list[str]) -> DpoSpec:
         loss_type=loss,  # type: ignore[arg-type]
         reward_scale=config.reward_scale or 1.0,
         reward_clip=config.reward_clip,
+        label_smoothing=options.label_smoothing,
     )
+
+
+def _refuse_dpo_options(options: ProviderOptions) -> None:
+    for name in ("label_smoothing",):
+        if value := getattr(options, name):
+            raise InvalidRequest(f"provider_options.{name}", value, "it belongs to DPO; leave it out")
 
 
 def _ranks(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def dpo_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
     return DPOConfig(
         **_common(spec, device),
         beta=spec.dpo.beta,
-        loss_type=[spec.dpo.loss_type],
+        loss_type=["sigmoid"],  # TRL's own, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,
     )

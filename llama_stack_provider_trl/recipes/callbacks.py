@@ -72,6 +72,8 @@ class JobCallback(TrainerCallback):
         """The model is shared out by now and no step is done: prove it, and say what will be trained."""
         spec, model = self.spec, self.trainer.model
         shared_out = sharding.describe(model, spec) if spec.ranks > 1 else None
+        if shared_out and self.trainer.ref_model is not None:
+            shared_out["reference"] = sharding.describe(self.trainer.ref_model, spec)
         if spec.sharding and sharding.is_sharded(spec):
             sharding.prefetch(model, spec.sharding)
         trainable, total = parameter_counts(model)

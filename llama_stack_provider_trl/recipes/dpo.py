@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from peft import PeftConfig
 from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from .spec import DpoSpec
+from .reference import NoReference, is_needed, load_reference
+from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
 
 
@@ -27,20 +29,48 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
     Args:
         logratios: log pi(completion|prompt) - log pi_ref(completion|prompt), summed over the completion's tokens; the
             chosen completions first, then the rejected ones in the same order, shape (2 * pairs,).
-        lengths: completion tokens, same shape; `ipo` averages by them.
+        lengths: completion tokens, same shape; `ipo` averages by them, and pairs without any count in no mean.
         spec: margin = clip(reward_scale * beta * (chosen - rejected), +-reward_clip); `sigmoid` is eq. 7 of
-            arXiv:2305.18290, `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token.
+            arXiv:2305.18290, with label_smoothing the conservative loss (Mitchell, A note on DPO with noisy
+            preferences), `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token,
+            `kto_pair` eq. 7 of the HALOs report on which arXiv:2402.01306 is based.
     """
     if spec.loss_type == "ipo":
         chosen, rejected = (logratios / lengths.clamp(min=1)).chunk(2)
         return (chosen - rejected - 1 / (2 * spec.beta)) ** 2
     chosen, rejected = logratios.chunk(2)
-    margin = spec.reward_scale * spec.beta * (chosen - rejected)
-    if spec.reward_clip is not None:
-        margin = margin.clamp(-spec.reward_clip, spec.reward_clip)
+    if spec.loss_type == "kto_pair":
+        return _kto_pair(chosen, rejected, _real(lengths), spec)
+    margin = _margin(chosen - rejected, spec)
     if spec.loss_type == "hinge":
         return torch.relu(1 - margin)
-    return -F.logsigmoid(margin)
+    smoothing = spec.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _kto_pair(chosen: torch.Tensor, rejected: torch.Tensor, real: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
+    """KTO on pairs as TRL first published it (0.7 releases): the mean of the losses of a pair's two completions.
+
+    The KL divergence from the reference is estimated by the mean log-ratio, not below 0, over the pairs given: for a
+    chosen completion from the rejected half and the other way round. It has a gradient, as it had there. At the first
+    step it is 0 but for rounding, and rounding decides whether its gradient counts.
+    """
+    num_pairs = real.sum().clamp(min=1)
+    chosen_kl = ((chosen * real).sum() / num_pairs).clamp(min=0)
+    rejected_kl = ((rejected * real).sum() / num_pairs).clamp(min=0)
+    of_chosen = 1 - torch.sigmoid(_margin(chosen - rejected_kl, spec))
+    of_rejected = 1 - torch.sigmoid(_margin(chosen_kl - rejected, spec))
+    return (of_chosen + of_rejected) / 2
+
+
+def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
+    margin = spec.reward_scale * spec.beta * difference
+    return margin if spec.reward_clip is None else margin.clamp(-spec.reward_clip, spec.reward_clip)
+
+
+def _real(lengths: torch.Tensor) -> torch.Tensor:
+    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,)."""
+    return (lengths.view(2, -1).sum(dim=0) > 0).float()
 
 
 class DpoRecipe(RecipeTrainer, DPOTrainer):
@@ -51,12 +81,21 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
 
     head_outputs = ("log_probs",)
 
+    def __init__(self, *, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+        given = None if peft_config else NoReference()
+        super().__init__(ref_model=given, peft_config=peft_config, **arguments)
+        self.ref_model = None
+
+    def bind(self, spec: JobSpec) -> None:
+        """Attach the job, and load its reference."""
+        super().bind(spec)
+        if is_needed(spec):
+            self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset  # tokenized already; TRL would tokenize it again
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        if self.spec.dpo is None:
-            raise AssertionError("a DPO job without a DpoSpec")
         mask = inputs["completion_mask"]
         forward = {
             "input_ids": inputs["input_ids"],
@@ -69,8 +108,8 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         logps = outputs.log_probs.sum(dim=1)
         logratios = logps - self._reference_logps(forward)
         lengths = mask[:, 1:].sum(dim=1)
-        real = (lengths.view(2, -1).sum(dim=0) > 0).float()  # 0 for a filler, which has no completions
-        losses = preference_loss(logratios, lengths, self.spec.dpo) * real
+        real = _real(lengths)
+        losses = self._losses(logratios, lengths) * real
         num_pairs = self.accelerator.reduce(real.sum())
         if self.model.training:
             # The mean over the pairs of the whole step, however they are dealt out to ranks and micro steps; gradients
@@ -85,6 +124,28 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
         self._note(logps.detach(), logratios.detach(), real, num_pairs, num_tokens)
         return loss
+
+    def _losses(self, logratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Loss of each pair of this rank, shape (pairs,)."""
+        spec, ranks = self.spec.dpo, self.accelerator.num_processes
+        if spec is None:
+            raise AssertionError("a DPO job without a DpoSpec")
+        if spec.loss_type != "kto_pair" or ranks == 1:
+            return preference_loss(logratios, lengths, spec)
+        # Its means are over the pairs of all ranks. So this rank's log-ratios are in the losses of the others' pairs:
+        # of those, the gradient belongs here and the value does not.
+        everyones = self._of_all_ranks(lengths)
+        losses = preference_loss(self._of_all_ranks(logratios), everyones, spec) * _real(everyones)
+        own, real = losses.chunk(ranks)[self.accelerator.process_index], _real(lengths)
+        others = losses.sum() - own.sum()
+        return own + (others - others.detach()) * real / real.sum().clamp(min=1)
+
+    def _of_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of two halves, shape (2 * pairs,), of all ranks, in halves too. Only this rank's have a gradient."""
+        mine = values.view(2, -1).T
+        parts = list(self.accelerator.gather(mine.detach().contiguous()).chunk(self.accelerator.num_processes))
+        parts[self.accelerator.process_index] = mine
+        return torch.cat(parts).T.reshape(-1)
 
     def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):

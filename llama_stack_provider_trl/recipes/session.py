@@ -101,8 +101,6 @@ def build_trainer(
     check_length(model, spec)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
-    # Under LoRA the reference is the model without its adapter.
-    reference = {"ref_model": load_model(spec, device)} if spec.algorithm == "dpo" and not spec.lora else {}
     with sharding_on_any_device():
         trainer = recipe(
             model=model,
@@ -111,7 +109,6 @@ def build_trainer(
             eval_dataset=validation,
             processing_class=tokenizer,
             peft_config=adapters,
-            **reference,
         )
     trainer.bind(spec, share, writer or Silent())
     effective: dict[str, Any] = {

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from ..errors import JobFailure
 from . import ranks
@@ -119,6 +121,30 @@ def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
         "local_elements": sum(_local(parameter).numel() for parameter in parameters.values()),
         "total_elements": sum(parameter.numel() for parameter in parameters.values()),
     }
+
+
+def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.Module:
+    """Share out a model that only runs forward, under the settings of the one that is trained.
+
+    Every block is a unit, and the embeddings where they are not the output weights too; the rest is the root's. TRL
+    makes one unit of the whole, and a forward gathers all of it. Parts are freed after use even under SHARD_GRAD_OP:
+    no backward comes that would free them.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    options = {
+        "reshard_after_forward": True,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+    }
+    blocks = set(model._no_split_modules or ())
+    for block in [module for module in model.modules() if type(module).__name__ in blocks]:
+        fully_shard(block, **options)
+    embeddings = model.get_input_embeddings()
+    if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
+        fully_shard(embeddings, **options)
+    return fully_shard(model, **options)
 
 
 def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:

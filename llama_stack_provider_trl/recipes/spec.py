@@ -17,7 +17,7 @@ Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant"]
-DpoLoss = Literal["sigmoid", "hinge", "ipo"]
+DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
@@ -49,15 +49,19 @@ class LoraSpec(_Frozen):
 
 
 class DpoSpec(_Frozen):
-    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425).
+    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
+    `kto_pair` KTO on pairs (arXiv:2402.01306).
 
-    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip).
+    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip); with `kto_pair`
+    each completion has one of its own, against the estimated KL divergence of the other half (`recipes.dpo`).
     """
 
     beta: float = Field(0.1, gt=0)
     loss_type: DpoLoss = "sigmoid"
     reward_scale: float = Field(1.0, gt=0)
     reward_clip: float | None = Field(None, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
 
 
 class OptimizerSpec(_Frozen):

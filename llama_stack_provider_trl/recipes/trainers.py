@@ -31,6 +31,8 @@ class RecipeTrainer(Trainer):
     """A mixin that goes before a TRL trainer in the bases; `bind` must be called before `train`."""
 
     spec: JobSpec
+    ref_model: torch.nn.Module | None = None
+    """The model that DPO's policy is compared with, where it is not the policy itself."""
     need_space: Callable[[], None]
     """Called before a checkpoint is written; raises where it would not fit."""
     standing: Callable[[], dict[str, Any]]

@@ -190,7 +190,7 @@ NAMED_INSTEAD = {
 ALSO_REFUSED: list[tuple[str, Try]] = [
     ("algorithm_config.type", Try("QAT")),
     ("algorithm_config.type", Try("ppo", "dpo")),
-    ("algorithm_config.loss_type", Try("kto_pair", "dpo")),
+    ("algorithm_config.loss_type", Try("bco_pair", "dpo")),
     ("algorithm_config.quantizer_name", Try("int4", around={"algorithm_config": LORA})),
     ("algorithm_config.group_size", Try(32, around={"algorithm_config": LORA})),
     (DATA + "train_on_input", Try(True, "dpo")),
@@ -307,6 +307,7 @@ def test_a_noted_field_changes_nothing_and_is_warned_about(field: str, settings:
 
 OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
+    "label_smoothing": Try(0.1, "dpo"),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),
     "max_seq_length": Try(77),
     "lr_scheduler": Try("cosine"),

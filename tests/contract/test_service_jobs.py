@@ -65,7 +65,8 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
     for checkpoint in dpo["checkpoints"]:
         AutoModelForCausalLM.from_pretrained(checkpoint["path"])
     effective = dpo["resources_allocated"]["effective_config"]
-    assert effective["dpo"] == {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
+    asked_for = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
+    assert asked_for.items() <= effective["dpo"].items()
     assert effective["dataset"]["num_rows"] == len(PAIRS)
 
 

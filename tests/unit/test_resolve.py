@@ -144,7 +144,7 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(algorithm_config={**LORA, "apply_lora_to_output": True}), "algorithm_config.apply_lora_to_output"),
         (sft(algorithm_config={**LORA, "rank": 0}), "algorithm_config.rank"),
         (sft(algorithm_config={**LORA, "ranks": 2}), "algorithm_config.ranks"),
-        (dpo(algorithm_config={"beta": 0.1, "loss_type": "kto_pair"}), "algorithm_config.loss_type"),
+        (dpo(algorithm_config={"beta": 0.1, "loss_type": "bco_pair"}), "algorithm_config.loss_type"),
         (dpo(algorithm_config={"loss_type": "ipo", "reward_clip": 5.0}), "algorithm_config.loss_type"),
         (dpo(algorithm_config={"type": "ppo"}), "algorithm_config.type"),
         (dpo(model=None, finetuned_model=None), "finetuned_model"),
@@ -155,6 +155,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(request_body: Any, field: st
         resolve(request_body, ProviderOptions(), settings)
     assert caught.value.field == field
     assert str(caught.value).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "options"),
+    [
+        (sft(), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "hinge"}), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "ipo"}), {"label_smoothing": 0.1}),
+        (dpo(algorithm_config={"loss_type": "kto_pair"}), {"label_smoothing": 0.1}),
+        (dpo(), {"label_smoothing": 0.5}),
+    ],
+)
+def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
+    request_body: Any, options: dict[str, Any], settings: Settings
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(request_body, ProviderOptions.parse(options), settings)
+    assert caught.value.field == f"provider_options.{next(iter(options))}"
 
 
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
