@@ -18,7 +18,9 @@ from trl import DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from .events import EventWriter, Silent
 from .reference import NoReference, is_needed, load_reference
+from .sampling import Share
 from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
 
@@ -86,9 +88,9 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         super().__init__(ref_model=given, peft_config=peft_config, **arguments)
         self.ref_model = None
 
-    def bind(self, spec: JobSpec) -> None:
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
         """Attach the job, and load its reference."""
-        super().bind(spec)
+        super().bind(spec, share, writer)
         if is_needed(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
