@@ -116,6 +116,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "max_validation_steps": _max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
         "train_on_input": _train_on_input(data, is_sft),
+        "packed": _packed(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "dtype": _dtype(training, options.device or settings.devices[0]),
         "gradient_checkpointing": _gradient_checkpointing(training, settings),
@@ -179,7 +180,6 @@ def _refuse_infinite(model: BaseModel, prefix: str) -> None:
 def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
     """The fields whose one supported value is 'off', in one table."""
     savers = request.training_config.efficiency_config or _NO_SAVERS
-    data = request.training_config.data_config
     efficiency = "training_config.efficiency_config."
     one_process = "this provider trains in one process and shards nothing; leave it out or set false"
     refused = [
@@ -193,11 +193,6 @@ def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
         # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
-        (
-            "training_config.data_config.packed",
-            data.packed if data else None,
-            "set false: each row is its own sequence, padded to the longest of its batch",
-        ),
     ]
     for name, value, hint in refused:
         if value:
@@ -314,6 +309,16 @@ def _train_on_input(data: DataConfig, is_sft: bool) -> bool:
             "training_config.data_config.train_on_input", True, "DPO compares completions only; set false"
         )
     return bool(data.train_on_input)
+
+
+def _packed(data: DataConfig, is_sft: bool) -> bool:
+    if data.packed and not is_sft:
+        raise InvalidRequest(
+            "training_config.data_config.packed",
+            True,
+            "DPO scores each pair on its own; set false: pairs are padded to the longest of their batch",
+        )
+    return bool(data.packed)
 
 
 def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: list[str]) -> int | None:

@@ -27,6 +27,7 @@ from jinja2 import TemplateError
 
 from ..errors import InvalidRows, JobFailure
 from .events import Reason
+from .packing import IGNORED, pack
 from .rows import Example, Message, PreferenceExample, SftExample, parse_row
 from .spec import Algorithm, DataFormat
 
@@ -42,9 +43,6 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\n\n### Assistant:\n' }}{% endif %}"
 )
 """For tokenizers without a template: plain-text role headers, no new tokens, an assistant turn ends in `eos_token`."""
-
-IGNORED = -100
-"""Label of a token outside the loss (PyTorch's cross-entropy default)."""
 
 _CHUNK = 1000
 """Rows tokenized at once: enough to amortize a call, few enough that their Python lists stay below 100 MB."""
@@ -165,6 +163,8 @@ def with_filler(dataset: Dataset) -> Dataset:
     if "labels" in first:
         ids = first["input_ids"][:2]
         filler = _dataset([(ids, [-100] * len(ids))], _SFT_COLUMNS)
+        if "seq_lengths" in first:
+            filler = pack(filler, len(ids))
     else:
         filler = _dataset([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], _DPO_COLUMNS)
     return concatenate_datasets([dataset, filler])

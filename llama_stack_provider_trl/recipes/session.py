@@ -25,7 +25,9 @@ from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_fill
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import export_final, export_merged
+from .isolation import expect_isolation
 from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .packing import num_rows, pack
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -81,10 +83,15 @@ def build_trainer(
     if writer:
         for message in warnings:
             writer.write(Warned(message=message))
+    if spec.packed:
+        train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
+    packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
     if spec.ranks > 1:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
+    if spec.packed:
+        expect_isolation(model)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
     # Under LoRA the reference is the model without its adapter.
@@ -107,6 +114,8 @@ def build_trainer(
         "threads": torch.get_num_threads(),
         "data": _counts(report),
     }
+    if packing:
+        effective["packing"] = packing
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:

@@ -116,6 +116,9 @@ class JobSpec(_Frozen):
     shuffle: bool = True
     train_on_input: bool = False
     """SFT: False, the loss covers assistant tokens; True, every token."""
+    packed: bool = False
+    """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
+    sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut at the end, and counted."""
     dtype: Dtype = "bf16"

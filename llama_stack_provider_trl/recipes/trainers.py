@@ -17,6 +17,7 @@ from .. import faults
 from ..files import put_in_place, write_manifest
 from . import ranks
 from .arguments import optimizer_class
+from .packing import num_rows
 from .sampling import EpochSampler
 from .spec import JobSpec
 
@@ -58,12 +59,16 @@ class RecipeTrainer(Trainer):
 
     @property
     def num_rows(self) -> int:
-        """Rows that are trained on."""
-        return self._rows_of(self.train_dataset)
+        """Rows that are trained on; of packed sequences, the rows in them."""
+        return num_rows(self.train_dataset) - self._fillers()
 
     @staticmethod
     def _rows_of(dataset: Any) -> int:
-        return len(dataset) - (1 if ranks.world_size() > 1 else 0)  # the filler
+        return len(dataset) - RecipeTrainer._fillers()
+
+    @staticmethod
+    def _fillers() -> int:
+        return 1 if ranks.world_size() > 1 else 0
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         spec = self.spec

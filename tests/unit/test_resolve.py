@@ -137,7 +137,10 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
             with_training(efficiency_config={"fsdp_cpu_offload": True}),
             "training_config.efficiency_config.fsdp_cpu_offload",
         ),
-        (with_data(packed=True), "training_config.data_config.packed"),
+        (
+            dpo(training_config={"n_epochs": 1, "data_config": {"dataset_id": "x", "batch_size": 2, "packed": True}}),
+            "training_config.data_config.packed",
+        ),
         (with_data(data_format="preference"), "training_config.data_config.data_format"),
         (sft(algorithm_config={"type": "QAT", "quantizer_name": "int8", "group_size": 32}), "algorithm_config.type"),
         (sft(algorithm_config={**LORA, "quantize_base": True}), "algorithm_config.quantize_base"),
