@@ -118,6 +118,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "train_on_input": _train_on_input(data, is_sft),
         "packed": _packed(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
+        "truncation_side": options.truncation_side,
         "dtype": _dtype(training, options.device or settings.devices[0]),
         "gradient_checkpointing": _gradient_checkpointing(training, settings),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
@@ -356,12 +357,19 @@ def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: f
             training.learning_rate,
             f"optimizer_config.lr says {given.lr}; send one of them, or the same value",
         )
+    if options.lr_decay_steps is not None and options.lr_scheduler != "warmup_stable_decay":
+        raise InvalidRequest(
+            "provider_options.lr_decay_steps",
+            options.lr_decay_steps,
+            f"the schedule {options.lr_scheduler!r} has no such part; lr_scheduler 'warmup_stable_decay' has",
+        )
     return OptimizerSpec(
         name=name,  # type: ignore[arg-type]
         learning_rate=given.lr or training.learning_rate or default_lr,
         weight_decay=given.weight_decay or 0.0,
         warmup_steps=given.num_warmup_steps or 0,
         scheduler=options.lr_scheduler,
+        decay_steps=options.lr_decay_steps,
         max_grad_norm=options.max_grad_norm,
     )
 

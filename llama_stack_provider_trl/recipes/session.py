@@ -126,8 +126,8 @@ def build_trainer(
 def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
-        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input)
-    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length)
+        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
+    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

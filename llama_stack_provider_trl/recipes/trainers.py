@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from .. import faults
 from ..files import put_in_place, write_manifest
 from . import ranks
-from .arguments import optimizer_class
+from .arguments import optimizer_class, scheduler_arguments
 from .packing import num_rows
 from .sampling import EpochSampler
 from .spec import JobSpec
@@ -46,6 +46,15 @@ class RecipeTrainer(Trainer):
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's, with the part of it that only the number of steps decides.
+
+        Raises:
+            JobFailure: invalid_request, where the job is too short for its warmup and decay.
+        """
+        self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Turn the metrics, kept as tensors so that no step waits for the device, into numbers."""

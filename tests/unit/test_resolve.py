@@ -165,6 +165,13 @@ def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
 
 
+def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options.lr_decay_steps=5 .* 'warmup_stable_decay'"):
+        spec_of(sft(), settings, lr_scheduler="cosine", lr_decay_steps=5)
+    optimizer = spec_of(sft(), settings, lr_scheduler="warmup_stable_decay", lr_decay_steps=5).optimizer
+    assert (optimizer.scheduler, optimizer.decay_steps) == ("warmup_stable_decay", 5)
+
+
 def test_null_false_and_empty_mean_not_asked_for(settings: Settings) -> None:
     quiet = with_training(
         efficiency_config={"fsdp_cpu_offload": False, "enable_activation_offloading": None},
