@@ -34,8 +34,12 @@ class ProviderOptions(BaseModel):
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
     max_seq_length: int | None = Field(None, gt=1, le=10**7)
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
-    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    truncation_side: Literal["right", "left"] = "right"
+    """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
+    lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Learning rate after warmup."""
+    lr_decay_steps: int | None = Field(None, gt=0, le=10**9)
+    """With warmup_stable_decay: the last so many optimizer steps bring the learning rate to 0. Default: a tenth."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)

@@ -33,7 +33,7 @@ class DataConfig(_Body):
     validation_dataset_id: str | None = None
     """Dataset to evaluate on before every checkpoint and at the end; there is no hidden split."""
     packed: bool | None = None
-    """Refused when true."""
+    """SFT: several rows in one sequence of max_seq_length tokens, none of which sees another."""
     train_on_input: bool | None = None
     """SFT: the loss covers every token, not only the assistant's."""
 

@@ -118,7 +118,9 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "max_validation_steps": _max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
         "train_on_input": _train_on_input(data, is_sft),
+        "packed": _packed(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
+        "truncation_side": options.truncation_side,
         "dtype": _dtype(training, options.device or settings.devices[0]),
         "gradient_checkpointing": _gradient_checkpointing(training, settings),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
@@ -196,7 +198,6 @@ def _refuse_infinite(model: BaseModel, prefix: str) -> None:
 def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
     """The fields whose one supported value is 'off', in one table."""
     savers = request.training_config.efficiency_config or _NO_SAVERS
-    data = request.training_config.data_config
     efficiency = "training_config.efficiency_config."
     one_process = "this provider trains in one process and shards nothing; leave it out or set false"
     refused = [
@@ -210,11 +211,6 @@ def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
         # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
-        (
-            "training_config.data_config.packed",
-            data.packed if data else None,
-            "set false: each row is its own sequence, padded to the longest of its batch",
-        ),
     ]
     for name, value, hint in refused:
         if value:
@@ -333,6 +329,16 @@ def _train_on_input(data: DataConfig, is_sft: bool) -> bool:
     return bool(data.train_on_input)
 
 
+def _packed(data: DataConfig, is_sft: bool) -> bool:
+    if data.packed and not is_sft:
+        raise InvalidRequest(
+            "training_config.data_config.packed",
+            True,
+            "DPO scores each pair on its own; set false: pairs are padded to the longest of their batch",
+        )
+    return bool(data.packed)
+
+
 def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: list[str]) -> int | None:
     if data.validation_dataset_id:
         return training.max_validation_steps
@@ -368,12 +374,19 @@ def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: f
             training.learning_rate,
             f"optimizer_config.lr says {given.lr}; send one of them, or the same value",
         )
+    if options.lr_decay_steps is not None and options.lr_scheduler != "warmup_stable_decay":
+        raise InvalidRequest(
+            "provider_options.lr_decay_steps",
+            options.lr_decay_steps,
+            f"the schedule {options.lr_scheduler!r} has no such part; lr_scheduler 'warmup_stable_decay' has",
+        )
     return OptimizerSpec(
         name=name,  # type: ignore[arg-type]
         learning_rate=given.lr or training.learning_rate or default_lr,
         weight_decay=given.weight_decay or 0.0,
         warmup_steps=given.num_warmup_steps or 0,
         scheduler=options.lr_scheduler,
+        decay_steps=options.lr_decay_steps,
         max_grad_norm=options.max_grad_norm,
     )
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from trl import DPOConfig, SFTConfig
 
+from ..errors import JobFailure
+from .events import Reason
 from .ranks import PATIENCE
 from .sharding import fsdp_arguments, is_sharded
-from .spec import JobSpec
+from .spec import JobSpec, OptimizerSpec
 
 
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
@@ -49,6 +51,24 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
         return torch.optim.SGD, shared
     adam = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
     return adam, {**shared, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
+    """What transformers' schedule takes beyond the warmup.
+
+    Raises:
+        JobFailure: invalid_request, where the job is too short for its warmup and decay.
+    """
+    if optimizer.scheduler != "warmup_stable_decay":
+        return {}
+    decay = optimizer.decay_steps or max(1, total_steps // 10)
+    if optimizer.warmup_steps + decay > total_steps:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"num_warmup_steps {optimizer.warmup_steps} and lr_decay_steps {decay} are more than the {total_steps} "
+            "optimizer steps of this job. Lower them, or train for more epochs.",
+        )
+    return {"num_decay_steps": decay}
 
 
 def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from jinja2 import TemplateError
 
 from ..errors import InvalidRows, JobFailure
 from .events import Reason
+from .packing import IGNORED, pack
 from .rows import Example, Message, PreferenceExample, SftExample, parse_row
-from .spec import Algorithm, DataFormat
+from .spec import Algorithm, DataFormat, TruncationSide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,9 +43,6 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\n\n### Assistant:\n' }}{% endif %}"
 )
 """For tokenizers without a template: plain-text role headers, no new tokens, an assistant turn ends in `eos_token`."""
-
-IGNORED = -100
-"""Label of a token outside the loss (PyTorch's cross-entropy default)."""
 
 _CHUNK = 1000
 """Rows tokenized at once: enough to amortize a call, few enough that their Python lists stay below 100 MB."""
@@ -69,7 +67,7 @@ class DataReport:
     num_rows: int
     kept: int
     truncated: int
-    """Kept rows (or pairs) that were cut at the end to `max_seq_length`."""
+    """Kept rows (or pairs) that were cut to `max_seq_length`."""
     dropped: int
     """Rows whose loss would be empty: after the cut (or, rarely, by the template) no trained token is left."""
     total_tokens: int
@@ -109,13 +107,15 @@ def prepare_sft(
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     train_on_input: bool = False,
+    side: TruncationSide = "right",
 ) -> tuple[Dataset, DataReport]:
     """Tokenize for `SFTTrainer` with `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
-        max_seq_length: tokens; longer sequences are cut at the end.
+        max_seq_length: tokens; longer sequences are cut.
         train_on_input: the loss covers every token instead of the answers alone.
+        side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
 
     Returns:
         A dataset with the columns `input_ids` and `labels`, and what was done to get it.
@@ -125,7 +125,7 @@ def prepare_sft(
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = _SftEncoder(_Chat(tokenizer), train_on_input)
-    tally = _Tally(tokenizer.eos_token_id, max_seq_length)
+    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
         _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := tally.cut_row(ids, labels))], _SFT_COLUMNS)
         for chunk in batched(enumerate(examples), _CHUNK)
@@ -135,19 +135,24 @@ def prepare_sft(
 
 
 def prepare_dpo(
-    pairs: Iterable[PreferenceExample], tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+    pairs: Iterable[PreferenceExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    side: TruncationSide = "right",
 ) -> tuple[Dataset, DataReport]:
     """Tokenize for `DPOTrainer` with its `_prepare_dataset` switched off.
 
     The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
-    once. Arguments, errors and the report are those of `prepare_sft`.
+    once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end, and
+    a pair whose prompt leaves no room for one is dropped. left: first the prompt loses its beginning, as far as its
+    last token, then answers that are still too long their end.
 
     Returns:
         A dataset with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either
         answer has at most `max_seq_length` tokens, and what was done to get it.
     """
     chat = _Chat(tokenizer)
-    tally = _Tally(tokenizer.eos_token_id, max_seq_length)
+    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
         _dataset([cut for ids in _encode_pairs(chat, chunk) if (cut := tally.cut_pair(*ids))], _DPO_COLUMNS)
         for chunk in batched(enumerate(pairs), _CHUNK)
@@ -165,6 +170,8 @@ def with_filler(dataset: Dataset) -> Dataset:
     if "labels" in first:
         ids = first["input_ids"][:2]
         filler = _dataset([(ids, [-100] * len(ids))], _SFT_COLUMNS)
+        if "seq_lengths" in first:
+            filler = pack(filler, len(ids))
     else:
         filler = _dataset([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], _DPO_COLUMNS)
     return concatenate_datasets([dataset, filler])
@@ -385,7 +392,9 @@ class _Tally:
     """Cuts sequences to `limit` tokens and keeps the account."""
 
     eos: int | None
+    bos: int | None
     limit: int
+    side: TruncationSide = "right"
     rows: int = 0
     kept: int = 0
     truncated: int = 0
@@ -401,7 +410,7 @@ class _Tally:
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
         self._see(len(ids))
-        kept_ids, kept_labels = ids[: self.limit], labels[: self.limit]
+        kept_ids, kept_labels = self._cut(ids, ids, self.limit), self._cut(labels, ids, self.limit)
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
             return None
@@ -412,8 +421,11 @@ class _Tally:
         self, prompt: list[int], chosen: list[int], rejected: list[int]
     ) -> tuple[list[int], list[int], list[int]] | None:
         """The pair, cut; None if it is dropped because the prompt leaves no room for an answer."""
-        length = len(prompt) + max(len(chosen), len(rejected))
+        longest = max(len(chosen), len(rejected))
+        length = len(prompt) + longest
         self._see(length)
+        if self.side == "left":
+            prompt = self._cut(prompt, prompt, max(self.limit - longest, 1))
         room = self.limit - len(prompt)
         one, other = chosen[: max(room, 0)], rejected[: max(room, 0)]
         if not one or not other:
@@ -422,6 +434,16 @@ class _Tally:
         trained = len(one) + len(other)
         self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen)
         return prompt, one, other
+
+    def _cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
+        """Of `values`, one per token of `ids`, those of the tokens that stay."""
+        if len(values) <= limit:
+            return values
+        if self.side == "right":
+            return values[:limit]
+        # Models lose their footing without the token that they have seen at the beginning of every text.
+        head = 1 if self.bos is not None and ids[0] == self.bos and limit > 1 else 0
+        return values[:head] + values[len(values) - limit + head :]
 
     def _see(self, length: int) -> None:
         self.rows += 1
@@ -483,8 +505,9 @@ class _Tally:
     def _cut_warnings(self, unit: str) -> Iterator[str]:
         if self.truncated:
             yield (
-                f"{self.truncated} of {self.rows} {unit}s were cut to max_seq_length={self.limit} tokens and lack the "
-                f"end of the answer (the longest has {self.longest})"
+                f"{self.truncated} of {self.rows} {unit}s were cut to max_seq_length={self.limit} tokens and lack "
+                f"{'the end of the answer' if self.side == 'right' else 'their beginning'} "
+                f"(the longest has {self.longest})"
             )
         if self.kept < self.rows:
             yield (

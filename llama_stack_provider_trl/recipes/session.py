@@ -25,7 +25,9 @@ from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_fill
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .isolation import expect_isolation
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
+from .packing import num_rows, pack
 from .sampling import Share
 from .sft import SftRecipe
 from .sharding import sharding_on_any_device
@@ -95,10 +97,15 @@ def build_trainer(
     if writer:
         for message in warnings:
             writer.write(Warned(message=message))
+    if spec.packed:
+        train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
+    packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
     if share.needs_filler:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
+    if spec.packed:
+        expect_isolation(model)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
     with sharding_on_any_device():
@@ -118,6 +125,8 @@ def build_trainer(
         "threads": torch.get_num_threads(),
         "data": _counts(report),
     }
+    if packing:
+        effective["packing"] = packing
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:
@@ -145,8 +154,8 @@ def _own_share(spec: JobSpec) -> Share:
 def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
-        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input)
-    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length)
+        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
+    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

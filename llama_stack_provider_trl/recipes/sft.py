@@ -7,16 +7,21 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from .spec import JobSpec
 from .trainers import RecipeTrainer
 
 
 class SftRecipe(RecipeTrainer, SFTTrainer):
     """Token-level cross entropy over the trained tokens of the whole (accumulated) batch: TRL's loss and numbers.
 
-    Datasets have the columns input_ids and labels; -100 is outside the loss.
+    Datasets have the columns input_ids and labels; -100 is outside the loss. Packed ones also have seq_lengths.
     """
 
     head_outputs = ("log_probs", "is_top1")
+
+    def bind(self, spec: JobSpec) -> None:
+        super().bind(spec)
+        self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(
         self,
@@ -27,6 +32,11 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        mask = inputs["attention_mask"]
+        if self.spec.packed:
+            # Without an attention mask transformers tells the rows of a sequence apart by their positions, and
+            # takes each padding token for a row.
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
@@ -39,7 +49,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         if not self.model.training:
             self.note_evaluated(-outputs.log_probs.sum(), trained)
         fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
-        num_tokens = inputs["attention_mask"].masked_fill(fillers, 0).sum()
+        num_tokens = mask.masked_fill(fillers, 0).sum()
         self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
         return loss
 

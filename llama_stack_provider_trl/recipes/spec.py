@@ -16,9 +16,10 @@ from ..files import RunDir as RunDir  # lives where the runner can import it wit
 Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
-SchedulerName = Literal["linear", "cosine", "constant"]
+SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
+TruncationSide = Literal["right", "left"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
@@ -72,6 +73,9 @@ class OptimizerSpec(_Frozen):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     scheduler: SchedulerName = "linear"
+    decay_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of warmup_stable_decay's last part (arXiv:2404.06395), in which the learning rate falls to 0
+    along a cosine; None: a tenth of all."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are clipped to this norm; 0 switches clipping off."""
 
@@ -120,8 +124,14 @@ class JobSpec(_Frozen):
     shuffle: bool = True
     train_on_input: bool = False
     """SFT: False, the loss covers assistant tokens; True, every token."""
+    packed: bool = False
+    """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
+    sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     max_seq_length: int = Field(1024, gt=1)
-    """Tokens; longer sequences are cut at the end, and counted."""
+    """Tokens; longer sequences are cut, and counted."""
+    truncation_side: TruncationSide = "right"
+    """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
+    the beginning of the prompt."""
     dtype: Dtype = "bf16"
     """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout."""
     gradient_checkpointing: bool = False

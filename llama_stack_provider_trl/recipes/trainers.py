@@ -16,8 +16,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ..errors import JobFailure
 from . import checkpoints, ranks
-from .arguments import optimizer_class
+from .arguments import optimizer_class, scheduler_arguments
 from .events import CheckpointSaved, EventWriter, Reason, Silent
+from .packing import num_rows
 from .sampling import EpochSampler, Share
 from .spec import JobSpec
 
@@ -58,6 +59,15 @@ class RecipeTrainer(Trainer):
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's, with the part of it that only the number of steps decides.
+
+        Raises:
+            JobFailure: invalid_request, where the job is too short for its warmup and decay.
+        """
+        self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Turn the metrics, kept as tensors so that no step waits for the device, into numbers."""
         mode = "train" if self.model.training else "eval"
@@ -70,8 +80,8 @@ class RecipeTrainer(Trainer):
 
     @property
     def num_rows(self) -> int:
-        """Rows that are trained on."""
-        return self._rows_of(self.train_dataset)
+        """Rows that are trained on; of packed sequences, the rows in them."""
+        return num_rows(self.train_dataset) - self.share.needs_filler
 
     def _rows_of(self, dataset: Any) -> int:
         return len(dataset) - self.share.needs_filler

@@ -134,6 +134,8 @@ class Try(NamedTuple):
     call: str = "sft"
     around: Json | None = None
     """Other fields of the request, which it needs to mean anything."""
+    options: Json | None = None
+    """The same of provider options."""
 
 
 ASKS: dict[str, Try] = {
@@ -310,7 +312,9 @@ OPTION_ASKS: dict[str, Try] = {
     "label_smoothing": Try(0.1, "dpo"),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),
     "max_seq_length": Try(77),
+    "truncation_side": Try("left"),
     "lr_scheduler": Try("cosine"),
+    "lr_decay_steps": Try(3, options={"lr_scheduler": "warmup_stable_decay"}),
     "max_grad_norm": Try(0),
     "save_steps": Try(3),
     "keep_last": Try(2),
@@ -333,8 +337,9 @@ def test_every_provider_option_changes_the_job(option: str, settings: Settings) 
     attempt = OPTION_ASKS[option]
     settings = replace(settings, max_ranks=2, sharding=ShardingSpec())  # as the service has them
     body = plain(attempt.call, attempt.around)
-    default = resolved(body, attempt.call, settings)
-    assert spec_of(resolved(body, attempt.call, settings, {option: attempt.value})) != spec_of(default)
+    around = attempt.options or {}
+    default = resolved(body, attempt.call, settings, around)
+    assert spec_of(resolved(body, attempt.call, settings, {**around, option: attempt.value})) != spec_of(default)
 
 
 # --- methods and answers ----------------------------------------------------------------------------------------------

@@ -70,11 +70,15 @@ def test_the_client_raises_its_own_errors_with_our_sentences(client: LlamaStackC
     post_training = client.alpha.post_training
     with pytest.raises(NotFoundError, match="job 'nobody' not found"):
         post_training.job.status(job_uuid="nobody")
-    with pytest.raises(BadRequestError, match="packed=True is not supported"):
+    with pytest.raises(BadRequestError, match="fsdp_cpu_offload=True is not supported"):
         post_training.supervised_fine_tune(
             job_uuid="client-refused",
             model=str(tiny_model()),
-            training_config={"n_epochs": 1, "data_config": {"dataset_id": "x", "batch_size": 1, "packed": True}},
+            training_config={
+                "n_epochs": 1,
+                "data_config": {"dataset_id": "x", "batch_size": 1},
+                "efficiency_config": {"fsdp_cpu_offload": True},
+            },
             hyperparam_search_config={},
             logger_config={},
         )

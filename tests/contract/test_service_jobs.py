@@ -227,8 +227,8 @@ def test_llama_stack_client_drives_the_service_without_a_llama_stack(
         client.datasets.retrieve("client-rows")
     with pytest.raises(NotFoundError, match="job 'nobody' not found"):
         post_training.job.status(job_uuid="nobody")
-    training["data_config"] = {**training["data_config"], "packed": True}
-    with pytest.raises(BadRequestError, match="packed=True is not supported"):
+    training["data_config"] = {**training["data_config"], "data_format": "parquet"}
+    with pytest.raises(BadRequestError, match="data_format='parquet' is not supported"):
         post_training.supervised_fine_tune(job_uuid="refused", model=str(tiny_model()), **common)
 
 

@@ -239,6 +239,23 @@ def test_cut_and_dropped_rows_are_counted(chatml: Any) -> None:
     ]
 
 
+def test_cut_on_the_left_rows_lose_their_beginning_but_for_the_token_that_begins_them(chatml: Any) -> None:
+    long_answer = SftExample([TALK[0], {"role": "assistant", "content": "word " * 100}], 1)
+    long_prompt = SftExample([{"role": "user", "content": "word " * 100}, TALK[1]], 1)
+    whole, _ = prepare(chatml, SftExample(TALK[:2], 1), long_answer, long_prompt)
+    dataset, report = prepare(chatml, SftExample(TALK[:2], 1), long_answer, long_prompt, limit=60, side="left")
+    assert (report.kept, report.truncated, report.dropped) == (3, 2, 0)
+    assert dataset[0] == whole[0]
+    for row, uncut in zip(dataset, whole, strict=True):
+        assert {name: ids[-60:] for name, ids in uncut.items()} == row
+    assert trained(chatml, dataset[2]) == [TALK[1]["content"] + "<|im_end|>\n"]
+    assert "2 of 3 rows were cut to max_seq_length=60 tokens and lack their beginning" in report.warnings[0]
+    chatml.bos_token = "<|im_start|>"
+    begun, _ = prepare(chatml, long_prompt, limit=60, side="left")
+    assert begun[0]["input_ids"] == whole[2]["input_ids"][:1] + whole[2]["input_ids"][-59:]
+    assert begun[0]["labels"] == whole[2]["labels"][:1] + whole[2]["labels"][-59:]
+
+
 def test_a_dataset_of_which_nothing_is_left_fails_the_job_with_the_cure(chatml: Any) -> None:
     with pytest.raises(JobFailure, match=r"none of the 1 rows .* max_seq_length=8: raise max_seq_length") as caught:
         prepare(chatml, SftExample(TALK[:2], 1), limit=8)
@@ -301,6 +318,22 @@ def test_cut_and_dropped_pairs_are_counted(chatml: Any) -> None:
     assert "1 pairs differ only in what was cut: they carry no signal" in report.warnings
     with pytest.raises(JobFailure, match="none of the 1 pairs"):
         prepare_dpo([PAIR], chatml, 5)
+
+
+def test_cut_on_the_left_pairs_lose_the_beginning_of_their_prompt_before_they_lose_an_answer(chatml: Any) -> None:
+    words = {"role": "user", "content": "word " * 100}
+    long_prompt = PreferenceExample([words], PAIR.chosen, PAIR.rejected)
+    all_long = PreferenceExample([words], [{**words, "role": "assistant"}], PAIR.rejected)
+    pairs = [PAIR, long_prompt, all_long]
+    whole, _ = prepare_dpo(pairs, chatml, 1024)
+    dataset, report = prepare_dpo(pairs, chatml, 60, "left")
+    assert (report.kept, report.truncated, report.dropped) == (3, 2, 0)
+    assert dataset[0] == whole[0]
+    answer = len(whole[1]["chosen_ids"])
+    assert dataset[1] == {**whole[1], "prompt_ids": whole[1]["prompt_ids"][answer - 60 :]}
+    assert dataset[2]["prompt_ids"] == whole[2]["prompt_ids"][-1:]
+    assert dataset[2]["chosen_ids"] == whole[2]["chosen_ids"][:59]
+    assert dataset[2]["rejected_ids"] == whole[2]["rejected_ids"]
 
 
 def test_the_real_instructions_lose_nothing(qwen: Any) -> None:

@@ -120,6 +120,7 @@ CASES = [
         ("dpo", "NO_SHARD", "lora", {"lora": LORA}),
         ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
         ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),
+        ("sft", "FULL_SHARD", "packed", {"packed": True, "max_seq_length": 96}),
     )
 ]
 
@@ -201,6 +202,7 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
         pytest.param("sft", "FULL_SHARD", {}, id="sft-sharded"),
         pytest.param("dpo", "FULL_SHARD", {"lora": LORA}, id="dpo-sharded-lora"),
         pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
+        pytest.param("sft", "NO_SHARD", {"packed": True, "max_seq_length": 96, "n_epochs": 3}, id="sft-ddp-packed"),
     ],
 )
 def test_a_checkpoint_of_two_ranks_goes_on_exactly(

@@ -329,6 +329,23 @@ def test_learning_rate_follows_warmup_and_schedule(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3])
 
 
+def test_warmup_stable_decay_ends_in_a_cosine_of_the_steps_asked_for(tmp_path: Path) -> None:
+    optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="warmup_stable_decay", decay_steps=2)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, optimizer=optimizer))
+    rates = [point.metrics["learning_rate"] for point in of_kind(events, Progress)]
+    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])
+
+
+def test_a_job_too_short_for_its_warmup_and_decay_fails_before_its_first_step(tmp_path: Path) -> None:
+    optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="warmup_stable_decay", decay_steps=2)
+    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), optimizer=optimizer))
+    assert status == 1
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "num_warmup_steps 2 and lr_decay_steps 2 are more than the 3 optimizer steps" in failed.message
+    assert not of_kind(events, Prepared)
+
+
 def test_a_model_without_a_chat_template_gets_the_default_one_and_keeps_it(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

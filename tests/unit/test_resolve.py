@@ -137,7 +137,10 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
             with_training(efficiency_config={"fsdp_cpu_offload": True}),
             "training_config.efficiency_config.fsdp_cpu_offload",
         ),
-        (with_data(packed=True), "training_config.data_config.packed"),
+        (
+            dpo(training_config={"n_epochs": 1, "data_config": {"dataset_id": "x", "batch_size": 2, "packed": True}}),
+            "training_config.data_config.packed",
+        ),
         (with_data(data_format="preference"), "training_config.data_config.data_format"),
         (sft(algorithm_config={"type": "QAT", "quantizer_name": "int8", "group_size": 32}), "algorithm_config.type"),
         (sft(algorithm_config={**LORA, "quantize_base": True}), "algorithm_config.quantize_base"),
@@ -178,6 +181,13 @@ def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="did you mean `learning_rate`"):
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
+
+
+def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options.lr_decay_steps=5 .* 'warmup_stable_decay'"):
+        spec_of(sft(), settings, lr_scheduler="cosine", lr_decay_steps=5)
+    optimizer = spec_of(sft(), settings, lr_scheduler="warmup_stable_decay", lr_decay_steps=5).optimizer
+    assert (optimizer.scheduler, optimizer.decay_steps) == ("warmup_stable_decay", 5)
 
 
 def test_null_false_and_empty_mean_not_asked_for(settings: Settings) -> None:
