@@ -8,6 +8,8 @@ import pytest
 
 from tests.contract.stack import LlamaStack, Server, running_stack
 
+pytest.register_assert_rewrite("tests.contract.crashing")
+
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaStack]:

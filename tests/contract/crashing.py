@@ -264,16 +264,22 @@ def cancel_and_kill(server: Crashing, job: str) -> None:
     assert_cancelled(server, job)
 
 
-def assert_as_undisturbed(server: Crashing, job: str, expected: Outcome, attempts: int = 1) -> None:
-    """The job completes, with the weights and the metrics of one that was left alone, and leaves nothing behind."""
+def assert_as_undisturbed(server: Crashing, job: str, expected: Outcome, paused_at: int | None = None) -> None:
+    """The job completes, with the weights and the metrics of one that was left alone, and leaves nothing behind.
+
+    Args:
+        paused_at: the step at which it was paused; it has a checkpoint and a second attempt from there.
+    """
     status = server.wait(job, "completed", timeout=server.patience)
     assert_clean(server.data_dir)
     resources = status["resources_allocated"]
-    assert (resources["attempt"], resources["retries_used"]) == (attempts, 0), resources
+    starts = [attempt.start_step for attempt in server.store.attempts(job)]
+    assert starts == ([0] if paused_at is None else [0, paused_at])
+    assert resources["retries_used"] == 0
     assert resources["warnings"] == []
     assert [(kind, step) for kind, step, _ in expected.losses] == [("train", n + 1) for n in range(server.steps)]
-    saved = range(server.save_steps, server.steps + 1, server.save_steps)
-    assert [checkpoint.step for checkpoint in server.store.checkpoints(job)] == [*saved]
+    saved = {*range(server.save_steps, server.steps + 1, server.save_steps), paused_at or server.steps}
+    assert [checkpoint.step for checkpoint in server.store.checkpoints(job)] == sorted(saved)
     assert_checkpoints_stand(status)
     assert server.outcome(job) == expected
 

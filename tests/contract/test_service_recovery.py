@@ -225,8 +225,7 @@ def test_a_job_ends_as_if_left_alone_although_the_service_is_killed_in_every_sta
             service.go(point)
     die_at(service, job, CONCLUDING)
     service.wait_until_it_answers()
-    assert_as_undisturbed(service, job, expected, attempts=2)
-    assert service.store.attempts(job)[1].start_step == paused_at
+    assert_as_undisturbed(service, job, expected, paused_at)
 
 
 def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: CrashingService, ports: range) -> None:
