@@ -455,10 +455,12 @@ def configured(kind: type[Server], root: Path, settings: Json) -> LlamaStack | T
     return stack
 
 
-def saving_job(job_uuid: str, checkpoint_dir: Path | str) -> Json:
+def saving_job(server: Server, job_uuid: str, checkpoint_dir: Path | str) -> Json:
     """Eight steps; with `save_steps` 2, three step checkpoints and the final one in place of a fourth."""
     body = sft(job_uuid, "questions", checkpoint_dir=str(checkpoint_dir))
     body["training_config"]["n_epochs"] = 2
+    if isinstance(server, TrainingService):
+        body["training_config"]["data_config"]["batch_size"] //= TWO_RANKS["nproc_per_node"]
     return body
 
 
@@ -486,8 +488,8 @@ def assert_kept(status: Json, job_uuid: str) -> None:
 
 def test_a_disk_that_fills_up_in_mid_checkpoint_fails_that_job_alone(other_server: Server, disk: Path) -> None:
     other_server.arm("saving-4", "hold")
-    full = other_server.submit(SFT, saving_job("full", disk), options=SAVING)
-    after = other_server.submit(SFT, saving_job("after", "results"), options=SAVING)
+    full = other_server.submit(SFT, saving_job(other_server, "full", disk), options=SAVING)
+    after = other_server.submit(SFT, saving_job(other_server, "after", "results"), options=SAVING)
     other_server.wait_taken("saving-4", SECONDS)
     assert (disk / "full" / ".saving").is_dir()
     fill(disk / "ballast")
@@ -505,7 +507,7 @@ def test_a_full_disk_found_between_two_checkpoints_is_told_before_anything_is_wr
     other_server: Server, disk: Path
 ) -> None:
     other_server.arm("step-3", "hold")
-    job = other_server.submit(SFT, saving_job("between", disk), options=SAVING)
+    job = other_server.submit(SFT, saving_job(other_server, "between", disk), options=SAVING)
     other_server.wait_taken("step-3", SECONDS)
     fill(disk / "ballast")
     other_server.go("step-3")
@@ -517,7 +519,9 @@ def test_a_full_disk_found_between_two_checkpoints_is_told_before_anything_is_wr
 
 def test_a_disk_that_is_full_for_a_moment_costs_a_try_and_not_the_job(other_server: Server, disk: Path) -> None:
     other_server.arm("saving-4", "full")
-    job = other_server.submit(SFT, saving_job("moment", "results"), options={"save_steps": 2, "retries": 1})
+    job = other_server.submit(
+        SFT, saving_job(other_server, "moment", "results"), options={"save_steps": 2, "retries": 1}
+    )
 
     def tried() -> Json | None:
         status = other_server.status(job)
@@ -537,7 +541,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_try_and_not_the_job(other_serv
 def test_a_checkpoint_dir_on_a_read_only_disk_fails_its_job_with_the_systems_own_words(
     other_server: Server, read_only_disk: Path
 ) -> None:
-    job = other_server.submit(SFT, saving_job("read-only", read_only_disk), options=SAVING)
+    job = other_server.submit(SFT, saving_job(other_server, "read-only", read_only_disk), options=SAVING)
     error = other_server.wait(job, "failed", SECONDS)["resources_allocated"]["error"]
     assert "Read-only file system" in error["message"]
     assert str(read_only_disk) in error["message"]
