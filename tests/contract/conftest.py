@@ -6,7 +6,9 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.contract.stack import LlamaStack, running_stack
+from tests.contract.stack import LlamaStack, Server, running_stack
+
+pytest.register_assert_rewrite("tests.contract.crashing")
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed:
         for value in getattr(item, "funcargs", {}).values():
-            if isinstance(value, LlamaStack):
+            if isinstance(value, Server):
                 report.sections.append((f"end of {value.log}", value.log_tail()))
     return report

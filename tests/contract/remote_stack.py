@@ -69,4 +69,4 @@ def running_remote_stack(root: Path) -> Iterator[RemoteStack]:
             if service.runs():
                 service.stop()
             service.session.close()
-            service.end_jobs()
+            service.kill_tasks()

@@ -1,4 +1,4 @@
-"""A real Llama Stack on a free port of this machine, and the calls that a user makes to it."""
+"""A real Llama Stack on a free port of this machine, and the calls that a user makes to it or to a training service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 
 import psutil
 import requests
+import yaml
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import tail
 from llama_stack_provider_trl.process import RUN_DIR_MARK, TASK_MARK
 from tests.tiny import REPOSITORY
@@ -40,90 +43,89 @@ def poll[Value](look: Callable[[], Value], what: str, timeout: float, pause: flo
         time.sleep(pause)
 
 
-class LlamaStack:
-    """One server on one data directory, with the shipped run.yaml on the CPU. It can be stopped and started again."""
+class Server(ABC):
+    """What Llama Stack and the training service have in common: one process on one data directory, which can be stopped
+    or killed, and started again; and the calls that a user makes to it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.data_dir = root / "data"
-        self.log = root / "server.log"
-        self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.server: subprocess.Popen[bytes] | None = None
-        shipped = (REPOSITORY / "run.yaml").read_text()
-        # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
-        assert shipped.count("device: auto\n") == 1
-        self._config = root / "run.yaml"
-        self._config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
+    called: str
+    root: Path
+    data_dir: Path
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Start the server; until somebody asks, nobody knows whether it is up."""
+
+    @abstractmethod
+    def wait_until_it_answers(self) -> None:
+        """Until it can be called; an AssertionError where it ends instead."""
+
+    @abstractmethod
+    def get(self, path: str, *, prefix: str = "/v1", **params: Any) -> requests.Response: ...
+
+    @abstractmethod
+    def post(self, path: str, body: Any, *, prefix: str = "/v1", options: Any = None) -> requests.Response:
+        """POST, with our own options where this server expects them."""
+
+    @abstractmethod
+    def log_tail(self) -> str: ...
 
     @property
     def pid(self) -> int:
-        assert self.server is not None
-        return self.server.pid
+        assert self.process is not None
+        return self.process.pid
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
         self.launch()
         self.wait_until_it_answers()
 
-    def launch(self) -> None:
-        """Start the server; until somebody asks, nobody knows whether it is up."""
-        self.data_dir.mkdir(exist_ok=True)
-        environ = {
-            **os.environ,
-            "TRL_OUTPUT_DIR": str(self.data_dir),
-            "TRL_LOCK_DIR": str(self.root / "locks"),  # not behind whatever else trains on this machine
-            "LLAMA_STACK_PORT": str(self.port),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
-        }
-        with open(self.log, "ab") as output:
-            self.server = subprocess.Popen(
-                [str(LLAMA), "stack", "run", str(self._config)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self.root,
-                env=environ,
-                start_new_session=True,
-            )
-
-    def wait_until_it_answers(self) -> None:
-        assert self.server is not None
-        try:
-            poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
-        except AssertionError as error:
-            self.server.kill()
-            self.server.wait()
-            raise AssertionError(f"{error}\n{self.log_tail()}") from None
-
     def runs(self) -> bool:
-        return self.server is not None and self.server.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
         """SIGTERM; an AssertionError where it takes a SIGKILL, or where the server ended by itself."""
-        assert self.server is not None
-        self.server.send_signal(signal.SIGTERM)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
         try:
-            exit_code = self.server.wait(15)
+            exit_code = self.process.wait(15)
         except subprocess.TimeoutExpired:
-            self.server.kill()
-            exit_code = self.server.wait()
+            self.process.kill()
+            exit_code = self.process.wait()
         # uvicorn shuts down in order, then ends by the signal that it was sent.
-        assert exit_code in (0, -signal.SIGTERM), f"Llama Stack ended with {exit_code}\n{self.log_tail()}"
+        assert exit_code in (0, -signal.SIGTERM), f"{self.called} ended with {exit_code}\n{self.log_tail()}"
 
-    def get(self, path: str, *, prefix: str = "/v1", **params: str) -> requests.Response:
-        return requests.get(self.url + prefix + path, params=params, timeout=30)
+    def arm(self, point: str, action: str) -> None:
+        """Have the product do something at one of its points, once (tests/README.md)."""
+        self.faults.mkdir(exist_ok=True)
+        for name in (f"{point}.taken", f"{point}.go"):
+            (self.faults / name).unlink(missing_ok=True)
+        (self.faults / point).write_text(action)
 
-    def post(self, path: str, body: Json, *, prefix: str = "/v1", options: Any = None) -> requests.Response:
-        """POST, with `options` under the key `trl` of the provider-data header."""
-        headers = {"X-LlamaStack-Provider-Data": json.dumps({"trl": options})} if options is not None else {}
-        return requests.post(self.url + prefix + path, json=body, headers=headers, timeout=30)
+    def taken(self, point: str) -> bool:
+        """Whether a process has come to an armed point."""
+        return (self.faults / f"{point}.taken").exists()
 
-    def submit(self, path: str, body: Json, *, options: Any = None) -> str:
-        """POST a job that must be taken; returns its job_uuid."""
-        answer = self.post(path, body, options=options)
+    def wait_taken(self, point: str, timeout: float = 60) -> None:
+        """Until a process has come to an armed point. Asks the server nothing."""
+        poll(lambda: self.taken(point), f"a process reaches {point}", timeout, pause=0.02)
+
+    def go(self, point: str) -> None:
+        """Let go on who is held at a point."""
+        (self.faults / f"{point}.go").touch()
+
+    @property
+    def faults(self) -> Path:
+        return self.root / "faults"
+
+    def submit(self, path: str, body: Json, *, options: Any = None, **more: Any) -> str:
+        """POST a job that must be taken, its body with what is more; returns its job_uuid."""
+        answer = self.post(path, {**body, **more}, options=options)
         assert answer.status_code == 200, answer.text
         assert answer.json() == {"job_uuid": body["job_uuid"]}
         return str(body["job_uuid"])
@@ -188,6 +190,79 @@ class LlamaStack:
             return [_kill(process) for process in self.processes()]
         return []
 
+    def kill_tasks(self) -> None:
+        """End whatever trains on this data directory."""
+        for process in self.processes():
+            _kill(process)
+
+
+class LlamaStack(Server):
+    """With the shipped run.yaml, on the CPU."""
+
+    called = "Llama Stack"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data_dir = root / "data"
+        self.log = root / "server.log"
+        self.port = _free_port()
+        shipped = (REPOSITORY / "run.yaml").read_text()
+        # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
+        assert shipped.count("device: auto\n") == 1
+        self._config = root / "run.yaml"
+        self._config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
+
+    def configure(self, **settings: Any) -> None:
+        """Change settings of our provider; what Llama Stack reads at its next start."""
+        config = yaml.safe_load(self._config.read_text())
+        (provider,) = config["providers"]["post_training"]
+        provider["config"] |= settings
+        self._config.write_text(yaml.safe_dump(config))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def launch(self) -> None:
+        self.data_dir.mkdir(exist_ok=True)
+        environ = {
+            **os.environ,
+            "TRL_OUTPUT_DIR": str(self.data_dir),
+            "TRL_LOCK_DIR": str(self.root / "locks"),  # not behind whatever else trains on this machine
+            "LLAMA_STACK_PORT": str(self.port),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            faults.VARIABLE: str(self.faults),
+            "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
+        }
+        with open(self.log, "ab") as output:
+            self.process = subprocess.Popen(
+                [str(LLAMA), "stack", "run", str(self._config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.root,
+                env=environ,
+                start_new_session=True,
+            )
+
+    def wait_until_it_answers(self) -> None:
+        assert self.process is not None
+        try:
+            poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
+        except AssertionError as error:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"{error}\n{self.log_tail()}") from None
+
+    def get(self, path: str, *, prefix: str = "/v1", **params: Any) -> requests.Response:
+        return requests.get(self.url + prefix + path, params=params, timeout=30)
+
+    def post(self, path: str, body: Any, *, prefix: str = "/v1", options: Any = None) -> requests.Response:
+        """POST, with `options` under the key `trl` of the provider-data header."""
+        headers = {"X-LlamaStack-Provider-Data": json.dumps({"trl": options})} if options is not None else {}
+        return requests.post(self.url + prefix + path, json=body, headers=headers, timeout=30)
+
     def log_tail(self) -> str:
         """The end of the server's log, without the requests that went well."""
         lines = (line.rstrip() for line in tail(self.log, 2000, 1 << 20).splitlines())
@@ -216,8 +291,7 @@ def running_stack(root: Path) -> Iterator[LlamaStack]:
             if stack.runs():
                 stack.stop()
         finally:
-            for process in stack.processes():
-                _kill(process)
+            stack.kill_tasks()
 
 
 def _works_under(process: psutil.Process, home: Path) -> bool:

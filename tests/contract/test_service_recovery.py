@@ -1,8 +1,8 @@
-"""Jobs of two ranks on the service: whoever is killed, however crowded the machine, they end as if left alone."""
+"""Jobs of two ranks on the service: whoever is killed, in whatever state, however crowded the machine, they end as if
+left alone."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import signal
@@ -23,19 +23,29 @@ import requests
 
 from llama_stack_provider_trl import process
 from llama_stack_provider_trl.files import RunDir, is_whole
-from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
-from llama_stack_provider_trl.process import FileLock, ProcessId, tasks_below
+from llama_stack_provider_trl.process import ProcessId, tasks_below
 from llama_stack_provider_trl.recipes.events import Started, iter_events
 from tests.census import assert_clean, census
+from tests.contract.crashing import (
+    CONCLUDING,
+    PASSES,
+    STARTING,
+    CrashingService,
+    CrashingStack,
+    assert_as_undisturbed,
+    cancel_and_kill,
+    crashing_stack,
+    die_at,
+    kill_while_held,
+    pause_and_kill,
+)
 from tests.contract.payloads import promised
-from tests.contract.service import JOBS, TrainingService, ndjson, running_service
-from tests.contract.stack import DPO, ENDED, Json, poll
-from tests.contract.test_http_recovery import PASSES, CrashingStack, crashing_stack
+from tests.contract.service import JOBS, TrainingService, ndjson, running, running_service
+from tests.contract.stack import DPO, Json, poll
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -43,10 +53,9 @@ PAIRS = [
     {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": "I would rather not say."}
     for n in range(24)
 ]
-STEPS = 9
+STEPS = CrashingService.steps
 """Three epochs of 24 rows, of which 2 ranks take 4 each at once. Checkpoints come at the end of an epoch: 3 and 6."""
-SECONDS = 150
-"""For a job of two ranks, most of which are imports. A quiet machine with 2 cores takes 20."""
+SECONDS = CrashingService.patience
 LAST, FIRST_KILL, SECOND_KILL = f"step-{STEPS}", "step-4", "step-7"
 
 
@@ -71,16 +80,17 @@ def ports() -> range:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, ports: range) -> Iterator[TrainingService]:
+def service(tmp_path_factory: pytest.TempPathFactory, ports: range) -> Iterator[CrashingService]:
     torchrun = {"nproc_per_node": 2, "master_port": ports.start}
-    with running_service(tmp_path_factory.mktemp("service"), torch_run_config=torchrun) as service:
+    service = CrashingService(tmp_path_factory.mktemp("service"), torch_run_config=torchrun)
+    with closing(service.store), running(service):
         service.arm(LAST, "hold")
         register(service.url)
         yield service
 
 
 @pytest.fixture(scope="module")
-def two(service: TrainingService, ports: range) -> Two:
+def two(service: CrashingService, ports: range) -> Two:
     post_at_once(service.url, [promised(name, "pairs") for name in ("one", "other")])
     service.wait_taken(LAST, timeout=SECONDS)
     states = {job: service.state(job) for job in ("one", "other")}
@@ -92,7 +102,7 @@ def two(service: TrainingService, ports: range) -> Two:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(service: TrainingService, two: Two) -> Json:
+def undisturbed(service: CrashingService, two: Two) -> Json:
     """The first job, ended. The second one is going to be held twice."""
     service.arm(FIRST_KILL, "hold")  # the first one is past these steps
     service.arm(SECOND_KILL, "hold")
@@ -101,14 +111,9 @@ def undisturbed(service: TrainingService, two: Two) -> Json:
 
 
 @pytest.fixture
-def idle(service: TrainingService) -> TrainingService:
+def idle(service: CrashingService) -> CrashingService:
     """The service without a job, whatever the test before has left there."""
-    if not service.runs():
-        service.start()
-    for job in service.get(JOBS, full=True).json()["data"]:
-        if job["state"] not in ENDED:
-            service.post(f"{JOBS}/{job['job_uuid']}/cancel")
-    assert_clean(service.data_dir, within=20)
+    service.disarm()
     return service
 
 
@@ -148,48 +153,82 @@ def test_the_promised_payload_trains_on_two_ranks_and_its_record_says_how_it_was
 
 
 def test_a_job_ends_as_if_left_alone_although_the_service_a_rank_and_torchrun_are_killed(
-    service: TrainingService, two: Two, undisturbed: Json
+    service: CrashingService, two: Two, undisturbed: Json
 ) -> None:
     job = two.second
-    with closing(Store(service.data_dir / DATABASE)) as store:
-        service.wait_taken(FIRST_KILL, timeout=SECONDS)
-        before = census(service.data_dir)
-        assert len(before.running) >= 4, "the runner, torchrun, two ranks"
-        service.kill()
-        assert census(service.data_dir) == before
-        restart_unasked(service)
-        assert census(service.data_dir) == before, "who begins to supervise must leave what is at work alone"
-        assert store.get(job).state is JobState.in_progress
+    service.wait_taken(FIRST_KILL, timeout=SECONDS)
+    before = census(service.data_dir)
+    assert len(before.running) >= 4, "the runner, torchrun, two ranks"
+    service.kill()
+    assert census(service.data_dir) == before
+    service.restart()
+    assert census(service.data_dir) == before, "who begins to supervise must leave what is at work alone"
+    assert service.recorded(job) is JobState.in_progress
 
-        process.send_signal(rank_1(run_dir(store, job)), signal.SIGKILL)
-        service.wait_taken(SECOND_KILL, timeout=SECONDS)
-        service.kill()
-        torchrun = runner_status(run_dir(store, job)).trainer
-        assert torchrun is not None
-        process.send_signal(torchrun, signal.SIGKILL)
-        poll(lambda: not census(service.data_dir), "every process is gone although there is no service", timeout=10)
-        assert store.get(job).state is JobState.in_progress
-        restart_unasked(service)
-        assert reach(store, job, JobState.completed, JobState.failed).state is JobState.completed
+    process.send_signal(rank_1(run_dir(service, job)), signal.SIGKILL)
+    service.wait_taken(SECOND_KILL, timeout=SECONDS)
+    service.kill()
+    torchrun = runner_status(run_dir(service, job)).trainer
+    assert torchrun is not None
+    process.send_signal(torchrun, signal.SIGKILL)
+    poll(lambda: not census(service.data_dir), "every process is gone although there is no service", timeout=10)
+    assert service.recorded(job) is JobState.in_progress
+    service.restart()
+    assert service.reach(job, JobState.completed, JobState.failed).state is JobState.completed
 
-        attempts = store.attempts(job)
+    attempts = service.store.attempts(job)
     assert_clean(service.data_dir)
     status = service.wait(job, "completed")
     assert [attempt.start_step for attempt in attempts] == [0, 3, 6]
     assert "rank 1 was killed by SIGKILL" in attempts[0].message
     assert "the training process was killed by SIGKILL" in attempts[1].message
     assert status["resources_allocated"]["retries_used"] == 2
-    assert points(service, job) == points(service, two.first)
-    assert [step for step, _ in points(service, job)] == list(range(1, STEPS + 1))
+    assert service.outcome(job) == service.outcome(two.first)
+    assert [step for _, step, _ in service.outcome(job).losses] == list(range(1, STEPS + 1))
     assert [Path(checkpoint["path"]).name for checkpoint in status["checkpoints"]] == [
         *("checkpoint-3", "checkpoint-6", "final")
     ]
     assert all(is_whole(Path(checkpoint["path"])) for checkpoint in status["checkpoints"])
-    assert weights(status) == weights(undisturbed)
-    assert final(status).parent != final(undisturbed).parent
+    assert Path(status["checkpoints"][-1]["path"]).parent != Path(undisturbed["checkpoints"][-1]["path"]).parent
 
 
-def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: TrainingService, ports: range) -> None:
+def test_a_job_ends_as_if_left_alone_although_the_service_is_killed_in_every_state_of_it(
+    idle: CrashingService, two: Two, undisturbed: Json
+) -> None:
+    service = idle
+    expected = service.outcome(two.first)
+    service.kill()
+    with service.unsupervised():
+        service.start()
+        job = service.train("killed-often")
+        service.kill()
+    assert service.recorded(job) is JobState.scheduled
+
+    for point in STARTING:
+        service.arm(point, "kill")
+    for point in service.held:
+        service.arm(point, "hold")
+    service.launch()
+    die_at(service, job, STARTING)
+    for point in service.held:
+        kill_while_held(service, point)
+        if point == service.between:
+            paused_at = pause_and_kill(service, job)
+            # Of the job that has the device now, the service is killed while it is cancelled.
+            service.arm(service.second_save, "hold")
+            cancel_and_kill(service, service.train("cancelled"))
+            assert service.recorded(job) is JobState.paused
+            for act in CONCLUDING:
+                service.arm(act, "kill")
+            service.store.request_resume(job)
+        else:
+            service.go(point)
+    die_at(service, job, CONCLUDING)
+    service.wait_until_it_answers()
+    assert_as_undisturbed(service, job, expected, paused_at)
+
+
+def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: CrashingService, ports: range) -> None:
     service = idle
     told = f"every port from {ports.start} to {ports.stop - 1} is in use; set master_port to the first of 100 free ones"
     spare = ports[57]
@@ -215,7 +254,7 @@ def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle:
 
 
 def test_an_inline_provider_and_the_service_never_train_on_one_device_together(
-    idle: TrainingService, tmp_path: Path
+    idle: CrashingService, tmp_path: Path
 ) -> None:
     service = idle
     (tmp_path / "locks").symlink_to(service.root / "locks")  # TRL_LOCK_DIR of both
@@ -245,7 +284,7 @@ def test_an_inline_provider_and_the_service_never_train_on_one_device_together(
     assert times == sorted(times), "one began before the other had ended"
 
 
-def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: TrainingService) -> None:
+def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: CrashingService) -> None:
     service = idle
     (service.files / "pairs.jsonl").write_bytes(ndjson(PAIRS) * 10_000)
     source = {"type": "uri", "uri": str(service.files / "pairs.jsonl")}
@@ -339,24 +378,8 @@ def post_at_once(url: str, bodies: list[Json]) -> None:
             assert (answer.status_code, answer.json()) == (200, {"job_uuid": body["job_uuid"]})
 
 
-def restart_unasked(service: TrainingService) -> None:
-    """Start the service again and send it no request; returns when it has looked at every job a few times."""
-    assert "Traceback" not in service.log.read_text(), service.log_tail()
-    service.process = service.spawn(service.port, service.data_dir, service.log)
-    lock = FileLock(service.data_dir / "supervisor.lock")
-    mine = f"supervisor (pid {service.pid})"
-    poll(lambda: lock.holder() == mine, f"{mine} holds the lock", timeout=20, pause=0.02)
-    time.sleep(PASSES)
-
-
-def reach(store: Store, job: str, *states: JobState) -> JobRecord:
-    """The job once it is in one of these states, as the store tells."""
-    poll(lambda: store.get(job).state in states, f"job {job} is {' or '.join(states)}", timeout=SECONDS)
-    return store.get(job)
-
-
-def run_dir(store: Store, job: str) -> RunDir:
-    found = store.get(job).run_dir
+def run_dir(service: CrashingService, job: str) -> RunDir:
+    found = service.store.get(job).run_dir
     assert found is not None
     return RunDir(found)
 
@@ -375,22 +398,6 @@ def rank_1(paths: RunDir) -> ProcessId:
     found = process.identify(pid)
     assert found is not None
     return found
-
-
-def points(service: TrainingService, job: str) -> list[tuple[int, float]]:
-    """Step and loss of every metric point."""
-    data = service.get(f"{JOBS}/{job}/metrics").json()["data"]
-    return [(point["step"], point["metrics"]["loss"]) for point in data]
-
-
-def final(status: Json) -> Path:
-    path = Path(status["checkpoints"][-1]["path"])
-    assert path.name == "final"
-    return path
-
-
-def weights(status: Json) -> str:
-    return hashlib.sha256((final(status) / "model.safetensors").read_bytes()).hexdigest()
 
 
 def free_range() -> range:

@@ -276,8 +276,8 @@ class World:
     def _kill_server(self) -> None:
         """SIGKILL to the server's process group; every training has its own."""
         os.killpg(self.stack.pid, signal.SIGKILL)
-        assert self.stack.server is not None
-        self.stack.server.wait(10)
+        assert self.stack.process is not None
+        self.stack.process.wait(10)
 
     def _away(self, end: Callable[[], None]) -> str:
         self.watch.ends()
