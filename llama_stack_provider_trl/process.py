@@ -141,6 +141,37 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def machine_memory() -> int:
+    """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
+    limits = [psutil.virtual_memory().total]
+    for path in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):  # no such file; `max`
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
+def available_memory() -> int:
+    """Bytes of this machine's memory that nobody uses, or that its owner would give up."""
+    return int(psutil.virtual_memory().available)
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process takes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _memory_limits() -> list[Path]:
+    """Where control groups (version 2, then 1) keep the limits that hold for this process."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    home = Path("/sys/fs/cgroup", own)
+    unified = [place / "memory.max" for place in (home, *home.parents) if place.is_relative_to("/sys/fs/cgroup")]
+    return [*unified, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+
+
 def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """What a training process may see of `environ`, by an allow-list, and `added`.
 

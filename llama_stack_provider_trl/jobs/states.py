@@ -92,6 +92,9 @@ REASONS: dict[Reason, Remedy] = {
     Reason.out_of_memory: Remedy(
         None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),
+    Reason.does_not_fit: Remedy(
+        None, "Change the request as the message says; the provider option preflight=warn tries it all the same."
+    ),
     Reason.diverged: Remedy(
         None, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
     ),

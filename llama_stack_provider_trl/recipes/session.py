@@ -26,6 +26,7 @@ from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import export_final, export_merged
 from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .preflight import before_training
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -75,12 +76,13 @@ def build_trainer(
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel)."""
     tokenizer = load_tokenizer(spec)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    train, report = _prepare(spec, spec.dataset, tokenizer)
+    train, report = prepare(spec, spec.dataset, tokenizer)
     validation, validation_report = _validation(spec, tokenizer)
     warnings = [*report.warnings, *(validation_report.warnings if validation_report else []), *_slow(spec, device)]
     if writer:
         for message in warnings:
             writer.write(Warned(message=message))
+    memory = before_training(spec, train, device, writer)
     if spec.ranks > 1:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
@@ -107,6 +109,8 @@ def build_trainer(
         "threads": torch.get_num_threads(),
         "data": _counts(report),
     }
+    if memory:
+        effective["memory"] = memory
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:
@@ -114,7 +118,8 @@ def build_trainer(
     return trainer, effective
 
 
-def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+    """A dataset of the job, tokenized for its trainer, and what became of the rows."""
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
         return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input)
@@ -124,7 +129,7 @@ def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerB
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
     if spec.validation is None:
         return None, None
-    dataset, report = _prepare(spec, spec.validation, tokenizer)
+    dataset, report = prepare(spec, spec.validation, tokenizer)
     if spec.max_validation_steps is not None:
         dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
     return dataset, report
