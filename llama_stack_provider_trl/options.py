@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InvalidRequest
+from .recipes.spec import PreflightMode
 from .requests import LoraFinetuningConfig
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
@@ -59,6 +60,8 @@ class ProviderOptions(BaseModel):
     nproc_per_node: int | None = Field(None, gt=0, le=1024)
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""
+    preflight: PreflightMode = "refuse"
+    """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
 

@@ -141,18 +141,42 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def machine_memory() -> int:
+    """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
+    limits = [psutil.virtual_memory().total]
+    for path in _memory_limits():
+        with contextlib.suppress(OSError, ValueError):  # no such file; `max`
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
 def available_memory() -> int:
     """Bytes that processes here can still take: of the machine, or of the control group (v2) where it allows less."""
     available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        group /= Path("/proc/self/cgroup").read_text().partition("0::/")[2].split("\n")[0]
-        for level in (group, *group.parents):
-            with suppress(OSError, ValueError):  # no such file: the root; no number: no limit
-                taken = int((level / "memory.current").read_text())
-                cached = int((level / "memory.stat").read_text().split("\nfile ")[1].split()[0])
-                available = min(available, int((level / "memory.max").read_text()) - taken + cached)
+    for limit in _memory_limits():
+        group = limit.parent
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no such file: the root; no number: no limit
+            taken = int((group / "memory.current").read_text())
+            cached = int((group / "memory.stat").read_text().split("\nfile ")[1].split()[0])
+            available = min(available, int(limit.read_text()) - taken + cached)
     return available
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process takes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _memory_limits() -> list[Path]:
+    """Where control groups (version 2, then 1) keep the limits that hold for this process."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    home = Path("/sys/fs/cgroup", own)
+    unified = [place / "memory.max" for place in (home, *home.parents) if place.is_relative_to("/sys/fs/cgroup")]
+    return [*unified, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 
 
 def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -135,6 +135,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "min_free_bytes": settings.min_free_bytes,
         "logging_steps": options.logging_steps,
         "seed": options.seed,
+        "preflight": options.preflight,
         "device": _device(options, settings),
         **_ranks(request, options, settings),
     }

@@ -93,12 +93,16 @@ REASONS: dict[Reason, Remedy] = {
     Reason.out_of_memory: Remedy(
         None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),
+    Reason.does_not_fit: Remedy(
+        None, "Change the request as the message says; the provider option preflight=warn tries it all the same."
+    ),
     Reason.diverged: Remedy(
         None, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
     ),
     Reason.not_sharded: Remedy(None, "This is a bug: report it with the job's log file and versions."),
     Reason.export_failed: Remedy(
-        10.0, "Check the disk that checkpoints are written to; if it happens again, report it as a bug with the log file."
+        10.0,
+        "Check the disk that checkpoints are written to; if it happens again, report it as a bug with the log file.",
     ),
     Reason.disk_full: Remedy(30.0, "Free disk space where checkpoints and jobs are written, then submit it again."),
     Reason.hung: Remedy(2.0, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),

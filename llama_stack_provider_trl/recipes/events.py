@@ -27,6 +27,7 @@ class Reason(StrEnum):
     rank_failed = "rank_failed"
     out_of_memory = "out_of_memory"
     diverged = "diverged"
+    does_not_fit = "does_not_fit"
     not_sharded = "not_sharded"
     export_failed = "export_failed"
     disk_full = "disk_full"
@@ -78,6 +79,22 @@ class Warned(_Event):
 
     type: Literal["warning"] = "warning"
     message: str
+
+
+class Preflighted(_Event):
+    """What a job would do, and whether it fits: the result of a preflight, in place of training."""
+
+    type: Literal["preflight"] = "preflight"
+    fits: bool
+    """Memory x 1.1 and disk."""
+    message: str
+    """What does not fit and the nearest that does, in a sentence."""
+    data: dict[str, Any]
+    """Rows, what was cut or dropped, and a histogram of lengths in tokens."""
+    steps: dict[str, int]
+    memory: dict[str, Any]
+    disk: dict[str, Any]
+    warnings: list[str]
 
 
 class Progress(_Event):
@@ -162,6 +179,7 @@ Event = Annotated[
     Started
     | Prepared
     | Warned
+    | Preflighted
     | Progress
     | Evaluated
     | CheckpointSaved

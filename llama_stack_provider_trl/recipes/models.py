@@ -47,9 +47,9 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
         JobFailure: invalid_model, when there is none that transformers can load.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model, **_source(spec))
+        tokenizer = AutoTokenizer.from_pretrained(spec.model, **source(spec))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise _invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
+        raise invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
     if tokenizer.eos_token is None:
         raise JobFailure(
             Reason.invalid_model,
@@ -70,12 +70,12 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=dtype, output_loading_info=True, **_source(spec)
+            spec.model, dtype=dtype, output_loading_info=True, **source(spec)
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
+        raise invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
     if missing := sorted(loaded["missing_keys"]):
         raise JobFailure(
             Reason.invalid_model,
@@ -90,7 +90,7 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
 def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
     """The base model in CPU memory with a trained adapter on it: for merging what was trained in parts."""
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **_source(spec))
+    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **source(spec))
     return PeftModel.from_pretrained(base, adapter)
 
 
@@ -164,7 +164,7 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
-def _source(spec: JobSpec) -> dict[str, Any]:
+def source(spec: JobSpec) -> dict[str, Any]:
     # False, not None: transformers would ask on the terminal and wait for an answer.
     return {"trust_remote_code": spec.trust_remote_code, **({"revision": spec.revision} if spec.revision else {})}
 
@@ -178,7 +178,7 @@ def _suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
+def invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
     detail = " ".join(str(error).split()).rstrip(".")
     if "trust_remote_code" in detail:
         return JobFailure(

@@ -28,6 +28,7 @@ from .export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .isolation import expect_isolation
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
 from .packing import num_rows, pack
+from .preflight import before_training
 from .sampling import Share
 from .sft import SftRecipe
 from .sharding import sharding_on_any_device
@@ -91,7 +92,7 @@ def build_trainer(
     share = share or _own_share(spec)
     tokenizer = load_tokenizer(spec)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    train, report = _prepare(spec, spec.dataset, tokenizer)
+    train, report = prepare(spec, spec.dataset, tokenizer)
     validation, validation_report = _validation(spec, tokenizer)
     warnings = [*report.warnings, *(validation_report.warnings if validation_report else []), *_slow(spec, device)]
     if writer:
@@ -100,6 +101,7 @@ def build_trainer(
     if spec.packed:
         train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
     packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
+    memory = before_training(spec, train, device, writer)
     if share.needs_filler:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
@@ -127,6 +129,8 @@ def build_trainer(
     }
     if packing:
         effective["packing"] = packing
+    if memory:
+        effective["memory"] = memory
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:
@@ -151,7 +155,8 @@ def _own_share(spec: JobSpec) -> Share:
     return Share.of(rows, spec.batch_size, spec.ranks)
 
 
-def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+    """A dataset of the job, tokenized for its trainer, and what became of the rows."""
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
         return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
@@ -161,7 +166,7 @@ def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerB
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
     if spec.validation is None:
         return None, None
-    dataset, report = _prepare(spec, spec.validation, tokenizer)
+    dataset, report = prepare(spec, spec.validation, tokenizer)
     if spec.max_validation_steps is not None:
         dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
     return dataset, report
@@ -177,12 +182,12 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> Non
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))
-            verified = "weights" if saved.logits_difference is None else "logits"
             difference = saved.logits_difference
-            event = CheckpointSaved(
-                kind=kind, path=saved.path, verified=verified, logits_difference=difference, **standing
-            )
-            callback.announce(event)
+            checked: dict[str, Any] = {
+                "verified": "weights" if difference is None else "logits",
+                "logits_difference": difference,
+            }
+            callback.announce(CheckpointSaved(kind=kind, path=saved.path, **checked, **standing))
         ranks.wait_for_all()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from .events import EventWriter, Silent
+from .sampling import Share
 from .spec import JobSpec
 from .trainers import RecipeTrainer
 
@@ -19,8 +21,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     head_outputs = ("log_probs", "is_top1")
 
-    def bind(self, spec: JobSpec) -> None:
-        super().bind(spec)
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
+        super().bind(spec, share, writer)
         self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(

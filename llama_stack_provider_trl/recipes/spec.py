@@ -21,6 +21,7 @@ DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+PreflightMode = Literal["refuse", "warn", "off"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -160,8 +161,21 @@ class JobSpec(_Frozen):
     """The higher, the sooner it gets a device; equals in order of arrival."""
     min_free_bytes: int = Field(0, ge=0)
     """Disk space that a checkpoint must leave free."""
+    preflight: PreflightMode = "refuse"
+    """What follows where the estimated memory, with its margin, does not fit: refuse, the job fails before its model
+    is loaded; warn, it says so and tries; off, nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
+
+
+class PreflightSpec(_Frozen):
+    """What a preflight has to know of the devices that the job would get: it runs on none of them."""
+
+    device: Literal["cpu", "cuda", "mps"]
+    memory_bytes: int | None = Field(None, gt=0)
+    """Of each device; None: this machine's memory, shared by the job's ranks."""
+    max_ranks: int = Field(1, gt=0)
+    """The most that the job could ask for."""
 
 
 class AttemptSpec(_Frozen):
@@ -183,6 +197,9 @@ class AttemptSpec(_Frozen):
     @property
     def resume_candidates(self) -> tuple[Path, ...]:
         return (self.resume_from, *self.fall_back_to) if self.resume_from else ()
+
+    preflight: PreflightSpec | None = None
+    """Not None: nothing is trained, the process only says what would be (`events.Preflighted`)."""
 
     @property
     def task_id(self) -> str:

@@ -40,9 +40,11 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             paths.ballast.write_bytes(bytes(_BALLAST))
         _show_stacks_when_asked(paths)
-        from .session import train_attempt
-
-        train_attempt(attempt, writer if rank == 0 else Silent())
+        if attempt.preflight:
+            from .preflight import preflight_attempt as run
+        else:
+            from .session import train_attempt as run
+        run(attempt, writer if rank == 0 else Silent())
     except BaseException as error:
         traceback.print_exc()
         if attempt.world_size > 1 and _lost_a_rank(error):

@@ -132,7 +132,9 @@ def differences(
                 for name in sorted(name for name in expected if place.get(name) == path):
                     found, wanted = digest(weights.get_tensor(name)), expected[name]
                     if found[:2] != wanted[:2]:
-                        wrong.append(f"{name} is {found.dtype} {[*found.shape]} and not {wanted.dtype} {[*wanted.shape]}")
+                        wrong.append(
+                            f"{name} is {found.dtype} {[*found.shape]} and not {wanted.dtype} {[*wanted.shape]}"
+                        )
                     elif found != wanted:
                         wrong.append(f"{name} has other values")
                     beat()
@@ -239,7 +241,10 @@ def _groups(plain: PreTrainedModel, sources: Mapping[str, _Source]) -> list[list
             found = [_outline(_converted(plain, {name: every[name] for name in names})) for names in groups.values()]
         except (RuntimeError, ValueError, KeyError, IndexError):
             continue
-        if sum(len(part) for part in found) == len(expected) and {k: v for p in found for k, v in p.items()} == expected:
+        if (
+            sum(len(part) for part in found) == len(expected)
+            and {k: v for p in found for k, v in p.items()} == expected
+        ):
             return list(groups.values())
     return [list(sources)]
 

@@ -1,0 +1,318 @@
+"""Compares the memory estimate (`recipes.memory`) with the peak resident memory of real trainings on the CPU.
+
+    .venv/bin/python benchmarks/memory.py --write docs/memory.md
+
+Each configuration is estimated first, in one process, and then trained for a few steps in a process of its own, from a
+random model that is written for it. The baseline, resident memory after the imports, is subtracted from the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from machine import REPOSITORY, command, machine, print_header
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.recipes.spec import JobSpec
+
+GIB = 1 << 30
+STEPS = 3
+MARKERS = ("<!-- measured -->", "<!-- /measured -->")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama that is as wide and as deep as it takes."""
+
+    hidden: int
+    layers: int
+    vocabulary: int = 8192
+    kv_heads: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"h{self.hidden} x {self.layers}, v{self.vocabulary}"
+
+
+@dataclass(frozen=True)
+class Case:
+    algorithm: str
+    shape: Shape
+    lora: bool
+    checkpointing: bool
+    batch: int
+    tokens: int
+    accumulation: int = 1
+    dtype: str = "fp32"
+    optimizer: str = "adamw"
+
+    @property
+    def name(self) -> str:
+        parts = [
+            self.algorithm,
+            "LoRA" if self.lora else "full",
+            "checkpointing" if self.checkpointing else "",
+            self.dtype if self.dtype != "fp32" else "",
+            self.optimizer if self.optimizer != "adamw" else "",
+        ]
+        return " ".join(part for part in parts if part)
+
+
+SMALL, MIDDLE, LARGE = Shape(512, 8, 4096), Shape(1024, 8), Shape(1536, 8)
+DEEP, WIDE = Shape(640, 20, 4096, 2), Shape(768, 6, 32000)
+HUGE = Shape(2048, 8, 16384)
+
+CASES = [
+    Case("sft", LARGE, False, False, 2, 256),
+    Case("sft", LARGE, False, True, 4, 512),
+    Case("sft", MIDDLE, False, False, 4, 512),
+    Case("sft", MIDDLE, False, True, 8, 512),
+    Case("sft", SMALL, False, False, 8, 512),
+    Case("sft", DEEP, False, False, 4, 384, accumulation=2),
+    Case("sft", DEEP, False, True, 8, 512, accumulation=2),
+    Case("sft", WIDE, False, False, 4, 512),
+    Case("sft", LARGE, False, True, 2, 256, optimizer="sgd"),
+    Case("sft", HUGE, True, False, 2, 256),
+    Case("sft", HUGE, True, True, 4, 512),
+    Case("sft", MIDDLE, True, False, 4, 768),
+    Case("sft", SMALL, True, False, 8, 1024),
+    Case("sft", WIDE, True, True, 8, 512),
+    Case("dpo", MIDDLE, False, False, 2, 384),
+    Case("dpo", MIDDLE, False, True, 4, 512),
+    Case("dpo", LARGE, False, True, 1, 256),
+    Case("dpo", SMALL, False, False, 4, 512),
+    Case("dpo", DEEP, False, True, 4, 384),
+    Case("dpo", WIDE, False, False, 2, 384),
+    Case("dpo", HUGE, True, False, 1, 256),
+    Case("dpo", HUGE, True, True, 2, 512),
+    Case("dpo", MIDDLE, True, False, 2, 512),
+    Case("dpo", DEEP, True, False, 2, 512),
+    Case("dpo", WIDE, True, True, 4, 512),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the configurations to run")
+    parser.add_argument("--estimates", action="store_true", help="train nothing")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between the marks of this file")
+    parser.add_argument("--child", metavar="SPEC", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if options.child:
+        return measure(Path(options.child))
+    report = {"command": command(), "machine": machine("torch", "trl", "transformers", "peft")}
+    print_header(report)
+    numbers = options.only or range(1, len(CASES) + 1)
+    results = []
+    for result in run([(number, CASES[number - 1]) for number in numbers], not options.estimates):
+        results.append(result)
+        print(row(result), flush=True)
+    if options.estimates:
+        return None
+    table = summary(results, report)
+    print(table)
+    if options.write:
+        text = options.write.read_text()
+        head, _, rest = text.partition(MARKERS[0])
+        options.write.write_text(f"{head}{MARKERS[0]}\n{table}\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+    return None
+
+
+def run(cases: list[tuple[int, Case]], train: bool) -> Iterator[dict[str, Any]]:
+    from llama_stack_provider_trl.recipes.memory import Batch, estimate
+
+    for number, case in cases:
+        with tempfile.TemporaryDirectory(prefix="trl-memory-") as name:
+            spec = prepare(Path(name), case)
+            sequences = case.batch * (1 if case.algorithm == "sft" else 2)
+            memory = estimate(spec, Batch(sequences, case.tokens), "cpu")
+            result = {"number": number, "case": case, "memory": memory, "estimate": memory.total}
+            if train:
+                result |= train_one(Path(name))
+            yield result
+
+
+def train_one(folder: Path) -> dict[str, int]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", str(folder / "run" / "spec.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the training ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def prepare(folder: Path, case: Case) -> JobSpec:
+    """A random model, rows of which every one is exactly as long as the job lets it be, and the spec of the job."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llama_stack_provider_trl.files import put_rows
+    from llama_stack_provider_trl.recipes.spec import (
+        AttemptSpec,
+        DatasetRef,
+        DpoSpec,
+        JobSpec,
+        LoraSpec,
+        OptimizerSpec,
+    )
+
+    heads = case.shape.hidden // 64
+    config = LlamaConfig(
+        vocab_size=case.shape.vocabulary,
+        hidden_size=case.shape.hidden,
+        intermediate_size=case.shape.hidden * 11 // 4 // 64 * 64,
+        num_hidden_layers=case.shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=case.shape.kv_heads or heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    text = "word " * (2 * case.tokens)
+    rows = [
+        {"prompt": f"{n} a", "completion": text}
+        if case.algorithm == "sft"
+        else {"prompt": f"{n} a", "chosen": text + "good", "rejected": "bad " + text}
+        for n in range(STEPS * case.batch * case.accumulation)
+    ]
+    blob = put_rows(folder / "datasets", rows)
+    spec = JobSpec(
+        job_uuid="benchmark",
+        algorithm=case.algorithm,  # type: ignore[arg-type]
+        model=str(folder / "model"),
+        output_name="benchmark",
+        checkpoint_dir=folder / "checkpoints",
+        dataset=DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows),
+        n_epochs=1,
+        batch_size=case.batch,
+        gradient_accumulation_steps=case.accumulation,
+        max_seq_length=case.tokens,
+        dtype=case.dtype,  # type: ignore[arg-type]
+        gradient_checkpointing=case.checkpointing,
+        optimizer=OptimizerSpec(name=case.optimizer, learning_rate=1e-5),  # type: ignore[arg-type]
+        lora=LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16) if case.lora else None,
+        dpo=DpoSpec() if case.algorithm == "dpo" else None,
+        device="cpu",
+    )
+    (folder / "run").mkdir()
+    attempt = AttemptSpec(job=spec, attempt=1, run_dir=folder / "run")
+    (folder / "run" / "spec.json").write_text(attempt.model_dump_json())
+    return spec
+
+
+def tokenizer() -> Any:
+    """Bytes alone: every character of our rows is one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<|end|>", *alphabet])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def measure(spec: Path) -> None:
+    """In a child: the whole attempt, as the training process runs it; prints baseline and peak."""
+    from llama_stack_provider_trl.files import RunDir
+    from llama_stack_provider_trl.recipes.callbacks import JobCallback
+    from llama_stack_provider_trl.recipes.events import EventWriter
+    from llama_stack_provider_trl.recipes.session import train_attempt
+    from llama_stack_provider_trl.recipes.spec import AttemptSpec
+
+    attempt = AttemptSpec.model_validate_json(spec.read_text())
+    baseline = resident()
+    marks: dict[str, int] = {}
+    began, ended = JobCallback.on_train_begin, JobCallback.on_train_end
+
+    def on_train_begin(self: Any, *arguments: Any, **named: Any) -> None:
+        marks["before_training"] = peak()
+        began(self, *arguments, **named)
+
+    def on_train_end(self: Any, *arguments: Any, **named: Any) -> None:
+        marks["after_training"] = peak()
+        ended(self, *arguments, **named)
+
+    JobCallback.on_train_begin = on_train_begin  # type: ignore[method-assign]
+    JobCallback.on_train_end = on_train_end  # type: ignore[method-assign]
+    train_attempt(attempt, EventWriter(RunDir(attempt.run_dir).events))
+    print(json.dumps({"baseline": baseline, "peak": peak(), **marks}), flush=True)
+    os._exit(0)
+
+
+def resident() -> int:
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def row(result: dict[str, Any]) -> str:
+    case, parts = result["case"], result["memory"]
+    cells = [
+        result["number"],
+        case.name,
+        case.shape.name,
+        f"{case.batch} x {case.tokens}" + (f" x {case.accumulation}" if case.accumulation > 1 else ""),
+        *(f"{value / GIB:.2f}" for value in (parts.weights, parts.gradients, parts.optimizer, parts.activations)),
+        *(f"{value / GIB:.2f}" for value in (parts.logits, parts.reference, parts.overhead + parts.loading)),
+        f"{result['estimate'] / GIB:.2f}",
+    ]
+    if "peak" in result:
+        measured = result["peak"] - result["baseline"]
+        cells += [f"{measured / GIB:.2f}", f"{100 * (result['estimate'] / measured - 1):+.1f} %"]
+        if os.environ.get("TRL_MEMORY_MARKS"):
+            cells += [
+                f"{(result[name] - result['baseline']) / GIB:.2f}" for name in ("before_training", "after_training")
+            ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def summary(results: list[dict[str, Any]], report: dict[str, Any]) -> str:
+    errors = [result["estimate"] / (result["peak"] - result["baseline"]) - 1 for result in results]
+    lowest = min(result["peak"] - result["baseline"] for result in results)
+    over = sum(result["peak"] - result["baseline"] > 1.1 * result["estimate"] for result in results)
+    described = report["machine"]
+    return "\n".join(
+        [
+            f"`{report['command']}` on {described['cpu']}, {described['cores']} cores, {described['versions']}.",
+            "",
+            f"{len(results)} configurations, from {lowest / GIB:.2f} GiB above the baseline on. Error of the estimate: "
+            f"{100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %. Peaks above estimate x 1.1, so that a job that "
+            f"`fits` could exceed its limit: {over}.",
+            "",
+            "| | job | model | batch x tokens | weights | gradients | optimizer | activations | logits | reference "
+            "| other | estimate | measured | error |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(row(result) for result in results),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""What a job would do, and whether it fits, without training: lengths, steps, memory, disk, and the nearest that fits.
+
+The same check runs before a job loads its model (`before_training`) and, on request, as a task that takes no device
+(`preflight_attempt`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ..errors import JobFailure
+from ..files import free_bytes
+from ..process import available_memory, machine_memory, resident_memory
+from . import ranks
+from .data import DataReport
+from .events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
+from .memory import Batch, Memory, attention_modules, disk_bytes, estimate, trace
+from .models import load_tokenizer
+from .spec import AttemptSpec, JobSpec, LoraSpec, ShardingSpec
+
+MARGIN = 1.1
+"""A job fits where its estimate, times this, is no more than what the device has."""
+_SHORTEST = 64
+"""Tokens: sequences are not proposed to be cut to fewer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a job as they will be, and its largest batch."""
+
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    global_batch: int
+    """Rows (SFT) or pairs (DPO) per optimizer step."""
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A job that fits, with what has to change for it, by field of the request."""
+
+    spec: JobSpec
+    changes: dict[str, Any]
+    memory: Memory
+
+
+def plan(spec: JobSpec, lengths: Sequence[int]) -> Plan:
+    """Args: lengths: tokens of each row that is trained on; of a pair, those of its longer half."""
+    per_step = spec.batch_size * spec.ranks * spec.gradient_accumulation_steps
+    rows = len(lengths) if spec.max_steps_per_epoch is None else min(len(lengths), spec.max_steps_per_epoch * per_step)
+    batches = math.ceil(rows / (spec.batch_size * spec.ranks))
+    steps = math.ceil(batches / spec.gradient_accumulation_steps)
+    return Plan(spec.n_epochs, steps, steps * spec.n_epochs, per_step, _largest(spec, rows, max(lengths)))
+
+
+def _largest(spec: JobSpec, rows: int, tokens: int) -> Batch:
+    """Every row stands in some batch of an epoch, and pads it to its length; so does the longest."""
+    return Batch(min(spec.batch_size, rows) * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
+
+
+def row_lengths(dataset: Dataset) -> list[int]:
+    """Tokens of each prepared row; of a pair, of its longer half with the prompt."""
+
+    def of(column: str) -> Iterator[int]:
+        # From Arrow's offsets: the ids themselves are not turned into Python numbers.
+        return chain.from_iterable(chunk.value_lengths().to_pylist() for chunk in dataset.data.column(column).chunks)
+
+    if "input_ids" in dataset.column_names:
+        return list(of("input_ids"))
+    sides = zip(of("prompt_ids"), of("chosen_ids"), of("rejected_ids"), strict=True)
+    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in sides]
+
+
+def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
+    """Rows by length, in powers of two: those of more than `up_to` / 2 tokens and at most `up_to`."""
+    counts: dict[int, int] = {}
+    for length in lengths:
+        up_to = 1 << max(0, length - 1).bit_length()
+        counts[up_to] = counts.get(up_to, 0) + 1
+    return [{"up_to": up_to, "rows": counts[up_to]} for up_to in sorted(counts)]
+
+
+def device_limit(device: torch.device, ranks: int) -> int:
+    """Bytes that a rank may take: what is free on its GPU, which is locked for the job; on a CPU its share of all the
+    memory that the machine (or the container) has, whoever else uses some of it at the moment."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return machine_memory() // ranks
+
+
+def fits(memory: Memory, limit: int) -> bool:
+    return memory.total * MARGIN <= limit
+
+
+def nearest(
+    spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
+) -> Proposal | None:
+    """The first that fits, of changes in the order of what they cost: those that change no result (recomputing
+    activations, smaller micro batches with the global batch kept, more ranks, parts in CPU memory), then adapters in
+    place of all weights, then shorter sequences. None: nothing helps.
+
+    Args:
+        max_ranks: the most that the job may ask for; None: no more than it has.
+    """
+    for family in _families(spec, max_ranks or spec.ranks):
+        candidates = list(family)
+        # The last one saves the most: where it does not fit, none of its family does.
+        found: Proposal | None = None
+        for candidate in (candidates[-1], *candidates[:-1]):
+            changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
+            tokens = min(batch.tokens, changed.max_seq_length)
+            share = batch.sequences * changed.batch_size // spec.batch_size
+            memory = estimate(changed, Batch(max(share, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline)
+            if fits(memory, limit):
+                asked = {name: value for change in candidate for name, value in change.request}
+                found = Proposal(changed, asked, memory)
+                if candidate is not candidates[-1]:
+                    return found
+            elif candidate is candidates[-1]:
+                break
+        if found:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One change: of the JobSpec, and of the request that leads to it."""
+
+    fields: tuple[tuple[str, Any], ...]
+    request: tuple[tuple[str, Any], ...]
+
+
+_Changes = tuple[_Change, ...]
+
+
+def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
+    """Lists of combined changes; within each one, every entry saves more than the one before."""
+    same = list(_same_result(spec, max_ranks))
+    if same:
+        yield same
+    adapters: _Changes = ()
+    if spec.lora is None:
+        adapters = (_with_lora(spec),)
+        yield [adapters, *((*adapters, *more) for more in same)]
+    if "quantize_base" in LoraSpec.model_fields and not getattr(spec.lora, "quantize_base", False):
+        adapters = (_quantized(spec),)
+        yield [adapters, *((*adapters, *more) for more in same)]
+    most = (*adapters, *(same[-1] if same else ()))
+    length, shorter = spec.max_seq_length, []
+    while length // 2 >= _SHORTEST:
+        length //= 2
+        cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
+        shorter.append((*most, cut))
+    if shorter:
+        yield shorter
+
+
+def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
+    made: _Changes = ()
+    if not spec.gradient_checkpointing:
+        field = "training_config.efficiency_config.enable_activation_checkpointing"
+        made = (*made, _Change((("gradient_checkpointing", True),), ((field, True),)))
+        yield made
+    size = spec.batch_size
+    smaller = made
+    for micro in (size // parts for parts in range(2, size + 1) if size % parts == 0):
+        smaller = (*made, _micro(spec.model_copy(update={"batch_size": micro}), size // micro))
+        yield smaller
+    made, micro = smaller, 1 if size > 1 else size
+    accumulation = spec.gradient_accumulation_steps * (size // micro)
+    many = 2 * spec.ranks
+    while many <= max_ranks:
+        more = many // spec.ranks
+        steps = accumulation // more if accumulation % more == 0 else accumulation
+        sharding = spec.sharding or ShardingSpec()
+        if sharding.strategy == "NO_SHARD":
+            break
+        fields = (("ranks", many), ("sharding", sharding), ("gradient_accumulation_steps", steps))
+        asked: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)
+        if steps != accumulation:
+            asked = (*asked, ("training_config.gradient_accumulation_steps", steps))
+        yield (*made, ranked := _Change(fields, asked))
+        last = ranked
+        many *= 2
+    if many > 2 * spec.ranks:
+        made = (*made, last)
+    sharding = next((value for change in made for name, value in change.fields if name == "sharding"), spec.sharding)
+    if sharding and sharding.strategy != "NO_SHARD" and not sharding.cpu_offload and many > 2:
+        offloaded = sharding.model_copy(update={"cpu_offload": True})
+        field = "training_config.efficiency_config.fsdp_cpu_offload"
+        yield (*made, _Change((("sharding", offloaded),), ((field, True),)))
+
+
+def _micro(smaller: JobSpec, parts: int) -> _Change:
+    """A smaller micro batch, with as many more of them: the global batch stays."""
+    steps = smaller.gradient_accumulation_steps * parts
+    return _Change(
+        (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps)),
+        (
+            ("training_config.data_config.batch_size", smaller.batch_size),
+            ("training_config.gradient_accumulation_steps", steps),
+        ),
+    )
+
+
+def _with_lora(spec: JobSpec, **more: Any) -> _Change:
+    modules = attention_modules(spec)
+    wanted = [name for name in ("q_proj", "v_proj") if name in modules] or modules
+    lora = LoraSpec(target_modules=tuple(wanted), mlp=True, rank=8, alpha=16, **more)
+    asked = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
+    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    return _Change((("lora", lora),), ((field, asked),))
+
+
+def _quantized(spec: JobSpec) -> _Change:
+    if spec.lora is None:
+        return _with_lora(spec, quantize_base=True)
+    lora = spec.lora.model_copy(update={"quantize_base": True})
+    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    return _Change((("lora", lora),), ((f"{field}.quantize_base", True),))
+
+
+# Reports
+
+
+def check(
+    spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
+) -> dict[str, Any]:
+    """The verdict on memory: parts, limit, `fits`, and where it does not the nearest job that does."""
+    memory = estimate(spec, batch, device, baseline)
+    verdict: dict[str, Any] = {
+        "fits": fits(memory, limit),
+        "device": device.partition(":")[0],
+        "devices": spec.ranks,
+        "estimate_bytes": memory.total,
+        "limit_bytes": limit,
+        "largest_batch": asdict(batch),
+        **{f"{name}_bytes": value for name, value in asdict(memory).items()},
+    }
+    if not verdict["fits"]:
+        found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks)
+        verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
+        verdict["message"] = _sentence(memory, limit, verdict["device"], found)
+    return verdict
+
+
+def before_training(
+    spec: JobSpec, dataset: Dataset, device: torch.device, writer: EventWriter | Silent | None
+) -> dict[str, Any] | None:
+    """Check a job that is about to load its model; what was found is for its record.
+
+    Raises:
+        JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
+    """
+    if spec.preflight == "off" or ranks.rank() != 0:  # the others end with rank 0
+        return None
+    batch = plan(spec, row_lengths(dataset)).batch
+    try:
+        verdict = check(spec, batch, device.type, device_limit(device, spec.ranks), baseline=_baseline(device.type))
+    except JobFailure:
+        raise
+    except Exception as error:  # an architecture that cannot be traced may well be one that can be trained
+        return _unknown(error, writer)
+    if not verdict["fits"]:
+        if spec.preflight == "refuse":
+            raise JobFailure(Reason.does_not_fit, verdict["message"])
+        if writer:
+            writer.write(Warned(message=verdict["message"]))
+    elif device.type == "cpu" and writer and verdict["estimate_bytes"] * spec.ranks > available_memory():
+        writer.write(
+            Warned(
+                message=f"the job takes about {_gib(verdict['estimate_bytes'] * spec.ranks)} and other programs leave "
+                f"{_gib(available_memory())} of this machine's memory: it may be killed while they run"
+            )
+        )
+    return verdict
+
+
+def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
+    """The task: tokenize the rows as the job would, and report instead of training.
+
+    Raises:
+        JobFailure: what would keep the job from starting at all, such as a model that is not there.
+    """
+    from .session import prepare  # which imports this module
+
+    asked = attempt.preflight
+    if asked is None:
+        raise AssertionError("no preflight was asked for")
+    spec = attempt.job
+    dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
+    lengths = row_lengths(dataset)
+    planned = plan(spec, lengths)
+    limit = asked.memory_bytes or machine_memory() // spec.ranks
+    memory = check(
+        spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
+    )
+    disk = _disk(spec, planned, asked.device)
+    writer.write(
+        Preflighted(
+            fits=memory["fits"] and disk["fits"],
+            message=" ".join(filter(None, [memory.get("message"), disk.pop("message")])) or "The job fits.",
+            data=_data(report, lengths),
+            steps={
+                "epochs": planned.epochs,
+                "steps_per_epoch": planned.steps_per_epoch,
+                "total_steps": planned.total_steps,
+                "global_batch": planned.global_batch,
+            },
+            memory=memory,
+            disk=disk,
+            warnings=list(report.warnings),
+        ),
+        durable=True,
+    )
+    writer.write(Finished(step=0), durable=True)
+
+
+def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
+    ordered = sorted(lengths)
+    return {
+        "num_rows": report.num_rows,
+        "trained": report.kept,
+        "truncated": report.truncated,
+        "dropped": report.dropped,
+        "total_tokens": report.total_tokens,
+        "trained_tokens": report.trained_tokens,
+        "longest_before_cut": report.max_tokens,
+        "median_tokens": ordered[len(ordered) // 2],
+        "max_tokens": ordered[-1],
+        "histogram": histogram(lengths),
+    }
+
+
+def _disk(spec: JobSpec, planned: Plan, device: str) -> dict[str, Any]:
+    """What the job writes at its most: the step checkpoints that are kept and one being written, final and merged."""
+    sizes = disk_bytes(spec, trace(spec, planned.batch, device))
+    saves = planned.total_steps // spec.save_steps if spec.save_steps else planned.epochs
+    steps = min(saves, spec.keep_last + 1) if spec.keep_last else saves
+    needed = steps * sizes["step_checkpoint"] + sizes["final"] + sizes["merged"]
+    free = free_bytes(spec.checkpoint_dir)
+    enough = needed + spec.min_free_bytes <= free
+    message = (
+        f"The job writes about {_gib(needed)} below {spec.checkpoint_dir}, where {_gib(free)} are free and "
+        f"{_gib(spec.min_free_bytes)} must stay free: free some, or keep fewer checkpoints (provider option keep_last)."
+    )
+    return {
+        "fits": enough,
+        "needed_bytes": needed,
+        "free_bytes": free,
+        "step_checkpoints": steps,
+        **{f"{name}_bytes": size for name, size in sizes.items()},
+        "message": "" if enough else message,
+    }
+
+
+def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -> str:
+    parts = {name: value for name, value in asdict(memory).items() if value >= memory.total // 50}
+    largest = ", ".join(f"{name} {_gib(value)}" for name, value in sorted(parts.items(), key=lambda part: -part[1]))
+    text = (
+        f"the job needs about {_gib(memory.total)} per {'process' if device == 'cpu' else 'GPU'} ({largest}), "
+        f"which with a margin of {round(100 * MARGIN) - 100} % does not fit in {_gib(limit)}."
+    )
+    if found is None:
+        return f"{text} No setting makes it fit: use a smaller model, or more or larger devices."
+    asked = ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
+    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {asked}."
+
+
+def _unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
+    if writer:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        writer.write(Warned(message=f"the memory of this job could not be estimated ({what}); it is trained unchecked"))
+
+
+def _baseline(device: str) -> int:
+    return resident_memory() if device == "cpu" else 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size < 10 << 30 else f"{size / 2**30:.1f} GiB"
