@@ -57,6 +57,9 @@ _GROUPS = "param_groups"
 _LONG_WAIT = 1.0
 """Seconds of waiting for the checkpoint before that a job's warnings tell."""
 
+# DCP warns whenever it works without a process group; one process is meant to.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 type Model = PreTrainedModel | PeftModel
 
 
@@ -186,7 +189,6 @@ class Saver:
             lambda: shards.fill(path, snapshot.weights, ranks.rank(), ranks.world_size()),
             self._group,
         )
-        _quiet_about_one_process()
         dcp.save(
             dict(snapshot.optimizer),
             storage_writer=FileSystemWriter(staging / OPTIMIZER),
@@ -258,7 +260,6 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
         kept[id(weight)] = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
         for key in kept[id(weight)].values():
             state[key] = _room_for(saved[key], weight)
-    _quiet_about_one_process()
     dcp.load(
         state,
         storage_reader=reader,
@@ -356,11 +357,6 @@ def _room_for(saved: Any, weight: torch.Tensor) -> Any:
     if saved.size == weight.shape:
         return torch.zeros_like(weight, dtype=saved.properties.dtype, requires_grad=False)
     return torch.empty(saved.size, dtype=saved.properties.dtype)
-
-
-def _quiet_about_one_process() -> None:
-    """DCP warns whenever it works without a process group; here it is meant to."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -120,7 +120,7 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def test_other_ranks_go_on_with_the_next_unseen_row(
     ranks: Ranks, whole: Whole, tmp_path: Path, kind: str, world: int, strategy: str
 ) -> None:
-    """From the middle of an epoch over a short step into the next one; where rows do not come out even, with fillers."""
+    """From the middle of an epoch over a short step into the next; where rows do not come out even, with fillers."""
     spec, undisturbed = whole(kind)
     there = spec.model_copy(
         update={"sharding": ShardingSpec(strategy=strategy), "checkpoint_dir": tmp_path / "checkpoints"}
