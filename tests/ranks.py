@@ -1,7 +1,8 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
-`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, port, constants], forks the ranks with the variables
-that torchrun sets, waits for them, and prints their exit codes. The recipe and the process group are the real ones.
+`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, port, constants], forks the ranks with the
+variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the process group are the real
+ones.
 """
 
 from __future__ import annotations

@@ -142,12 +142,11 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> Non
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))
-            verified = "weights" if saved.logits_difference is None else "logits"
-            difference = saved.logits_difference
-            event = CheckpointSaved(
-                kind=kind, path=saved.path, verified=verified, logits_difference=difference, **standing
-            )
-            callback.announce(event)
+            checked: dict[str, Any] = {
+                "verified": "weights" if saved.logits_difference is None else "logits",
+                "logits_difference": saved.logits_difference,
+            }
+            callback.announce(CheckpointSaved(kind=kind, path=saved.path, **standing, **checked))
         ranks.wait_for_all()
 
 
