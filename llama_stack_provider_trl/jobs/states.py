@@ -101,8 +101,7 @@ REASONS: dict[Reason, Remedy] = {
     ),
     Reason.not_sharded: Remedy(None, "This is a bug: report it with the job's log file and versions."),
     Reason.export_failed: Remedy(
-        10.0,
-        "Check the disk that checkpoints are written to; if it happens again, report it as a bug with the log file.",
+        10.0, "Check the disk that checkpoints are written to; if it happens again, report it as a bug."
     ),
     Reason.disk_full: Remedy(30.0, "Free disk space where checkpoints and jobs are written, then submit it again."),
     Reason.hung: Remedy(2.0, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),

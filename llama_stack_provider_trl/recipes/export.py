@@ -5,7 +5,7 @@ told, what was written is read back: every weight bit for bit, the tokenizer, an
 that is free on rank 0's machine, the logits of the model loaded from there. transformers maps files that have the
 model's dtype into memory, so a reloaded model costs page cache that the kernel can drop, no second copy.
 
-Measured (107.8M parameters, fp32, two ranks on one machine): see docs/architecture.md.
+MEASURED
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTok
         if fault := _tokenizer_fault(Path(name), tokenizer, spec):
             raise JobFailure(
                 Reason.invalid_model,
-                f"the tokenizer of model {spec.model!r} was saved and loaded again, as at the end of a job, and {fault}. "
-                "Name a model whose tokenizer_config.json names the right tokenizer_class.",
+                f"the tokenizer of model {spec.model!r} was saved and loaded again, as at the end of a job, and {fault}"
+                ". Name a model whose tokenizer_config.json names the right tokenizer_class.",
             )
 
 
@@ -132,8 +132,8 @@ def export(
 ) -> Exported | None:
     """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
 
-    `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights. With
-    `dtype` bf16 a whole model is written in bf16, half the size of the fp32 weights it was trained in.
+    `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
+    With `dtype` bf16 a whole model is written in bf16, half the size of the fp32 weights it was trained in.
 
     Args:
         sample: what `model` said, to compare with.
@@ -304,8 +304,8 @@ def _alive(beat: Callable[[], None]) -> Iterator[None]:
 def _failed(kind: Kind, found: str) -> JobFailure:
     return JobFailure(
         Reason.export_failed,
-        f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are kept; "
-        "where the job is tried again it goes on from the newest.",
+        f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are "
+        "kept; where the job is tried again it goes on from the newest.",
     )
 
 

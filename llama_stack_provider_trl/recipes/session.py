@@ -182,12 +182,11 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> Non
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))
-            difference = saved.logits_difference
             checked: dict[str, Any] = {
-                "verified": "weights" if difference is None else "logits",
-                "logits_difference": difference,
+                "verified": "weights" if saved.logits_difference is None else "logits",
+                "logits_difference": saved.logits_difference,
             }
-            callback.announce(CheckpointSaved(kind=kind, path=saved.path, **checked, **standing))
+            callback.announce(CheckpointSaved(kind=kind, path=saved.path, **standing, **checked))
         ranks.wait_for_all()
 
 

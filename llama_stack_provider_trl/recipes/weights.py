@@ -132,9 +132,8 @@ def differences(
                 for name in sorted(name for name in expected if place.get(name) == path):
                     found, wanted = digest(weights.get_tensor(name)), expected[name]
                     if found[:2] != wanted[:2]:
-                        wrong.append(
-                            f"{name} is {found.dtype} {[*found.shape]} and not {wanted.dtype} {[*wanted.shape]}"
-                        )
+                        is_now, was = (f"{weight.dtype} {[*weight.shape]}" for weight in (found, wanted))
+                        wrong.append(f"{name} is {is_now} and not {was}")
                     elif found != wanted:
                         wrong.append(f"{name} has other values")
                     beat()
@@ -238,13 +237,11 @@ def _groups(plain: PreTrainedModel, sources: Mapping[str, _Source]) -> list[list
         for name in sources:
             groups.setdefault(key(name), []).append(name)
         try:
-            found = [_outline(_converted(plain, {name: every[name] for name in names})) for names in groups.values()]
+            parts = [_outline(_converted(plain, {name: every[name] for name in names})) for names in groups.values()]
         except (RuntimeError, ValueError, KeyError, IndexError):
             continue
-        if (
-            sum(len(part) for part in found) == len(expected)
-            and {k: v for p in found for k, v in p.items()} == expected
-        ):
+        found = {name: outline for part in parts for name, outline in part.items()}
+        if found == expected and sum(len(part) for part in parts) == len(expected):
             return list(groups.values())
     return [list(sources)]
 
