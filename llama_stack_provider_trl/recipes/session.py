@@ -26,6 +26,7 @@ from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import export_final, export_merged
 from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .reference import Precomputation, check_vocabulary, precomputes
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -58,6 +59,10 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     trainer.need_space()  # before hours of training, not after
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
+    if precomputes(spec):
+        effective["reference"] = Precomputation(trainer, writer.beat, lambda: callback.order() is Order.stop).run()
+        if effective["reference"] is None:
+            return writer.write(Paused(step=start_step), durable=True)
     trainer.train(resume_from_checkpoint=str(attempt.resume_from) if attempt.resume_from else None)
     if callback.paused:
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
@@ -74,6 +79,7 @@ def build_trainer(
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel)."""
     tokenizer = load_tokenizer(spec)
+    check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     train, report = _prepare(spec, spec.dataset, tokenizer)
     validation, validation_report = _validation(spec, tokenizer)

@@ -61,10 +61,11 @@ class RecipeTrainer(Trainer):
     @property
     def num_rows(self) -> int:
         """Rows that are trained on."""
-        return self._rows_of(self.train_dataset)
+        return self.rows_of(self.train_dataset)
 
     @staticmethod
-    def _rows_of(dataset: Any) -> int:
+    def rows_of(dataset: Any) -> int:
+        """Rows of a dataset that count."""
         return len(dataset) - (1 if ranks.world_size() > 1 else 0)  # the filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
@@ -86,7 +87,7 @@ class RecipeTrainer(Trainer):
     def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool) -> EpochSampler:
         world = self.args.world_size
         shares = world * self.spec.batch_size if world > 1 else 1
-        return EpochSampler(self._rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares)
+        return EpochSampler(self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with a loss that does not depend on how the rows were dealt out: the mean over all tokens (SFT)
