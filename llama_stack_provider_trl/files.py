@@ -98,12 +98,17 @@ def touched(rows: Path) -> bool:
 
 
 def atomic_write_json(path: Path, value: Any, mode: int = 0o644) -> None:
-    """Write JSON so that a reader, or a power cut, finds the old file or the new one and never a part."""
+    """Write JSON as `atomic_write` does."""
+    atomic_write(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n", mode)
+
+
+def atomic_write(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file so that a reader, or a power cut, finds the old one or the new one and never a part."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(fd, "wb") as file:
             os.fchmod(fd, mode)
-            file.write(json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+            file.write(data)
             _flush(file)
         os.replace(name, path)
     except BaseException:

@@ -33,6 +33,10 @@ class ProviderOptions(BaseModel):
     """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
+    reference_model: str | None = Field(None, min_length=1)
+    """DPO: the model that the trained one is compared with, a directory or a model id. Default: the base model."""
+    precompute_reference: bool = False
+    """DPO: what the reference says is computed once, before training, and kept for later jobs on the same rows."""
     max_seq_length: int | None = Field(None, gt=1, le=10**7)
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
     truncation_side: Literal["right", "left"] = "right"

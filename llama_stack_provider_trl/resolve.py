@@ -18,7 +18,17 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
-from .recipes.spec import AttemptSpec, DatasetRef, DpoLoss, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from .recipes.spec import (
+    AttemptSpec,
+    DatasetRef,
+    DpoLoss,
+    DpoSpec,
+    JobSpec,
+    LoraSpec,
+    OptimizerSpec,
+    ReferenceSpec,
+    ShardingSpec,
+)
 from .requests import (
     JOB_UUID_PATTERN,
     DataConfig,
@@ -96,7 +106,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     warnings: list[str] = []
     is_sft = isinstance(request, SupervisedFineTuneRequest)
     lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
-    dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, options, warnings)
+    dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, options, settings, warnings)
     algorithm = "sft" if is_sft else "dpo"
     if is_sft:
         _refuse_dpo_options(options)
@@ -299,7 +309,7 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
         raise InvalidRequest(
             "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
         )
-    for reserved in ("jobs", "datasets", "llama-stack"):
+    for reserved in ("jobs", "datasets", "reference", "llama-stack"):
         if base.is_relative_to(data_dir / reserved):
             raise InvalidRequest(
                 "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
@@ -434,7 +444,9 @@ def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
     )
 
 
-def _dpo(request: PreferenceOptimizeRequest, options: ProviderOptions, warnings: list[str]) -> DpoSpec:
+def _dpo(
+    request: PreferenceOptimizeRequest, options: ProviderOptions, settings: Settings, warnings: list[str]
+) -> DpoSpec:
     config = _parse(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
     for path, name, value, known in _unknown_fields(config, "algorithm_config."):
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
@@ -462,11 +474,23 @@ def _dpo(request: PreferenceOptimizeRequest, options: ProviderOptions, warnings:
         reward_scale=config.reward_scale or 1.0,
         reward_clip=config.reward_clip,
         label_smoothing=options.label_smoothing,
+        reference=_reference(options, _names(request)["model"], settings),
     )
 
 
+def _reference(options: ProviderOptions, base_model: str, settings: Settings) -> ReferenceSpec:
+    fields: dict[str, Any] = {}
+    if options.precompute_reference:
+        fields = {"precompute": True, "cache": settings.data_dir / "reference"}
+    if options.reference_model is not None:
+        model = _base_model("provider_options.reference_model", options.reference_model)
+        if model != base_model:
+            fields |= {"model": model, **_trust(model, settings)}
+    return ReferenceSpec(**fields)
+
+
 def _refuse_dpo_options(options: ProviderOptions) -> None:
-    for name in ("label_smoothing",):
+    for name in ("label_smoothing", "reference_model", "precompute_reference"):
         if value := getattr(options, name):
             raise InvalidRequest(f"provider_options.{name}", value, "it belongs to DPO; leave it out")
 

@@ -19,10 +19,21 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from .events import EventWriter, Silent
-from .reference import NoReference, is_needed, load_reference
+from .reference import NoReference, is_needed, load_reference, precomputes
 from .sampling import Share
 from .spec import DpoSpec, JobSpec
 from .trainers import RecipeTrainer
+
+
+def _forward(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments of a forward that scores the completions of a collated batch."""
+    return {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "labels": inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100),
+        "use_cache": False,
+        "fused_lm_head": True,
+    }
 
 
 def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
@@ -91,7 +102,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
     def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
         """Attach the job, and load its reference."""
         super().bind(spec, share, writer)
-        if is_needed(spec):
+        if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
@@ -99,16 +110,9 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         mask = inputs["completion_mask"]
-        forward = {
-            "input_ids": inputs["input_ids"],
-            "attention_mask": inputs["attention_mask"],
-            "labels": inputs["input_ids"].masked_fill(mask == 0, -100),
-            "use_cache": False,
-            "fused_lm_head": True,
-        }
-        outputs = model(**forward, **({"output_router_logits": True} if self.aux_loss_enabled else {}))
+        outputs = model(**_forward(inputs), **({"output_router_logits": True} if self.aux_loss_enabled else {}))
         logps = outputs.log_probs.sum(dim=1)
-        logratios = logps - self._reference_logps(forward)
+        logratios = logps - self.reference_logps(inputs)
         lengths = mask[:, 1:].sum(dim=1)
         real = _real(lengths)
         losses = self._losses(logratios, lengths) * real
@@ -149,14 +153,21 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         parts[self.accelerator.process_index] = mine
         return torch.cat(parts).T.reshape(-1)
 
-    def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+    def reference_logps(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """log pi_ref(completion|prompt) of a collated batch, chosen then rejected, shape (2 * pairs,)."""
+        if "ref_chosen_logps" in inputs:
+            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        forward = _forward(inputs)
+        plain = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), plain, self.accelerator.autocast():
             if self.ref_model is not None:
-                return self.ref_model(**forward).log_probs.sum(dim=1)
-            if not is_peft_model(self.model):
+                return self.ref_model(**forward).log_probs.float().sum(dim=1)
+            if is_peft_model(self.model):
+                with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+                    return self.model(**forward).log_probs.float().sum(dim=1)
+            if self.state.global_step > 0:
                 raise AssertionError("full fine-tuning without a reference model")
-            with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
-                return self.model(**forward).log_probs.sum(dim=1)
+            return self.model(**forward).log_probs.float().sum(dim=1)  # still the base model
 
     def _note(
         self,

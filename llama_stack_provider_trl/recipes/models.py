@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import JobFailure
@@ -59,6 +59,18 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def vocabulary_size(spec: JobSpec) -> int:
+    """Tokens that the model has embeddings for; reads its config.json alone."""
+    config = AutoConfig.from_pretrained(spec.model, **_source(spec))
+    return int(config.get_text_config().vocab_size)
+
+
+def commit_of(spec: JobSpec) -> str | None:
+    """The commit that a model id stands for; None for a directory."""
+    commit: str | None = getattr(AutoConfig.from_pretrained(spec.model, **_source(spec)), "_commit_hash", None)
+    return commit
 
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:

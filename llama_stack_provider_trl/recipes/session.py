@@ -29,6 +29,7 @@ from .isolation import expect_isolation
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
 from .packing import num_rows, pack
 from .preflight import before_training
+from .reference import Precomputation, check_vocabulary, precomputes
 from .sampling import Share
 from .sft import SftRecipe
 from .sharding import sharding_on_any_device
@@ -66,6 +67,10 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
+    if precomputes(spec):
+        effective["reference"] = Precomputation(trainer, writer.beat, lambda: callback.order() is Order.stop).run()
+        if effective["reference"] is None:
+            return writer.write(Paused(step=start_step), durable=True)
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         trainer.end_saving()
@@ -91,6 +96,7 @@ def build_trainer(
     """
     share = share or _own_share(spec)
     tokenizer = load_tokenizer(spec)
+    check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     train, report = prepare(spec, spec.dataset, tokenizer)
     validation, validation_report = _validation(spec, tokenizer)

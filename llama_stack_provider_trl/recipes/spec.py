@@ -50,6 +50,20 @@ class LoraSpec(_Frozen):
     use_dora: bool = False
 
 
+class ReferenceSpec(_Frozen):
+    """DPO's reference."""
+
+    model: str | None = None
+    """An absolute local path or a model id; None: the base model."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    """Both as in JobSpec, of `model`."""
+    precompute: bool = False
+    """Its log-probabilities are computed once, before training, instead of at every step."""
+    cache: Path | None = None
+    """Directory in which they are kept for other jobs; None: they are not."""
+
+
 class DpoSpec(_Frozen):
     """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
     `kto_pair` KTO on pairs (arXiv:2402.01306).
@@ -64,6 +78,7 @@ class DpoSpec(_Frozen):
     reward_clip: float | None = Field(None, gt=0)
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
+    reference: ReferenceSpec = ReferenceSpec()
 
 
 class OptimizerSpec(_Frozen):

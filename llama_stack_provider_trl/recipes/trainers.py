@@ -83,7 +83,8 @@ class RecipeTrainer(Trainer):
         """Rows that are trained on; of packed sequences, the rows in them."""
         return num_rows(self.train_dataset) - self.share.needs_filler
 
-    def _rows_of(self, dataset: Any) -> int:
+    def rows_of(self, dataset: Any) -> int:
+        """Rows (or packed sequences) of a dataset that count: without the filler."""
         return len(dataset) - self.share.needs_filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
@@ -105,7 +106,7 @@ class RecipeTrainer(Trainer):
         world = self.args.world_size
         shares = world * self.spec.batch_size if world > 1 else 1
         return EpochSampler(
-            self._rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares, share=share
+            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares, share=share
         )
 
     @property

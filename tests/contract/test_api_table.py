@@ -311,6 +311,8 @@ OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
     "label_smoothing": Try(0.1, "dpo"),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),
+    "reference_model": Try("org/another", "dpo"),
+    "precompute_reference": Try(True, "dpo"),
     "max_seq_length": Try(77),
     "truncation_side": Try("left"),
     "lr_scheduler": Try("cosine"),

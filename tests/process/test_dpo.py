@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_stack_provider_trl.files import RunDir, put_rows
+from llama_stack_provider_trl.recipes import reference_cache
+from llama_stack_provider_trl.recipes.data import prepare_dpo, read_examples
 from llama_stack_provider_trl.recipes.dpo import preference_loss
-from llama_stack_provider_trl.recipes.events import Evaluated, Failed, Prepared, Progress
-from llama_stack_provider_trl.recipes.spec import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
-from tests.process.test_recipes import as_chat, logged_losses, plain_arguments
+from llama_stack_provider_trl.recipes.events import (
+    Evaluated,
+    EventWriter,
+    Failed,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    iter_events,
+)
+from llama_stack_provider_trl.recipes.reference_cache import KEEP_SECONDS, LogProbCache
+from llama_stack_provider_trl.recipes.session import train_attempt
+from llama_stack_provider_trl.recipes.spec import (
+    AttemptSpec,
+    DpoSpec,
+    JobSpec,
+    OptimizerSpec,
+    ReferenceSpec,
+    ShardingSpec,
+)
+from tests.process.test_recipes import DORA, as_chat, logged_losses, plain_arguments
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
@@ -53,6 +82,20 @@ def numbers(events: list[Any]) -> list[dict[str, float]]:
     """Every metric point, without what the clock decides."""
     points = of_kind(events, Progress) + of_kind(events, Evaluated)
     return [{name: value for name, value in point.metrics.items() if name not in TIMED} for point in points]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """What one process that asks the reference at every step makes of a job, trained once for all tests."""
+    known: dict[str, list[Any]] = {}
+
+    def train(**changes: Any) -> list[Any]:
+        if repr(changes) not in known:
+            root = tmp_path_factory.mktemp("alone")
+            known[repr(changes)] = trained(ranks, root, spec_of(root, **changes))
+        return known[repr(changes)]
+
+    return train
 
 
 def assert_same(found: list[Any], expected: list[Any], rel: float = 1e-4, abs: float = 1e-5) -> None:
@@ -114,7 +157,6 @@ def test_a_filler_counts_in_no_mean_of_kto() -> None:
 def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) -> None:
     """TRL 1.16 has no `sigmoid` with label smoothing any more; its `aot` is that loss where a batch is one pair."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     class InOrder(DPOTrainer):
@@ -141,11 +183,12 @@ def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_two_ranks_take_the_means_of_kto_over_both(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    alone = trained(ranks, tmp_path / "one", spec_of(tmp_path / "one", dpo=KTO))
-    together = trained(ranks, tmp_path / "two", spec_of(tmp_path / "two", 2, strategy, dpo=KTO))
-    assert_same(together, alone)
-    assert numbers(alone)[-1]["eval_loss"] < 0.49  # 0.5 before the first step
+def test_two_ranks_take_the_means_of_kto_over_both(
+    ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, strategy: str
+) -> None:
+    expected = alone(dpo=KTO)
+    assert_same(trained(ranks, tmp_path, spec_of(tmp_path, 2, strategy, dpo=KTO)), expected)
+    assert numbers(expected)[-1]["eval_loss"] < 0.49  # 0.5 before the first step
 
 
 # --- reference models -------------------------------------------------------------------------------------------------
@@ -160,13 +203,273 @@ def test_two_ranks_take_the_means_of_kto_over_both(ranks: Ranks, tmp_path: Path,
     ],
 )
 def test_a_sharded_reference_is_shared_out_per_block_and_changes_no_number(
-    ranks: Ranks, tmp_path: Path, sharding: ShardingSpec, tied: bool
+    ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, sharding: ShardingSpec, tied: bool
 ) -> None:
     model = tiny_model(tied=tied)
-    alone = trained(ranks, tmp_path / "one", spec_of(tmp_path / "one", model=model))
-    together = trained(ranks, tmp_path / "two", spec_of(tmp_path / "two", 2, sharding=sharding, model=model))
-    assert_same(together, alone)
+    together = trained(ranks, tmp_path, spec_of(tmp_path, 2, sharding=sharding, model=model))
+    assert_same(together, alone(model=model))
     reference = of_kind(together, Prepared)[0].effective["sharding"]["reference"]
     assert reference["units"] == (3 if tied else 4)  # two blocks, the root, and embeddings of their own
     assert set(reference["placements"]) == {"Shard(0)"}
     assert reference["local_elements"] <= 0.6 * reference["total_elements"]
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the same tokenizer and other weights."""
+    path = tmp_path_factory.mktemp("another") / "model"
+    shutil.copytree(tiny_model(), path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+    model.save_pretrained(path)
+    return path
+
+
+def log_probs(model: Path, rows: list[dict[str, str]]) -> list[tuple[float, float]]:
+    """What a model says of each pair's completions, (chosen, rejected), by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    scored = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    dataset, _ = prepare_dpo(read_examples(dataset_of(rows), "dpo"), tokenizer, 1024)
+    return [
+        tuple(completion_log_prob(scored, row["prompt_ids"], row[side]) for side in ("chosen_ids", "rejected_ids"))
+        for row in dataset
+    ]
+
+
+def completion_log_prob(model: Any, prompt: list[int], completion: list[int]) -> float:
+    ids = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        found = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+    return float(found[-len(completion) :].sum())
+
+
+def dataset_of(rows: list[dict[str, str]]) -> Path:
+    return put_rows(Path(tempfile.mkdtemp()), rows).path
+
+
+def reference_of(event: Progress | Evaluated, beta: float = 0.1) -> tuple[float, float]:
+    """The reference's log-probabilities of a step's pairs, means over them, from the metrics."""
+    prefix = "eval_" if isinstance(event, Evaluated) else ""
+    chosen, rejected = (
+        event.metrics[f"{prefix}logps/{side}"] - event.metrics[f"{prefix}rewards/{side}"] / beta
+        for side in ("chosen", "rejected")
+    )
+    return chosen, rejected
+
+
+def means(values: list[tuple[float, float]]) -> tuple[float, float]:
+    chosen, rejected = zip(*values, strict=True)
+    return sum(chosen) / len(values), sum(rejected) / len(values)
+
+
+REFERENCES = [
+    pytest.param(1, "", None, False, id="full-another"),
+    pytest.param(2, "FULL_SHARD", None, False, id="full-sharded-another"),
+    pytest.param(1, "", LORA, False, id="lora-another"),
+    pytest.param(1, "", DORA, True, id="dora-base"),
+    pytest.param(2, "NO_SHARD", LORA, True, id="lora-ddp-base"),
+    pytest.param(2, "FULL_SHARD", DORA, True, id="dora-sharded-base"),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "lora", "is_base"), REFERENCES)
+def test_at_every_step_the_reference_says_what_its_model_says(
+    ranks: Ranks, another: Path, tmp_path: Path, world: int, strategy: str, lora: Any, is_base: bool
+) -> None:
+    dpo = DpoSpec(reference=ReferenceSpec(model=None if is_base else str(another)))
+    spec = spec_of(
+        tmp_path, world, strategy, dpo=dpo, lora=lora, shuffle=False, rows=DPO_ROWS, validation_rows=DPO_ROWS[4:8]
+    )
+    events = trained(ranks, tmp_path, spec)
+    expected = log_probs(tiny_model() if is_base else another, DPO_ROWS)
+    steps = of_kind(events, Progress)
+    assert len(steps) == 6
+    for number, step in enumerate(steps):
+        first = number % 3 * GLOBAL_BATCH
+        assert reference_of(step) == pytest.approx(means(expected[first : first + GLOBAL_BATCH]), rel=1e-4)
+    assert reference_of(of_kind(events, Evaluated)[-1]) == pytest.approx(means(expected[4:8]), rel=1e-4)
+    # The policy has moved: a reference that moved along would be seen above.
+    assert abs(steps[-1].metrics["rewards/margins"]) > 0.1
+
+
+def test_a_reference_with_other_tokens_is_refused_before_training(another: Path, tmp_path: Path) -> None:
+    for name in ("renumbered", "short"):
+        shutil.copytree(another, tmp_path / name)
+    tokenizer = json.loads((another / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[100:102]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (tmp_path / "renumbered" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((another / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    for name, problem in (("renumbered", "2 tokens have another number"), ("short", "embeddings for 20 tokens")):
+        dpo = DpoSpec(reference=ReferenceSpec(model=str(tmp_path / name)))
+        _, events = run(tmp_path / "run" / name, job_spec(tmp_path / "job" / name, tiny_model(), "dpo", dpo=dpo))
+        (failed,) = of_kind(events, Failed)
+        assert failed.reason is Reason.invalid_model
+        assert problem in failed.message
+        assert str(tmp_path / name) in failed.message
+
+
+# --- log-probabilities that are computed once -------------------------------------------------------------------------
+
+
+def once(root: Path, **reference: Any) -> DpoSpec:
+    return DpoSpec(reference=ReferenceSpec(precompute=True, cache=root / "reference", **reference))
+
+
+def of_reference(events: list[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = of_kind(events, Prepared)[0].effective["reference"]
+    return found
+
+
+def assert_same_reference(found: list[Any], expected: list[Any], rel: float) -> None:
+    kinds = (Progress, Evaluated)
+    one, other = (
+        [reference_of(event) for kind in kinds for event in of_kind(each, kind)] for each in (found, expected)
+    )
+    assert len(one) == len(other) > 0
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine == pytest.approx(theirs, rel=rel)
+
+
+ONCE = [
+    pytest.param(2, "FULL_SHARD", None, id="full-sharded"),
+    pytest.param(2, "NO_SHARD", None, id="full-ddp"),
+    pytest.param(1, "", LORA, id="lora"),
+    pytest.param(2, "FULL_SHARD", LORA, id="lora-sharded"),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "lora"), ONCE)
+def test_asked_once_the_reference_says_what_it_says_at_every_step(
+    ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, world: int, strategy: str, lora: Any
+) -> None:
+    expected = alone(model=tiny_model(), lora=lora) if lora else alone(model=tiny_model())
+    spec = spec_of(tmp_path, world, strategy, lora=lora, dpo=once(tmp_path))
+    events = trained(ranks, tmp_path, spec)
+    assert_same_reference(events, expected, rel=1e-5)
+    assert_same(events, expected, rel=1e-3, abs=1e-4)
+    assert of_reference(events)["train_dataset"] == of_reference(events)["validation_dataset"] == "computed"
+    if strategy == "FULL_SHARD":
+        assert of_reference(events)["sharding"]["units"] == 3
+    # One process takes up what two have computed, and the other way round: the rows are the same.
+    other = spec_of(tmp_path / "again", 3 - world, "FULL_SHARD", lora=lora, dpo=spec.dpo)
+    again = trained(ranks, tmp_path / "again", other)
+    assert of_reference(again)["train_dataset"] == of_reference(again)["validation_dataset"] == "cache"
+    assert_same(again, expected, rel=1e-3, abs=1e-4)
+
+
+def test_without_a_second_model_full_training_starts_at_log_two(tmp_path: Path) -> None:
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path)))
+    assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_a_job_that_goes_on_takes_the_answers_from_the_cache_and_gives_the_same_weights(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, dpo=once(tmp_path), save_steps=2)
+    _, whole = run(tmp_path / "whole", spec)
+    weights = (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(spec.checkpoint_dir / "final")
+    _, resumed = run(tmp_path / "resumed", spec, resume_from=spec.checkpoint_dir / "checkpoint-4")
+    assert of_kind(resumed, Prepared)[0].start_step == 4
+    assert of_reference(resumed)["train_dataset"] == "cache"
+    points = {event.step: event.metrics["loss"] for event in of_kind(whole, Progress)}
+    assert [event.metrics["loss"] for event in of_kind(resumed, Progress)] == [points[5], points[6]]
+    assert (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes() == weights
+
+
+def test_answers_are_taken_up_only_where_everything_that_decides_them_is_the_same(
+    another: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+
+    def sources(name: str, **changes: Any) -> tuple[str, str]:
+        fields = {"model": model, "dpo": once(tmp_path), "validation_rows": DPO_ROWS[:5], **changes}
+        _, events = run(tmp_path / name, job_spec(tmp_path / name, fields.pop("model"), "dpo", **fields))
+        return of_reference(events)["train_dataset"], of_reference(events)["validation_dataset"]
+
+    assert sources("first") == ("computed", "computed")
+    assert sources("another-loss", dpo=once(tmp_path).model_copy(update={"loss_type": "ipo"})) == ("cache", "cache")
+    assert sources("another-order", seed=3, batch_size=2, n_epochs=2) == ("cache", "cache")
+    assert sources("fewer-rows", rows=DPO_ROWS[:8]) == ("computed", "cache")
+    assert sources("shorter", max_seq_length=32) == ("computed", "computed")
+    assert sources("bf16", dtype="bf16") == ("computed", "computed")
+    assert sources("another-model", dpo=once(tmp_path, model=str(another))) == ("computed", "computed")
+    # The same content elsewhere is the same model; other content in the same place is another.
+    shutil.copytree(model, tmp_path / "copied")
+    (tmp_path / "copied" / "notes.json").touch()
+    assert sources("copy", model=tmp_path / "copied") == ("cache", "cache")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert sources("replaced", dpo=once(tmp_path)) == ("computed", "computed")
+
+
+def test_a_damaged_cache_file_is_computed_again(tmp_path: Path) -> None:
+    cache = LogProbCache(tmp_path / "reference", lambda: None)
+    values = torch.rand(3, 2)
+    assert cache.store("key", values)
+    path = tmp_path / "reference" / "key.safetensors"
+    whole = path.read_bytes()
+    found = cache.find("key", 3)
+    assert found is not None
+    assert torch.equal(found, values)
+    assert cache.find("key", 4) is None
+    assert cache.find("no-such-key", 3) is None
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:50], b""):
+        path.write_bytes(damaged)
+        assert cache.find("key", 3) is None
+
+
+def test_the_cache_forgets_what_is_old_and_the_oldest_of_what_is_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LogProbCache(tmp_path, lambda: None)
+    now = time.time()
+    for name, age in (("old", KEEP_SECONDS + 60), ("used", 3600), ("fresh", 60)):
+        cache.store(name, torch.rand(100, 2))
+        os.utime(tmp_path / f"{name}.safetensors", (now - age, now - age))
+    cache.store("new", torch.rand(100, 2))
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == ["fresh", "new", "used"]
+    monkeypatch.setattr(reference_cache, "KEEP_BYTES", 2000)
+    cache.find("used", 100)  # used again: newer than `fresh` from now on
+    cache.store("newest", torch.rand(100, 2))
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == ["newest", "used"]
+
+
+def test_a_cache_that_cannot_be_written_costs_the_next_job_a_pass_and_not_this_one_its_life(tmp_path: Path) -> None:
+    (tmp_path / "reference").write_text("no directory")
+    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path)))
+    assert status == 0
+    assert of_reference(events)["train_dataset"] == "computed, not kept"
+
+
+def test_the_pass_beats_and_a_pause_ends_it_at_the_next_batch(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path), batch_size=2)
+    (tmp_path / "run").mkdir()
+    paths = RunDir(tmp_path / "run")
+
+    class Pausing(EventWriter):
+        beats = 0
+
+        def beat(self) -> None:
+            super().beat()
+            self.beats += 1
+            if "_ask" in {frame.name for frame in traceback.extract_stack()}:
+                asked.append(self.beats)
+                if len(asked) == 2:
+                    paths.control.write_text("{}")
+
+    asked: list[int] = []
+    writer = Pausing(paths.events)
+    train_attempt(AttemptSpec(job=spec, attempt=1, run_dir=paths.root), writer)
+    writer.close()
+    assert len(asked) == 2  # of six batches
+    events = list(iter_events(paths.events))
+    assert isinstance(events[-1], Paused)
+    assert events[-1].step == 0
+    assert not of_kind(events, Prepared)
+    assert not list((tmp_path / "reference").glob("*.safetensors"))

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
 
@@ -168,6 +168,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(request_body: Any, field: st
         (dpo(algorithm_config={"loss_type": "ipo"}), {"label_smoothing": 0.1}),
         (dpo(algorithm_config={"loss_type": "kto_pair"}), {"label_smoothing": 0.1}),
         (dpo(), {"label_smoothing": 0.5}),
+        (sft(), {"reference_model": "org/base"}),
+        (dpo(), {"reference_model": ""}),
+        (sft(), {"precompute_reference": True}),
+        (dpo(), {"reference_model": "/no/such/directory"}),
     ],
 )
 def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
@@ -176,6 +180,19 @@ def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
     with pytest.raises(InvalidRequest) as caught:
         resolve(request_body, ProviderOptions.parse(options), settings)
     assert caught.value.field == f"provider_options.{next(iter(options))}"
+
+
+def test_a_reference_model_is_trusted_by_its_own_name(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    trusting = replace(settings, trust_remote_code=("org/other@abc", str(tmp_path)))
+    references = [
+        spec_of(dpo(), trusting, **options).dpo.reference
+        for options in ({}, {"reference_model": "org/base"}, {"reference_model": "org/other"})
+    ]
+    assert references[0] == references[1] == ReferenceSpec()
+    assert references[2] == ReferenceSpec(model="org/other", revision="abc", trust_remote_code=True)
+    local = spec_of(dpo(), trusting, reference_model=str(tmp_path)).dpo.reference
+    assert local == ReferenceSpec(model=str(tmp_path), trust_remote_code=True)
 
 
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
