@@ -63,13 +63,13 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
 
 def vocabulary_size(spec: JobSpec) -> int:
     """Tokens that the model has embeddings for; reads its config.json alone."""
-    config = AutoConfig.from_pretrained(spec.model, **_source(spec))
+    config = AutoConfig.from_pretrained(spec.model, **source(spec))
     return int(config.get_text_config().vocab_size)
 
 
 def commit_of(spec: JobSpec) -> str | None:
     """The commit that a model id stands for; None for a directory."""
-    commit: str | None = getattr(AutoConfig.from_pretrained(spec.model, **_source(spec)), "_commit_hash", None)
+    commit: str | None = getattr(AutoConfig.from_pretrained(spec.model, **source(spec)), "_commit_hash", None)
     return commit
 
 
