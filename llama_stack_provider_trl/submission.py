@@ -15,7 +15,7 @@ from .files import put_rows
 from .jobs.store import Store
 from .options import ProviderOptions
 from .recipes.rows import check_rows
-from .recipes.spec import Algorithm, DataFormat, DatasetRef
+from .recipes.spec import Algorithm, DataFormat, DatasetRef, JobSpec
 from .resolve import Request, Settings, resolve
 
 
@@ -46,6 +46,19 @@ async def submit(
     # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
+    spec, warnings = await resolved(request, options, settings, datasets)
+    return await asyncio.to_thread(store.add_job, spec, digest, warnings)
+
+
+async def resolved(
+    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
+) -> tuple[JobSpec, list[str]]:
+    """The job that a request means, with its rows, and what there is to say of it.
+
+    Raises:
+        InvalidRequest: a field, a value or a row that cannot be honoured.
+        StoreError: the rows cannot be stored.
+    """
     resolution = resolve(request, options, settings)
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
@@ -54,8 +67,7 @@ async def submit(
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
-    spec = resolution.spec(dataset, validation)
-    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings])
+    return resolution.spec(dataset, validation), [*resolution.warnings, *warnings]
 
 
 def keep_rows(

@@ -171,6 +171,10 @@ class ServiceSettings(_Block):
     """Rows of a dataset; more is a 413."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
+    preflight_timeout: float = Field(300.0, gt=0)
+    """Seconds that a preflight may take, waiting for its turn included."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """GiB per device that a preflight counts on; null: what this machine's have."""
 
     @field_validator("data_dir", mode="before")
     @classmethod
