@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from llama_stack_provider_trl.recipes.spec import JobSpec
 
 GIB = 1 << 30
-STEPS = 3
+STEPS = 2
+"""The optimizer has its state from the second one on."""
 MARKERS = ("<!-- measured -->", "<!-- /measured -->")
 
 
@@ -187,10 +188,12 @@ def prepare(folder: Path, case: Case) -> JobSpec:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     text = "word " * (2 * case.tokens)
+    # Every third row is shorter: as in real batches, some rows are padded, and attention gets a mask.
+    short = text[: case.tokens // 2]
     rows = [
-        {"prompt": f"{n} a", "completion": text}
+        {"prompt": f"{n} a", "completion": text if n % 3 != 1 else short}
         if case.algorithm == "sft"
-        else {"prompt": f"{n} a", "chosen": text + "good", "rejected": "bad " + text}
+        else {"prompt": f"{n} a", "chosen": text + "good", "rejected": "bad " + (text if n % 3 != 1 else short)}
         for n in range(STEPS * case.batch * case.accumulation)
     ]
     blob = put_rows(folder / "datasets", rows)

@@ -16,7 +16,7 @@ from .jobs.ownership import Ownership
 from .jobs.store import Store
 from .options import ProviderOptions
 from .recipes.rows import check_rows
-from .recipes.spec import Algorithm, DataFormat, DatasetRef
+from .recipes.spec import Algorithm, DataFormat, DatasetRef, JobSpec
 from .resolve import Request, Settings, resolve
 
 
@@ -47,6 +47,20 @@ async def submit(
     # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
+    spec, warnings = await resolved(request, options, settings, datasets)
+    rows = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
+    return await asyncio.to_thread(store.add_job, spec, digest, warnings, rows)
+
+
+async def resolved(
+    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
+) -> tuple[JobSpec, list[str]]:
+    """The job that a request means, with its rows, and what there is to say of it.
+
+    Raises:
+        InvalidRequest: a field, a value or a row that cannot be honoured.
+        StoreError: the rows cannot be stored.
+    """
     resolution = resolve(request, options, settings)
     _refuse_another_owner(settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
@@ -56,9 +70,7 @@ async def submit(
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
-    spec = resolution.spec(dataset, validation)
-    rows = [ref.path for ref in (dataset, validation) if ref is not None]
-    return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings], rows)
+    return resolution.spec(dataset, validation), [*resolution.warnings, *warnings]
 
 
 def _refuse_another_owner(data_dir: Path, checkpoint_dir: Path) -> None:

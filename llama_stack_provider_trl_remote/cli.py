@@ -39,7 +39,7 @@ def _serve(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from . import commands
-    from .client import ServiceClient
+    from .client import ServiceClient, Timeouts
     from .config import checked_url
 
     try:
@@ -48,7 +48,9 @@ def _run(options: argparse.Namespace) -> int:
         print(f"trl-remote: --url or TRL_SERVICE_URL: {error}", file=sys.stderr)
         return 1
 
-    client = ServiceClient(url, os.environ.get("TRL_SERVICE_TOKEN") or None)
+    # The service bounds a preflight itself (preflight_timeout).
+    timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
+    client = ServiceClient(url, os.environ.get("TRL_SERVICE_TOKEN") or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
 
 
@@ -75,6 +77,12 @@ def _jobs(group: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="the request as JSON, as Llama Stack takes it; - reads it from stdin"
     )
     submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    preflight = _at_service(
+        commands.add_parser("preflight", help="what a job would do and whether it fits; exit status 0 it fits, 1 not")
+    )
+    preflight.add_argument("file", metavar="FILE", help="the request as JSON; - reads standard input")
+    preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    preflight.add_argument("--json", action="store_true", help="the whole answer")
     listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
     listing.add_argument(
         "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."

@@ -28,6 +28,7 @@ from llama_stack_provider_trl.requests import JOB_UUID_PATTERN
 
 JOBS = "/v1/post-training/jobs"
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
+PREFLIGHT = "/v1/post-training/preflight"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
 """Bytes per second that an upload may go at."""

@@ -14,10 +14,10 @@ from typing import Any
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import Blob, put_rows
 
-from .client import JOBS, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient, job_path
+from .client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, job_path
 from .pull import pull
 from .row_files import read_row_file
-from .terminal import job_line, progress_line, table
+from .terminal import job_line, preflight_lines, progress_line, table
 from .watch import follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
@@ -30,6 +30,17 @@ async def submit(client: ServiceClient, options: Namespace) -> int:
     answer = await client.submit(path, body)
     print(answer["job_uuid"])
     return 0
+
+
+async def preflight(client: ServiceClient, options: Namespace) -> int:
+    body = _read_request(options.file)
+    guessed = "dpo" if _guessed(body) == PREFERENCE_OPTIMIZE else "sft"
+    found = await client.submit(PREFLIGHT, {**body, "algorithm": options.algorithm or guessed})
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(preflight_lines(found)))
+    return 0 if found["fits"] else 1
 
 
 async def list_jobs(client: ServiceClient, options: Namespace) -> int:
@@ -114,6 +125,7 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
 
 COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "submit"): submit,
+    ("jobs", "preflight"): preflight,
     ("jobs", "list"): list_jobs,
     ("jobs", "show"): show,
     ("jobs", "watch"): watch_job,

@@ -54,3 +54,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def preflight_lines(found: dict[str, Any]) -> list[str]:
+    """What a preflight has found: rows, steps, memory by part, disk, and the verdict as the last line."""
+    data, steps, memory, disk = (found[name] for name in ("data", "steps", "memory", "disk"))
+    parts = {
+        name.removesuffix("_bytes"): size
+        for name, size in memory.items()
+        if name.endswith("_bytes") and name not in ("estimate_bytes", "limit_bytes") and size
+    }
+    per = f"each of {memory['devices']} {memory['device']} devices" if memory["devices"] > 1 else memory["device"]
+    lengths = "  ".join(f"<={bucket['up_to']}: {bucket['rows']}" for bucket in data["histogram"])
+    return [
+        f"rows    {data['trained']} of {data['num_rows']}, {data['truncated']} truncated, {data['dropped']} dropped",
+        f"tokens  {lengths}  (median {data['median_tokens']}, longest {data['max_tokens']})",
+        f"steps   {steps['total_steps']} = {steps['epochs']} epochs x {steps['steps_per_epoch']}, "
+        f"global batch {steps['global_batch']}",
+        f"memory  {gib(memory['estimate_bytes'])} of {gib(memory['limit_bytes'])} on {per}: "
+        + ", ".join(f"{name} {gib(size)}" for name, size in parts.items()),
+        f"disk    {gib(disk['needed_bytes'])} of {gib(disk['free_bytes'])} free",
+        *(f"note    {warning}" for warning in found["warnings"]),
+        f"fits    {'yes' if found['fits'] else 'no'}: {found['message']}",
+    ]
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -454,7 +454,9 @@ def _make_fake(model: torch.nn.Module) -> None:
 def _step(model: Any, spec: JobSpec, batch: Batch) -> None:
     """What `recipes.sft` and `recipes.dpo` do with a batch."""
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    mask[-1, -1] = 0  # some row is padded: attention gets a mask, and grouped keys and values are repeated for it
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
     def score() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if spec.dtype == "bf16" else nullcontext():

@@ -195,9 +195,9 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
         many *= 2
     if many > 2 * spec.ranks:
         made = (*made, last)
-    sharding = next((value for change in made for name, value in change.fields if name == "sharding"), spec.sharding)
-    if sharding and sharding.strategy != "NO_SHARD" and not sharding.cpu_offload and many > 2:
-        offloaded = sharding.model_copy(update={"cpu_offload": True})
+    shared = next((value for change in made for name, value in change.fields if name == "sharding"), spec.sharding)
+    if shared and shared.strategy != "NO_SHARD" and not shared.cpu_offload and many > 2:
+        offloaded = shared.model_copy(update={"cpu_offload": True})
         field = "training_config.efficiency_config.fsdp_cpu_offload"
         yield (*made, _Change((("sharding", offloaded),), ((field, True),)))
 
@@ -271,7 +271,8 @@ def before_training(
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may well be one that can be trained
-        return _unknown(error, writer)
+        _say_unknown(error, writer)
+        return None
     if not verdict["fits"]:
         if spec.preflight == "refuse":
             raise JobFailure(Reason.does_not_fit, verdict["message"])
@@ -378,7 +379,7 @@ def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -
     return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {asked}."
 
 
-def _unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
+def _say_unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
     if writer:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         writer.write(Warned(message=f"the memory of this job could not be estimated ({what}); it is trained unchecked"))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, StringConstraints
 
 from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.recipes.spec import Algorithm
 from llama_stack_provider_trl.requests import (
     COUNT,
     DataConfig,
@@ -48,6 +49,92 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
     dataset_digests: dict[str, Sha256] | None = None
     """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+
+
+class PreflightBody(PreferenceOptimizeBody):
+    """The body of a job of either kind."""
+
+    job_uuid: str = "preflight"
+    """No job is made: any name will do."""
+    algorithm: Algorithm | None = None
+    """sft or dpo; left out, the body tells: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
+
+
+class DataVerdict(BaseModel):
+    num_rows: int
+    trained: int
+    """Rows that are trained on."""
+    truncated: int
+    """Of those, rows that are cut to `max_seq_length`."""
+    dropped: int
+    total_tokens: int
+    trained_tokens: int
+    """Tokens that the loss covers."""
+    longest_before_cut: int
+    """The `max_seq_length` at which nothing would be cut."""
+    median_tokens: int
+    max_tokens: int
+    histogram: list[dict[str, int]]
+    """Rows of at most `up_to` tokens, and more than half as many."""
+
+
+class StepsVerdict(BaseModel):
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    global_batch: int
+
+
+class Nearest(BaseModel):
+    changes: dict[str, Any]
+    """Field of the request -> value."""
+    estimate_bytes: int
+
+
+class MemoryVerdict(BaseModel):
+    fits: bool
+    """estimate x 1.1 <= limit."""
+    device: str
+    devices: int
+    """Ranks of the job; the numbers are those of each."""
+    estimate_bytes: int
+    """The sum of the parts that follow."""
+    limit_bytes: int
+    largest_batch: dict[str, int]
+    """Sequences, and tokens of each with padding."""
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    reference_bytes: int
+    overhead_bytes: int
+    loading_bytes: int
+    nearest: Nearest | None = None
+    """Where it does not fit: the changes after which it does; null: there are none."""
+    message: str | None = None
+
+
+class DiskVerdict(BaseModel):
+    fits: bool
+    needed_bytes: int
+    free_bytes: int
+    step_checkpoints: int
+    """How many of them there are at a time."""
+    step_checkpoint_bytes: int
+    final_bytes: int
+    merged_bytes: int
+
+
+class PreflightResponse(BaseModel):
+    fits: bool
+    """Memory and disk."""
+    message: str
+    data: DataVerdict
+    steps: StepsVerdict
+    memory: MemoryVerdict
+    disk: DiskVerdict
+    warnings: list[str]
 
 
 class _Body(BaseModel):

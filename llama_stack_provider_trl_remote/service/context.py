@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import shutil
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -22,12 +22,14 @@ from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, status_response
-from llama_stack_provider_trl.submission import submit
+from llama_stack_provider_trl.submission import Datasets as RowsOf
+from llama_stack_provider_trl.submission import resolved, submit
 
 from .blobs import Blobs
-from .bodies import PreferenceOptimizeBody, SupervisedFineTuneBody
+from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .checkpoints import Digests
 from .datasets import Datasets
+from .preflights import Preflights
 from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,11 @@ class Service:
         self.digests = Digests()
         self.stopping = asyncio.Event()
         """Set when the service is told to stop: streams end then, instead of keeping it."""
+        launcher = LocalLauncher()
+        self.preflights = Preflights(settings, launcher, self.devices[0], self.for_jobs.max_ranks)
         self.supervisor = Supervisor(
             self.store,
-            LocalLauncher(),
+            launcher,
             self.devices,
             settings.data_dir,
             python=str(settings.train_python) if settings.train_python else None,
@@ -63,6 +67,7 @@ class Service:
         """Make the directories and begin to supervise. Raises OSError."""
         self.blobs.prepare()
         self.datasets.prepare()
+        self.preflights.prepare()
         self.supervisor.start()
 
     def stop(self) -> None:
@@ -89,6 +94,27 @@ class Service:
         )
         digest = hashlib.sha256(text.encode()).hexdigest()
         request = kind.model_validate(self._with_defaults(asked, body))
+        if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body)):
+            log.info("job %s: queued", request.job_uuid)
+            self.supervisor.wake()
+
+    async def preflight(self, body: PreflightBody) -> PreflightResponse:
+        """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
+        asked = body.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"job_uuid": body.job_uuid}
+        is_dpo = (body.algorithm or _algorithm(asked)) == "dpo"
+        job = (PreferenceOptimizeBody if is_dpo else SupervisedFineTuneBody).model_validate(asked)
+        kind = PreferenceOptimizeRequest if is_dpo else SupervisedFineTuneRequest
+        given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
+        request = kind.model_validate(self._with_defaults(given, job))
+        options = ProviderOptions.parse(job.provider_options)
+        spec, warnings = await resolved(request, options, self.for_jobs, self._rows(job))
+        found = await self.preflights.run(spec)
+        answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
+        answer.warnings = [*warnings, *answer.warnings]
+        return answer
+
+    def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
+        """Where the rows of a body's dataset ids come from."""
         digests = body.dataset_digests or {}
 
         async def rows(
@@ -98,9 +124,7 @@ class Service:
                 return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], algorithm, data_format)
             return await self.datasets.fetch(dataset_id, algorithm, data_format)
 
-        if await submit(request, options, digest, self.for_jobs, self.store, rows):
-            log.info("job %s: queued", request.job_uuid)
-            self.supervisor.wake()
+        return rows
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """Three point reads. Raises JobNotFound."""
@@ -134,6 +158,12 @@ class Service:
         if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
             training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
         return {**asked, "training_config": training}
+
+
+def _algorithm(body: dict[str, Any]) -> Algorithm:
+    """Only DPO has a `finetuned_model`, or an algorithm beside LoRA and QAT."""
+    config = body.get("algorithm_config") or {}
+    return "dpo" if "finetuned_model" in body or str(config.get("type", "dpo" if config else "")) == "dpo" else "sft"
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, JobNotFound, TrlError
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, JobFailure, JobNotFound, TrlError
+from llama_stack_provider_trl.recipes.events import Reason
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (TooLarge, 413),
     (OutOfRange, 416),
 )
+_REQUEST_AT_FAULT = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model, Reason.timed_out}
+"""Why a preflight can fail that another request mends."""
 _MEANING = {
     400: "Something in the request cannot be honoured; the sentence names it",
     401: "No token, or a wrong one",
@@ -99,6 +102,8 @@ def handle_errors(app: FastAPI) -> None:
 async def _ours(request: Request, error: Exception) -> Response:
     if isinstance(error.__cause__, OSError) and _disk_full(error.__cause__):
         return answer(507, f"the disk is full: {error}; free some space and send it again")
+    if isinstance(error, JobFailure) and error.reason in _REQUEST_AT_FAULT:
+        return answer(400, error.message)
     status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)

@@ -19,7 +19,15 @@ from llama_stack_provider_trl.responses import (
 )
 
 from .auth import needs_admin
-from .bodies import JobName, JobRow, ListJobsResponse, PreferenceOptimizeBody, SupervisedFineTuneBody
+from .bodies import (
+    JobName,
+    JobRow,
+    ListJobsResponse,
+    PreferenceOptimizeBody,
+    PreflightBody,
+    PreflightResponse,
+    SupervisedFineTuneBody,
+)
 from .context import Context, Service
 from .errors import declared
 
@@ -46,6 +54,12 @@ async def preference_optimize(service: Context, body: PreferenceOptimizeBody) ->
     """Queue a DPO job. The same body again is the same job."""
     await service.submit(body)
     return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/preflight", response_model=PreflightResponse, responses=declared(507))
+async def preflight(service: Context, body: PreflightBody) -> Response:
+    """What a job with this body would do, and whether it fits; nothing is queued, no device is taken."""
+    return as_json(await service.preflight(body))
 
 
 @router.get("/jobs", response_model=ListJobsResponse, responses=declared(404))

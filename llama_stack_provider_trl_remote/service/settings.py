@@ -171,6 +171,10 @@ class ServiceSettings(_Block):
     """Rows of a dataset; more is a 413."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
+    preflight_timeout: float = Field(300.0, gt=0)
+    """Seconds that a preflight may take, waiting for its turn included."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """GiB per device that a preflight counts on; null: what this machine's have."""
 
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""

@@ -1,0 +1,86 @@
+"""Preflight over HTTP and on the command line: a job's steps, lengths and memory, and nothing queued."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
+from tests.contract.service import JOBS, TrainingService, refusal, running_service
+from tests.contract.stack import SFT, Json
+
+pytestmark = pytest.mark.contract
+
+PREFLIGHT = "/post-training/preflight"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    with running_service(tmp_path_factory.mktemp("service")) as service:
+        service.register("questions", QUESTIONS)
+        service.register("pairs", PAIRS)
+        yield service
+
+
+def asked(service: TrainingService, body: Json, **more: str) -> Json:
+    answer = service.post(PREFLIGHT, {**body, **more}, prefix="/v1alpha")
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_it_says_what_the_job_then_does_and_queues_nothing(service: TrainingService) -> None:
+    body = sft("checked", "questions")
+    found = asked(service, body)
+    assert found["fits"], found["message"]
+    assert service.get(JOBS).json()["data"] == []
+    assert not list((service.data_dir / "preflights").iterdir())
+    job = service.submit(SFT, body)
+    service.wait(job, "completed")
+    status = service.status(job)["resources_allocated"]
+    assert status["progress"]["total_steps"] == found["steps"]["total_steps"]
+    assert status["warnings"] == []
+    recorded = status["effective_config"]["recipe"]["effective"]["memory"]
+    for part in ("weights_bytes", "optimizer_bytes", "activations_bytes", "logits_bytes", "largest_batch"):
+        assert recorded[part] == found["memory"][part]
+    data = status["effective_config"]["recipe"]["effective"]["data"]
+    assert (data["kept"], data["truncated"]) == (found["data"]["trained"], found["data"]["truncated"])
+    assert sum(bucket["rows"] for bucket in found["data"]["histogram"]) == data["kept"]
+
+
+def test_two_at_once_and_a_bad_dataset_are_all_answered(service: TrainingService) -> None:
+    bodies = [promised("any", "pairs"), sft("other", "questions"), sft("bad", "pairs")]
+    with ThreadPoolExecutor(3) as threads:
+        first, second, bad = threads.map(lambda body: service.post(PREFLIGHT, body), bodies)
+    assert first.json()["memory"]["reference_bytes"] > 0  # DPO, by the body alone
+    assert second.json()["memory"]["reference_bytes"] == 0
+    assert "was POST /v1/post-training/preference-optimize meant?" in refusal(bad)
+
+
+def test_the_command_line_prints_it(service: TrainingService, tmp_path: Path) -> None:
+    request = tmp_path / "job.json"
+    request.write_text(json.dumps(sft("cli", "questions")))
+    command = [sys.executable, "-m", "llama_stack_provider_trl_remote", "jobs", "preflight", str(request)]
+    done = subprocess.run([*command, "--url", service.url], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "fits    yes: The job fits."
+
+
+def test_where_it_does_not_fit_the_nearest_is_named_and_the_time_is_bounded(tmp_path: Path) -> None:
+    with running_service(tmp_path, device_memory_gb=0.5) as service:
+        service.register("questions", QUESTIONS)
+        found = asked(service, sft("large", "questions"))
+        assert not found["fits"]
+        assert "does not fit in 0.50 GiB" in found["message"]
+    service.configure(preflight_timeout=0.2)
+    service.start()
+    try:
+        answer = service.post(PREFLIGHT, sft("late", "questions"))
+        assert "the preflight took more than 0 s (preflight_timeout of the service)" in refusal(answer)
+    finally:
+        service.stop()

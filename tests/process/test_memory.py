@@ -1,0 +1,185 @@
+"""The memory estimate: what it counts, and that each recipe of examples/recipes fits where it says."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+from trl.trainer.utils import add_fused_lm_head
+
+from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.recipes import memory
+from llama_stack_provider_trl.recipes.memory import Batch, estimate, trace
+from llama_stack_provider_trl.recipes.preflight import check, nearest
+from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.requests import SupervisedFineTuneRequest
+from llama_stack_provider_trl.resolve import resolve
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.tiny import REPOSITORY, tiny_model
+from tests.training import LORA, dataset, job_spec
+
+pytestmark = pytest.mark.process
+
+RECIPES = REPOSITORY / "examples" / "recipes"
+SHAPES: dict[str, dict[str, int]] = {
+    "7b-2x24g": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "70b-8gpu": {
+        **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        "num_key_value_heads": 8,
+    },
+}
+"""Llama 2's (arXiv:2307.09288)."""
+GIB = 2**30
+
+
+def shaped(root: Path, layers: int, **more: Any) -> Path:
+    """A directory with a config.json, no weights and no tokenizer."""
+    config = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    LlamaConfig(**{**config, "num_hidden_layers": layers, "max_position_embeddings": 4096, **more}).save_pretrained(
+        root
+    )
+    return root
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, checkpointing: bool) -> None:
+    spec = job_spec(tmp_path, tiny_model(), algorithm, gradient_checkpointing=checkpointing)
+    batch = Batch(8, 64)
+    model = AutoModelForCausalLM.from_pretrained(spec.model)
+    model.train()
+    if checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
+    live = memory._Live(1.0)
+    for weight in model.parameters():
+        live.ignore(weight)
+        weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
+    with memory._head_of("cpu", live, model.config), live:
+        memory._step(model, spec, batch)
+    assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(live.windows), rel=0.01)
+
+
+def most(windows: Sequence[memory.Window]) -> float:
+    return max(window.activations + window.logits + window.gradients for window in windows)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_shallow_traces_tell_what_the_whole_depth_takes(
+    tmp_path: Path, lora: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 11), lora=lora, gradient_checkpointing=checkpointing)
+    told = trace(spec, Batch(2, 128), "cpu")
+    monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
+    memory._TRACES.clear()
+    whole = trace(spec, Batch(2, 128), "cpu")
+    assert (told.trainable, told.frozen, told.blocks) == (whole.trainable, whole.frozen, whole.blocks)
+    assert most(told.windows) == pytest.approx(most(whole.windows), rel=0.01)
+
+
+def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
+    adam = estimate(job_spec(tmp_path, model), batch, "cpu")
+    assert (adam.weights, adam.optimizer, adam.reference) == (4 * parameters, 8 * parameters, 0)
+    plain = OptimizerSpec(name="sgd", learning_rate=1e-3)
+    assert estimate(job_spec(tmp_path, model, optimizer=plain), batch, "cpu").optimizer == 0
+    assert estimate(job_spec(tmp_path, model, "dpo"), batch, "cpu").reference == 4 * parameters
+    adapters = job_spec(tmp_path, model, "dpo", lora=LORA, dtype="bf16")
+    traced, lora = trace(adapters, batch, "cpu"), estimate(adapters, batch, "cpu")
+    assert lora.reference == 0
+    assert lora.weights == 2 * traced.frozen + 4 * traced.trainable
+    assert lora.optimizer == 8 * traced.trainable
+
+
+def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    once = estimate(job_spec(tmp_path, model), batch, "cpu")
+    again = estimate(job_spec(tmp_path, model, gradient_accumulation_steps=2), batch, "cpu")
+    assert again.gradients == once.weights
+    assert again.total > once.total
+
+
+def test_ranks_share_out_what_the_strategy_says(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 8), Batch(1, 16)
+
+    def of(strategy: str, **more: Any) -> memory.Memory:
+        sharding = ShardingSpec(strategy=strategy, **more)  # type: ignore[arg-type]
+        return estimate(job_spec(tmp_path, model, ranks=4, sharding=sharding), batch, "cuda")
+
+    alone = estimate(job_spec(tmp_path, model), batch, "cuda")
+    assert of("NO_SHARD").optimizer == alone.optimizer
+    assert of("NO_SHARD").gradients >= alone.weights  # DDP's buckets
+    assert of("FULL_SHARD").optimizer == alone.optimizer // 4
+    assert of("FULL_SHARD").weights < of("SHARD_GRAD_OP").weights
+    assert of("FULL_SHARD", cpu_offload=True).optimizer == 0
+
+
+def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
+    """The job of a recipe on as many GPUs as it is for, their memory, and their number."""
+    text = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    settings = ServiceSettings(**text["service"], data_dir=root)
+    gpus = tuple(f"cuda:{index}" for index in range(text["service"]["torch_run_config"]["nproc_per_node"]))
+    body = {**text["job"], "model": str(shaped(root / "model", **{"vocab_size": 32000, **depth(SHAPES[name])}))}
+    options = ProviderOptions.parse(body.pop("provider_options"))
+    for_jobs = settings.for_jobs(gpus)
+    spec = resolve(SupervisedFineTuneRequest.model_validate({**body, **changes}), options, for_jobs).spec(
+        dataset(root, [{"prompt": "a", "completion": "b"}]), None
+    )
+    assert settings.device_memory_gb is not None
+    return spec, int(settings.device_memory_gb * GIB), for_jobs.max_ranks
+
+
+def depth(shape: dict[str, int]) -> dict[str, int]:
+    return {"layers": shape["num_hidden_layers"], **{k: v for k, v in shape.items() if k != "num_hidden_layers"}}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None:
+    spec, limit, max_ranks = recipe(name, tmp_path)
+    found = check(spec, Batch(spec.batch_size, spec.max_seq_length), "cuda", limit, max_ranks=max_ranks)
+    assert found["fits"], found["message"]
+    assert found["devices"] == max_ranks
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_named(name: str, tmp_path: Path) -> None:
+    spec, limit, max_ranks = recipe(name, tmp_path, algorithm_config=None)
+    batch = Batch(spec.batch_size, spec.max_seq_length)
+    found = check(spec, batch, "cuda", limit, max_ranks=max_ranks)
+    assert not found["fits"]
+    assert "does not fit in" in found["message"]
+    proposal = nearest(spec, batch, "cuda", limit, max_ranks=max_ranks)
+    assert proposal is not None
+    share = batch.sequences * proposal.spec.batch_size // spec.batch_size
+    again = check(proposal.spec, Batch(share, batch.tokens), "cuda", limit, max_ranks=max_ranks)
+    assert again["fits"]
+    for field in proposal.changes:
+        assert field in found["message"]
+
+
+def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8, hidden_size=256, intermediate_size=1024), batch_size=8)
+    batch = Batch(8, 1024)
+    wanted = estimate(spec, batch, "cpu").total
+    little_less = nearest(spec, batch, "cpu", int(wanted * 1.05))
+    assert little_less is not None
+    assert list(little_less.changes) == ["training_config.efficiency_config.enable_activation_checkpointing"]
+    less = nearest(spec, batch, "cpu", int(little_less.memory.total * 1.05))
+    assert less is not None
+    assert less.spec.batch_size * less.spec.gradient_accumulation_steps == 8
+    assert less.spec.lora is None
+    assert nearest(spec, batch, "cpu", 1000) is None
+
+
+def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:
+    spec, _, _ = recipe("70b-8gpu", tmp_path)
+    assert estimate(spec, Batch(8, 4096), "cuda").total > 17 * GIB  # an eighth of 140 GB of weights
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB
