@@ -18,7 +18,18 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
-from .recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from .recipes.evaluations import METRICS
+from .recipes.spec import (
+    Algorithm,
+    AttemptSpec,
+    DatasetRef,
+    DpoSpec,
+    EarlyStoppingSpec,
+    JobSpec,
+    LoraSpec,
+    OptimizerSpec,
+    ShardingSpec,
+)
 from .requests import (
     JOB_UUID_PATTERN,
     DataConfig,
@@ -97,7 +108,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     is_sft = isinstance(request, SupervisedFineTuneRequest)
     lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
     dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, warnings)
-    algorithm = "sft" if is_sft else "dpo"
+    algorithm: Algorithm = "sft" if is_sft else "dpo"
     if options.merge_adapter and lora is None:
         raise InvalidRequest(
             "provider_options.merge_adapter", True, "there is no adapter without LoRA; ask for LoRA, or leave it out"
@@ -126,6 +137,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "dpo": dpo,
         "merge_adapter": options.merge_adapter,
         "save_steps": options.save_steps or settings.save_steps,
+        **_evaluations(options, data, algorithm),
         "keep_last": options.keep_last or settings.keep_last,
         "retries": settings.retries if options.retries is None else options.retries,
         "max_duration": options.max_duration or settings.max_duration,
@@ -328,6 +340,31 @@ def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: 
     if training.max_validation_steps is not None:  # not refused: some clients always send the schema's default
         warnings.append("training_config.max_validation_steps has no effect without a validation_dataset_id")
     return None
+
+
+def _evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:
+    for name in ("eval_steps", "early_stopping", "best_checkpoint"):
+        if getattr(options, name) is not None and not data.validation_dataset_id:
+            value = options.model_dump()[name]
+            raise InvalidRequest(
+                f"provider_options.{name}", value, "there is nothing to evaluate on: name a validation_dataset_id"
+            )
+    early, best = options.early_stopping, options.best_checkpoint
+    if early:
+        metric = _metric("provider_options.early_stopping.metric", early.metric, algorithm)
+    return {
+        "eval_steps": options.eval_steps,
+        "early_stopping": early and EarlyStoppingSpec(**{**early.model_dump(), "metric": metric}),
+        "best_checkpoint": best and _metric("provider_options.best_checkpoint", best, algorithm),
+    }
+
+
+def _metric(name: str, metric: str, algorithm: Algorithm) -> str:
+    """As evaluations report it; `eval_` may be left out."""
+    full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    if full not in METRICS[algorithm]:
+        raise InvalidRequest(name, metric, _nearest(full, METRICS[algorithm]))
+    return full
 
 
 def _dtype(training: TrainingConfig, device: str) -> str:

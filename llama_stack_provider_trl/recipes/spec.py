@@ -76,6 +76,17 @@ class OptimizerSpec(_Frozen):
     """Gradients are clipped to this norm; 0 switches clipping off."""
 
 
+class EarlyStoppingSpec(_Frozen):
+    """When to end a job before its last step."""
+
+    patience: int = Field(gt=0)
+    """Evaluations in a row that are not better than the best before them."""
+    min_delta: float = Field(0.0, ge=0)
+    """By more than this an evaluation must be better."""
+    metric: str = "eval_loss"
+    """Its name in the evaluations' metrics."""
+
+
 class ShardingSpec(_Frozen):
     """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
 
@@ -138,6 +149,12 @@ class JobSpec(_Frozen):
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
+    eval_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between evaluations; None: only before checkpoints and at the end."""
+    early_stopping: EarlyStoppingSpec | None = None
+    best_checkpoint: str | None = None
+    """A metric of the evaluations: each one that is better than all before ends in a checkpoint, the best one is kept,
+    and `final` holds its weights. None: `final` holds the last step's."""
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)

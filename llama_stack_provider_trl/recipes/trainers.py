@@ -33,6 +33,8 @@ class RecipeTrainer(Trainer):
     """The checkpoint directory that was written last, complete and fsynced."""
     need_space: Callable[[], None]
     """Called before a checkpoint is written; raises where it would not fit."""
+    notes: dict[str, Any]
+    """What else a step checkpoint takes along (JSON): a resumed job finds it here."""
     _staging: Path | None = None
     _evaluated: list[torch.Tensor]
     _train_sampler: EpochSampler
@@ -42,7 +44,7 @@ class RecipeTrainer(Trainer):
 
     def bind(self, spec: JobSpec) -> None:
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
-        self.spec = spec
+        self.spec, self.notes = spec, {}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
@@ -132,7 +134,7 @@ class RecipeTrainer(Trainer):
             Trainer._save_checkpoint(self, model, trial)
             ranks.wait_for_all()
             if is_first:
-                (written / _STATE).write_text(json.dumps({"num_tokens": float(self._total_train_tokens)}))
+                (written / _STATE).write_text(json.dumps({**self.notes, "num_tokens": float(self._total_train_tokens)}))
                 faults.reach(f"saving-{step}")
                 write_manifest(written)
                 put_in_place(written, target)
@@ -146,8 +148,14 @@ class RecipeTrainer(Trainer):
 
     def take_up(self, checkpoint: Path) -> int:
         """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step."""
-        self._total_train_tokens += json.loads((checkpoint / _STATE).read_text())["num_tokens"]
+        state = json.loads((checkpoint / _STATE).read_text())
+        self._total_train_tokens += state.pop("num_tokens")
+        self.notes.update(state)
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Put the weights of a step checkpoint of this job into the model, after training; every rank must call it."""
+        self._load_from_checkpoint(str(checkpoint), self.model_wrapped if self.is_fsdp_enabled else self.model)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
