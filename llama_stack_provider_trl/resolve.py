@@ -50,7 +50,14 @@ LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-
 MODULE_NAMES = {"output_proj": "o_proj"}
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
 RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
-DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Settings:
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False
     """Where a job does not say."""
+    checkpoint_every: int = 1
+    """Of how many blocks one is recomputed, where a job does not say."""
     trust_remote_code: tuple[str, ...] = ()
     """Models whose own code may run: directories, and model ids with their revision as ORG/NAME@REVISION."""
 
@@ -131,7 +140,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "truncation_side": options.truncation_side,
         "dtype": _dtype(training, options.device or settings.devices[0]),
-        "gradient_checkpointing": _gradient_checkpointing(training, settings),
+        **_activations(training, settings, options.device or settings.devices[0]),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
         "lora": lora,
         "dpo": dpo,
@@ -198,11 +207,6 @@ def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
     refused = [
         ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
         ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
-        (
-            efficiency + "enable_activation_offloading",
-            savers.enable_activation_offloading,
-            "set enable_activation_checkpointing instead, which saves the same memory by recomputing",
-        ),
         # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
@@ -373,12 +377,28 @@ def _dtype(training: TrainingConfig, device: str) -> str:
     given = training.dtype or ("bf16" if device.startswith("cuda") else "fp32")
     if given not in DTYPES:
         raise InvalidRequest("training_config.dtype", given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
+    if DTYPES[given] == "fp16" and not device.startswith("cuda"):
+        hint = f"its loss scaling needs cuda, and this job trains on {device}; send 'bf16' (the nearest) or 'fp32'"
+        raise InvalidRequest("training_config.dtype", given, hint)
     return DTYPES[given]
 
 
-def _gradient_checkpointing(training: TrainingConfig, settings: Settings) -> bool:
-    given = (training.efficiency_config or _NO_SAVERS).enable_activation_checkpointing
-    return settings.gradient_checkpointing if given is None else given
+def _activations(training: TrainingConfig, settings: Settings, device: str) -> dict[str, Any]:
+    """What becomes of activations between the forward and the backward pass."""
+    savers = training.efficiency_config or _NO_SAVERS
+    if savers.enable_activation_offloading and not device.startswith("cuda"):
+        raise InvalidRequest(
+            "training_config.efficiency_config.enable_activation_offloading",
+            True,
+            f"it moves activations from a GPU's memory to the CPU's, and this job trains on {device}; set "
+            "enable_activation_checkpointing instead, which saves the same memory by recomputing",
+        )
+    given = savers.enable_activation_checkpointing
+    return {
+        "gradient_checkpointing": settings.gradient_checkpointing if given is None else given,
+        "checkpoint_every": settings.checkpoint_every if given is None else 1,
+        "activation_offloading": bool(savers.enable_activation_offloading),
+    }
 
 
 def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:

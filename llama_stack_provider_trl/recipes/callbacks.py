@@ -150,7 +150,7 @@ class JobCallback(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:
             return
-        _refuse_divergence(state.global_step, logs)
+        _refuse_divergence(state.global_step, logs, scaled=self.spec.dtype == "fp16")
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
@@ -255,8 +255,9 @@ def _perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def _refuse_divergence(step: int, logs: dict[str, float]) -> None:
-    for name in ("loss", "grad_norm"):
+def _refuse_divergence(step: int, logs: dict[str, float], *, scaled: bool) -> None:
+    # Loss scaling finds its scale by overflows: it skips such a step, and halves the scale.
+    for name in ("loss",) if scaled else ("loss", "grad_norm"):
         if not math.isfinite(logs.get(name, 0.0)):
             raise JobFailure(
                 Reason.diverged,

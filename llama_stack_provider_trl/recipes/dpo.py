@@ -7,6 +7,8 @@ numbers (tests/process/test_recipes.py compares the two step by step).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from trl import DPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from .spec import DpoSpec
@@ -41,6 +42,19 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
     if spec.loss_type == "hinge":
         return torch.relu(1 - margin)
     return -F.logsigmoid(margin)
+
+
+@contextmanager
+def _nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
+    """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
+    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for module in recomputed:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in recomputed:
+            module.gradient_checkpointing = True
 
 
 class DpoRecipe(RecipeTrainer, DPOTrainer):
@@ -83,7 +97,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         return loss
 
     def _reference_logps(self, forward: dict[str, Any]) -> torch.Tensor:
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        with torch.no_grad(), _nothing_recomputed(self.model):
             if self.ref_model is not None:
                 return self.ref_model(**forward).log_probs.sum(dim=1)
             if not is_peft_model(self.model):

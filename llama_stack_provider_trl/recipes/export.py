@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import faults
 from ..files import put_in_place, write_manifest
+from .models import DTYPES
 from .spec import JobSpec
 
 
@@ -24,7 +25,7 @@ def export_final(
 ) -> Path:
     """Write the trained model to `<checkpoint_dir>/final`: under LoRA the adapter alone, else the whole model.
 
-    With `dtype` bf16 a whole model is written in bf16, half the size of the fp32 weights it was trained in.
+    With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in.
 
     Args:
         state: the weights of a model that was trained in parts, gathered; None: `model` holds them.
@@ -52,7 +53,7 @@ def _to_export_dtype(model: PreTrainedModel, spec: JobSpec) -> None:
 
 
 def _export_dtype(spec: JobSpec) -> torch.dtype:
-    return torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    return DTYPES[spec.dtype]
 
 
 def _export(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..files import RunDir as RunDir  # lives where the runner can import it without pydantic
 
 Algorithm = Literal["sft", "dpo"]
-Dtype = Literal["bf16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo"]
@@ -140,8 +140,14 @@ class JobSpec(_Frozen):
     """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
     the beginning of the prompt."""
     dtype: Dtype = "bf16"
-    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout."""
+    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
+    fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    checkpoint_every: int = Field(1, gt=0)
+    """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
+    activation_offloading: bool = False
+    """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
     optimizer: OptimizerSpec
     lora: LoraSpec | None = None
     dpo: DpoSpec | None = None

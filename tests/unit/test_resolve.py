@@ -166,6 +166,24 @@ def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
 
 
+def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Settings) -> None:
+    offloading = with_training(efficiency_config={"enable_activation_offloading": True})
+    with pytest.raises(InvalidRequest, match="trains on cpu; set enable_activation_checkpointing instead"):
+        resolve(offloading, ProviderOptions(), settings)
+    with pytest.raises(InvalidRequest, match=r"dtype='fp16' .* trains on cpu; send 'bf16' \(the nearest\)"):
+        resolve(with_training(dtype="fp16"), ProviderOptions(), settings)
+    gpus = Settings(settings.data_dir, ("cuda:0",))
+    assert spec_of(offloading, gpus).activation_offloading
+    assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
+
+
+def test_every_second_block_recomputes_where_the_service_says_so_and_the_job_does_not(settings: Settings) -> None:
+    selective = replace(settings, gradient_checkpointing=True, checkpoint_every=2)
+    assert spec_of(sft(), selective).checkpoint_every == 2
+    full = with_training(efficiency_config={"enable_activation_checkpointing": True})
+    assert (spec_of(full, selective).gradient_checkpointing, spec_of(full, selective).checkpoint_every) == (True, 1)
+
+
 def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options.lr_decay_steps=5 .* 'warmup_stable_decay'"):
         spec_of(sft(), settings, lr_scheduler="cosine", lr_decay_steps=5)
