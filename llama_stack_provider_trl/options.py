@@ -22,6 +22,19 @@ class ProviderData(BaseModel):
     trl: Any = None
 
 
+class EarlyStopping(BaseModel):
+    """When to end a job before its last step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    patience: int = Field(gt=0, le=10**6)
+    """Evaluations in a row that are not better."""
+    min_delta: float = Field(0.0, ge=0)
+    """An evaluation is better only by more than this."""
+    metric: str = "eval_loss"
+    """What is looked at."""
+
+
 class ProviderOptions(BaseModel):
     """One job's options; unknown names are refused."""
 
@@ -49,6 +62,12 @@ class ProviderOptions(BaseModel):
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)
     """A checkpoint every so many optimizer steps. Default: the configuration's, else each epoch and 30 minutes."""
+    eval_steps: int | None = Field(None, gt=0, le=10**9)
+    """Evaluate every so many optimizer steps, besides before checkpoints and at the end."""
+    early_stopping: EarlyStopping | None = None
+    """End the job when evaluations in a row are not better than the best: {patience, min_delta 0, metric eval_loss}."""
+    best_checkpoint: str | None = None
+    """Keep the checkpoint that is best by this metric of the evaluations, and make it `final`."""
     keep_last: int | None = Field(None, gt=0, le=10**9)
     """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
     retries: int | None = Field(None, ge=0, le=1000)
@@ -82,5 +101,6 @@ class ProviderOptions(BaseModel):
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
             problem = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
-            names = ", ".join(cls.model_fields)
+            inside = len(first["loc"]) > 1 and first["loc"][0] == "early_stopping"
+            names = ", ".join((EarlyStopping if inside else cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

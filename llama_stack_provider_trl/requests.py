@@ -53,7 +53,7 @@ class EfficiencyConfig(_Body):
     enable_activation_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about 20 % slower."""
     enable_activation_offloading: bool | None = None
-    """Refused when true."""
+    """Activations wait for the backward pass in CPU memory. Only on cuda; elsewhere refused when true."""
     memory_efficient_fsdp_wrap: bool | None = None
     """Embeddings as FSDP2 units of their own, which the service always does. Inline: refused when true."""
     fsdp_cpu_offload: bool | None = None
@@ -76,7 +76,7 @@ class TrainingConfig(_Body):
     efficiency_config: EfficiencyConfig | None = None
     """Memory savers."""
     dtype: str | None = None
-    """bf16 or fp32. Default: bf16 on cuda, else fp32."""
+    """bf16, fp32 or, on cuda, fp16. Default: bf16 on cuda, else fp32."""
     learning_rate: float | None = Field(None, gt=0)
     """The same as optimizer_config.lr; both with different values are refused."""
 

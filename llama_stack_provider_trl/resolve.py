@@ -18,11 +18,14 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 from .options import PRIORITIES, ProviderOptions
+from .recipes.evaluations import METRICS
 from .recipes.spec import (
+    Algorithm,
     AttemptSpec,
     DatasetRef,
     DpoLoss,
     DpoSpec,
+    EarlyStoppingSpec,
     JobSpec,
     LoraSpec,
     OptimizerSpec,
@@ -49,7 +52,14 @@ LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-
 MODULE_NAMES = {"output_proj": "o_proj"}
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
 RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
-DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class Settings:
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False
     """Where a job does not say."""
+    checkpoint_every: int = 1
+    """Of how many blocks one is recomputed, where a job does not say."""
     trust_remote_code: tuple[str, ...] = ()
     """Models whose own code may run: directories, and model ids with their revision as ORG/NAME@REVISION."""
 
@@ -107,7 +119,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     is_sft = isinstance(request, SupervisedFineTuneRequest)
     lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
     dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, options, settings, warnings)
-    algorithm = "sft" if is_sft else "dpo"
+    algorithm: Algorithm = "sft" if is_sft else "dpo"
     if is_sft:
         _refuse_dpo_options(options)
     if options.merge_adapter and lora is None:
@@ -132,12 +144,13 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "truncation_side": options.truncation_side,
         "dtype": _dtype(training, options.device or settings.devices[0]),
-        "gradient_checkpointing": _gradient_checkpointing(training, settings),
+        **_activations(training, settings, options.device or settings.devices[0]),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
         "lora": lora,
         "dpo": dpo,
         "merge_adapter": options.merge_adapter,
         "save_steps": options.save_steps or settings.save_steps,
+        **_evaluations(options, data, algorithm),
         "keep_last": options.keep_last or settings.keep_last,
         "retries": settings.retries if options.retries is None else options.retries,
         "max_duration": options.max_duration or settings.max_duration,
@@ -214,11 +227,6 @@ def _refuse_unsupported(request: Request, *, sharded: bool) -> None:
     refused = [
         ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
         ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
-        (
-            efficiency + "enable_activation_offloading",
-            savers.enable_activation_offloading,
-            "set enable_activation_checkpointing instead, which saves the same memory by recomputing",
-        ),
         # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
@@ -358,18 +366,59 @@ def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: 
     return None
 
 
+def _evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:
+    for name in ("eval_steps", "early_stopping", "best_checkpoint"):
+        if getattr(options, name) is not None and not data.validation_dataset_id:
+            value = options.model_dump()[name]
+            raise InvalidRequest(
+                f"provider_options.{name}", value, "there is nothing to evaluate on: name a validation_dataset_id"
+            )
+    early, best = options.early_stopping, options.best_checkpoint
+    if early:
+        metric = _metric("provider_options.early_stopping.metric", early.metric, algorithm)
+    return {
+        "eval_steps": options.eval_steps,
+        "early_stopping": early and EarlyStoppingSpec(**{**early.model_dump(), "metric": metric}),
+        "best_checkpoint": best and _metric("provider_options.best_checkpoint", best, algorithm),
+    }
+
+
+def _metric(name: str, metric: str, algorithm: Algorithm) -> str:
+    """As evaluations report it; `eval_` may be left out."""
+    full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    if full not in METRICS[algorithm]:
+        raise InvalidRequest(name, metric, _nearest(full, METRICS[algorithm]))
+    return full
+
+
 def _dtype(training: TrainingConfig, device: str) -> str:
     # Unset: bf16 where the hardware computes in it. A CPU without bf16 instructions is ten times slower than in fp32
     # (10M Llama, AVX2, 80 against 600 tokens/s).
     given = training.dtype or ("bf16" if device.startswith("cuda") else "fp32")
     if given not in DTYPES:
         raise InvalidRequest("training_config.dtype", given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
+    if DTYPES[given] == "fp16" and not device.startswith("cuda"):
+        hint = f"its loss scaling needs cuda, and this job trains on {device}; send 'bf16' (the nearest) or 'fp32'"
+        raise InvalidRequest("training_config.dtype", given, hint)
     return DTYPES[given]
 
 
-def _gradient_checkpointing(training: TrainingConfig, settings: Settings) -> bool:
-    given = (training.efficiency_config or _NO_SAVERS).enable_activation_checkpointing
-    return settings.gradient_checkpointing if given is None else given
+def _activations(training: TrainingConfig, settings: Settings, device: str) -> dict[str, Any]:
+    """What becomes of activations between the forward and the backward pass."""
+    savers = training.efficiency_config or _NO_SAVERS
+    if savers.enable_activation_offloading and not device.startswith("cuda"):
+        raise InvalidRequest(
+            "training_config.efficiency_config.enable_activation_offloading",
+            True,
+            f"it moves activations from a GPU's memory to the CPU's, and this job trains on {device}; set "
+            "enable_activation_checkpointing instead, which saves the same memory by recomputing",
+        )
+    given = savers.enable_activation_checkpointing
+    return {
+        "gradient_checkpointing": settings.gradient_checkpointing if given is None else given,
+        "checkpoint_every": settings.checkpoint_every if given is None else 1,
+        "activation_offloading": bool(savers.enable_activation_offloading),
+    }
 
 
 def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:

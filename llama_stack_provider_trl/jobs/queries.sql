@@ -111,6 +111,9 @@ DELETE FROM checkpoints WHERE job_uuid = :job_uuid AND path = :path;
 -- name: select_points
 SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind;
 
+-- name: select_evaluations
+SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step;
+
 -- name: select_outcome
 SELECT event_offset, finished, paused_at_step, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
@@ -176,7 +179,8 @@ UPDATE attempts SET step = :step, stepped_at = :time, epoch = :epoch, loss = coa
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_finished
-UPDATE attempts SET finished = 1 WHERE job_uuid = :job_uuid AND attempt = :attempt;
+-- A job that stops early ends at its last step all the same.
+UPDATE attempts SET finished = 1, total_steps = min(total_steps, :step) WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_paused
 UPDATE attempts SET paused_at_step = :step WHERE job_uuid = :job_uuid AND attempt = :attempt;

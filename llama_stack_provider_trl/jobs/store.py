@@ -226,6 +226,11 @@ class Store:
         self.get(job_uuid)
         return [_point(row) for row in self._select("select_points", {"job_uuid": job_uuid, "after": after})]
 
+    def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
+        """Step and metrics of every evaluation, by step."""
+        rows = self._select("select_evaluations", {"job_uuid": job_uuid})
+        return [(row["step"], json.loads(row["metrics"])) for row in rows]
+
     def outcome(self, job_uuid: str, attempt: int) -> Outcome:
         """What the events of an attempt have said about its end, and the cursor."""
         (row,) = self._select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
@@ -558,7 +563,7 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "delete_checkpoint", {"path": str(event.path)}
             yield "insert_warning", {"message": event.message}
         case Finished():
-            yield "note_finished", {}
+            yield "note_finished", {"step": event.step}
         case Paused():
             yield "note_paused", {"step": event.step}
         case Failed():

@@ -26,6 +26,7 @@ from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
 from ..launch.torchrun import free_port
 from ..process import FileLock
+from ..recipes.evaluations import best_step
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
 from .housekeeping import INTERVAL, remove_unused_rows
@@ -278,7 +279,9 @@ class Supervisor:
         A checkpoint leaves the list before it leaves the disk, so that no listed one is ever missing.
         """
         steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
-        for checkpoint in superfluous(steps, job):
+        metric = job.spec.best_checkpoint
+        best = best_step(metric, self._store.evaluations(job.job_uuid)) if metric else None
+        for checkpoint in superfluous(steps, job, best):
             self._store.remove_checkpoint(checkpoint)
             shutil.rmtree(checkpoint.path, ignore_errors=True)
 
@@ -401,13 +404,17 @@ class Supervisor:
         return moved
 
 
-def superfluous(steps: Sequence[CheckpointRecord], job: JobRecord) -> Sequence[CheckpointRecord]:
+def superfluous(
+    steps: Sequence[CheckpointRecord], job: JobRecord, best: int | None = None
+) -> Sequence[CheckpointRecord]:
     """Of a job's step checkpoints, by step, those that are not to be kept: beyond the newest `keep_last`, or, where
-    neither this nor `save_steps` was asked for, those from within an epoch that a newer one has made useless. One is
-    saved every half hour: over a weekend they would fill the disk."""
-    if job.spec.keep_last:
-        return steps[: -job.spec.keep_last]
-    if job.spec.save_steps or not job.progress.total_steps:
+    this was not asked for, those between the planned ones that a newer one has made useless. One is saved every half
+    hour, or whenever an evaluation is the best so far: over a weekend they would fill the disk. That of step `best`
+    always stays, beside the others."""
+    spec = job.spec
+    if spec.keep_last:
+        return [checkpoint for checkpoint in steps if checkpoint.step != best][: -spec.keep_last]
+    if (spec.save_steps and not spec.best_checkpoint) or not job.progress.total_steps:
         return []
-    steps_per_epoch = job.progress.total_steps // job.spec.n_epochs
-    return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % steps_per_epoch]
+    planned = spec.save_steps or job.progress.total_steps // spec.n_epochs
+    return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % planned and checkpoint.step != best]

@@ -83,6 +83,10 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         # The old name warns in transformers 5.23, and TRL sets it to True unless it is None.
         "gradient_checkpointing": None,
         "activation_checkpointing": spec.gradient_checkpointing,
+        "activation_checkpointing_kwargs": {"every_n_layers": spec.checkpoint_every}
+        if spec.checkpoint_every > 1
+        else None,
+        "activation_offloading": spec.activation_offloading,
         "max_length": spec.max_seq_length,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
@@ -90,7 +94,7 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(optimizer.scheduler, optimizer.scheduler),
         "max_grad_norm": optimizer.max_grad_norm,
         "bf16": spec.dtype == "bf16",
-        "fp16": False,
+        "fp16": spec.dtype == "fp16",
         "seed": spec.seed,
         "use_cpu": device.type == "cpu",
         "dataloader_pin_memory": device.type == "cuda",

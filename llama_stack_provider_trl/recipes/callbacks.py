@@ -16,7 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .. import faults
 from ..errors import JobFailure
 from . import ranks, sharding
-from .events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent
+from .evaluations import Judge
+from .events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent, Warned
 from .models import parameter_counts
 from .spec import JobSpec
 from .trainers import RecipeTrainer
@@ -57,7 +58,8 @@ class JobCallback(TrainerCallback):
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
         self.start_step, self.resumed_from = start_step, resumed_from
-        self.paused = False
+        self.judge = Judge(spec, trainer.notes)
+        self.paused = self.stopped = False
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
@@ -114,9 +116,11 @@ class JobCallback(TrainerCallback):
         elif order is not Order.go_on:
             self.paused = control.should_training_stop = order is Order.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
-            self._save(control, evaluate=self._is_planned(state))
+            self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
         elif self.spec.save_steps and self._is_planned(state):
             self._save(control)
+        elif self._is_evaluated(state):
+            control.should_log = control.should_evaluate = True
         faults.reach(f"step-{state.global_step}")
 
     def on_substep_end(
@@ -142,8 +146,9 @@ class JobCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         unsaved = self._last_saved < state.global_step < state.max_steps
-        if self.spec.save_steps is None and unsaved and not self.paused:
-            self._save(control)
+        if self.spec.save_steps is None and unsaved and not self.paused and not self.stopped:
+            evaluated = self.validation is not None and self.validation[0] == state.global_step
+            self._save(control, evaluate=not evaluated)
 
     def on_log(
         self,
@@ -155,7 +160,7 @@ class JobCallback(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:
             return
-        _refuse_divergence(state.global_step, logs)
+        _refuse_divergence(state.global_step, logs, scaled=self.spec.dtype == "fp16")
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
@@ -182,6 +187,22 @@ class JobCallback(TrainerCallback):
         if "eval_loss" in shown:
             self.validation = (state.global_step, shown["eval_loss"])
         self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
+        self._judge(shown, state, control)
+
+    def _judge(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+        """Save what is the best so far, and end the job when it has been good enough. Rank 0 decides for all."""
+        is_best = self.judge.is_best(metrics, self.standing(state))
+        is_enough = self.judge.is_enough(metrics, state.global_step)
+        is_best, is_enough = (bool(ranks.agree(said)) for said in (is_best, is_enough))
+        if state.global_step >= state.max_steps:
+            return  # it ends here anyway
+        if is_enough:
+            # No checkpoint of a step that is the last: a job that dies now comes back here, and ends here.
+            self.stopped, self.paused = True, False
+            control.should_training_stop, control.should_save = True, False
+            self.writer.write(Warned(message=self.judge.why_enough(state.global_step, state.max_steps)))
+        elif is_best:
+            control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The checkpoint is copied and being written."""
@@ -213,6 +234,10 @@ class JobCallback(TrainerCallback):
         steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
         return state.global_step % steps == 0
 
+    def _is_evaluated(self, state: TrainerState) -> bool:
+        """Whether this step ends with an evaluation, whatever else happens."""
+        return self.spec.eval_steps is not None and state.global_step % self.spec.eval_steps == 0
+
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
         control.should_log = True
         control.should_evaluate = evaluate and self.spec.validation is not None
@@ -238,8 +263,9 @@ def _perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def _refuse_divergence(step: int, logs: dict[str, float]) -> None:
-    for name in ("loss", "grad_norm"):
+def _refuse_divergence(step: int, logs: dict[str, float], *, scaled: bool) -> None:
+    # Loss scaling finds its scale by overflows: it skips such a step, and halves the scale.
+    for name in ("loss",) if scaled else ("loss", "grad_norm"):
         if not math.isfinite(logs.get(name, 0.0)):
             raise JobFailure(
                 Reason.diverged,

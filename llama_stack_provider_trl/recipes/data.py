@@ -143,8 +143,8 @@ def prepare_dpo(
     """Tokenize for `DPOTrainer` with its `_prepare_dataset` switched off.
 
     The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
-    once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end, and
-    a pair whose prompt leaves no room for one is dropped. left: first the prompt loses its beginning, as far as its
+    once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end,
+    and a pair whose prompt leaves no room for one is dropped. left: first the prompt loses its beginning, as far as its
     last token, then answers that are still too long their end.
 
     Returns:

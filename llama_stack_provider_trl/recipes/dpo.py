@@ -7,6 +7,8 @@ numbers (tests/process/test_recipes.py compares the two step by step).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftConfig
 from trl import DPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from .events import EventWriter, Silent
@@ -84,6 +85,19 @@ def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
 def _real(lengths: torch.Tensor) -> torch.Tensor:
     """1 for each pair, 0 for a filler, which has no completions; shape (pairs,)."""
     return (lengths.view(2, -1).sum(dim=0) > 0).float()
+
+
+@contextmanager
+def _nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
+    """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
+    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for module in recomputed:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in recomputed:
+            module.gradient_checkpointing = True
 
 
 class DpoRecipe(RecipeTrainer, DPOTrainer):
@@ -158,8 +172,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         forward = _forward(inputs)
-        plain = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), plain, self.accelerator.autocast():
+        with torch.no_grad(), _nothing_recomputed(self.model), self.accelerator.autocast():
             if self.ref_model is not None:
                 return self.ref_model(**forward).log_probs.float().sum(dim=1)
             if is_peft_model(self.model):

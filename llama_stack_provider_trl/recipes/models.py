@@ -16,7 +16,9 @@ from ..errors import JobFailure
 from . import ranks
 from .events import Reason
 from .sharding import is_sharded
-from .spec import JobSpec, LoraSpec
+from .spec import Dtype, JobSpec, LoraSpec
+
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_device(name: str) -> torch.device:
@@ -74,12 +76,12 @@ def commit_of(spec: JobSpec) -> str | None:
 
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in bf16 when `dtype` is bf16.
+    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, or its weights are damaged.
     """
-    dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
+    dtype = DTYPES[spec.dtype] if spec.lora else torch.float32
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             spec.model, dtype=dtype, output_loading_info=True, **source(spec)
@@ -101,7 +103,7 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
 
 def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
     """The base model in CPU memory with a trained adapter on it: for merging what was trained in parts."""
-    dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    dtype = DTYPES[spec.dtype]
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **source(spec))
     return PeftModel.from_pretrained(base, adapter)
 

@@ -81,7 +81,7 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
-    _export(spec, trainer, callback)
+    _export(spec, trainer, callback, _take_best(spec, trainer, callback))
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
@@ -178,10 +178,26 @@ def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     return dataset, report
 
 
-def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> None:
+def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> dict[str, Any]:
+    """Load the best checkpoint's weights where the job asks for them; returns the standing of what is exported."""
+    last, best = callback.standing(trainer.state), callback.judge.best
+    standing = dict(best["standing"]) if best else last
+    step = ranks.agree(standing["step"])
+    if best is None or step == last["step"]:
+        return last
+    checkpoint = spec.checkpoint_dir / f"checkpoint-{step}"
+    there = ranks.agree(checkpoint.is_dir())
+    if there:
+        trainer.load_weights(checkpoint)
+    what = f"{checkpoint.name}, the best by {spec.best_checkpoint} ({best['value']:.6g})"
+    said = f"final is {what}" if there else f"{what}, is gone: final is the last step"
+    callback.writer.write(Warned(message=f"{said}; training ended at step {last['step']}"))
+    return standing if there else last
+
+
+def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standing: dict[str, Any]) -> None:
     """Every rank gives its parts; rank 0 writes, checks and announces."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-    standing = callback.standing(trainer.state)
     sample = take_sample(model, tokenizer, trainer.args.device, spec)
     for kind in exports(spec):
         saved = export(kind, model, tokenizer, spec, sample, beat=callback.writer.beat)

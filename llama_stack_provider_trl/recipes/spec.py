@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..files import RunDir as RunDir  # lives where the runner can import it without pydantic
 
 Algorithm = Literal["sft", "dpo"]
-Dtype = Literal["bf16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
@@ -96,6 +96,17 @@ class OptimizerSpec(_Frozen):
     """Gradients are clipped to this norm; 0 switches clipping off."""
 
 
+class EarlyStoppingSpec(_Frozen):
+    """When to end a job before its last step."""
+
+    patience: int = Field(gt=0)
+    """Evaluations in a row that are not better than the best before them."""
+    min_delta: float = Field(0.0, ge=0)
+    """By more than this an evaluation must be better."""
+    metric: str = "eval_loss"
+    """Its name in the evaluations' metrics."""
+
+
 class ShardingSpec(_Frozen):
     """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
 
@@ -149,8 +160,14 @@ class JobSpec(_Frozen):
     """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
     the beginning of the prompt."""
     dtype: Dtype = "bf16"
-    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout."""
+    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
+    fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    checkpoint_every: int = Field(1, gt=0)
+    """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
+    activation_offloading: bool = False
+    """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
     optimizer: OptimizerSpec
     lora: LoraSpec | None = None
     dpo: DpoSpec | None = None
@@ -158,6 +175,12 @@ class JobSpec(_Frozen):
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
+    eval_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between evaluations; None: only before checkpoints and at the end."""
+    early_stopping: EarlyStoppingSpec | None = None
+    best_checkpoint: str | None = None
+    """A metric of the evaluations: each one that is better than all before ends in a checkpoint, the best one is kept,
+    and `final` holds its weights. None: `final` holds the last step's."""
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)

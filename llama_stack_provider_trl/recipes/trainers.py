@@ -40,6 +40,8 @@ class RecipeTrainer(Trainer):
     """What the event of a checkpoint says of the training as it stands, beside the checkpoint's place."""
     share: Share
     """How each optimizer step is shared out."""
+    notes: dict[str, Any]
+    """What else a step checkpoint takes along (JSON): a resumed job finds it here."""
     _saver: checkpoints.Saver
     _writer: EventWriter | Silent
     _taken_up: dict[str, Any]
@@ -54,7 +56,7 @@ class RecipeTrainer(Trainer):
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
         self.spec, self.share, self._writer = spec, share, writer
         self._saver = checkpoints.Saver(spec, self.args.device, writer)
-        self._taken_up = {}
+        self._taken_up, self.notes = {}, {}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
@@ -196,6 +198,7 @@ class RecipeTrainer(Trainer):
             "row": position.row,
             "rows_per_step": self.share.rows_per_step,
             "world_size": ranks.world_size(),
+            "notes": self.notes,
         }
 
     def take_up(self, checkpoint: Path) -> int:
@@ -214,6 +217,7 @@ class RecipeTrainer(Trainer):
                 f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
         self._total_train_tokens += self._taken_up["num_tokens"]
+        self.notes.update(self._taken_up.get("notes", {}))
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -240,6 +244,10 @@ class RecipeTrainer(Trainer):
     def _inner_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
         return optimizer
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Put the weights of a step checkpoint of this job into the model, after training; every rank must call it."""
+        self._load_from_checkpoint(str(checkpoint), self.model_wrapped if self.is_fsdp_enabled else self.model)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)

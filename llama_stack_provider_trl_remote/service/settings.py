@@ -36,7 +36,7 @@ class FsdpConfig(_Block):
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD (DDP)."""
     mixed_precision_policy: Literal["bf16", "fp16"] | None = None
-    """dtype of jobs that do not say: bf16; null: bf16 on GPUs, fp32 elsewhere. fp16 is refused for now."""
+    """dtype of jobs that do not say; null: bf16 on GPUs, fp32 elsewhere. fp16 (with loss scaling): GPUs only."""
     cpu_offload: bool = False
     """Shards rest in CPU memory while they are not used."""
     limit_all_gathers: bool = True
@@ -45,13 +45,6 @@ class FsdpConfig(_Block):
     """Fetch the next block's weights during the forward pass."""
     backward_prefetch: Prefetch | None = None
     """BACKWARD_PRE, BACKWARD_POST or null."""
-
-    @field_validator("mixed_precision_policy")
-    @classmethod
-    def _no_fp16(cls, value: str | None) -> str | None:
-        if value == "fp16":
-            raise ValueError("fp16 needs loss scaling, which is not built yet: use bf16, or null")
-        return value
 
     @field_validator("limit_all_gathers")
     @classmethod
@@ -139,7 +132,7 @@ class ServiceSettings(_Block):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass where a job does not say."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """full: the same as gradient_checkpointing. selective is refused for now."""
+    """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints where a job does not say; null: one at the end of every epoch."""
     keep_last: int | None = Field(None, gt=0)
@@ -204,13 +197,6 @@ class ServiceSettings(_Block):
     def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
 
-    @field_validator("activation_checkpointing")
-    @classmethod
-    def _not_selective(cls, value: str) -> str:
-        if value == "selective":
-            raise ValueError("selective is not built yet: use full (every block is recomputed) or none")
-        return value
-
     @property
     def credentials(self) -> dict[str, Role]:
         """Token -> role."""
@@ -239,6 +225,11 @@ class ServiceSettings(_Block):
                 "rank needs one; lower it, or use auto"
             )
         fsdp = self.fsdp_config
+        if fsdp.mixed_precision_policy == "fp16" and len(gpus) < len(devices):
+            raise SettingsError(
+                f"fsdp_config.mixed_precision_policy='fp16': its loss scaling needs NVIDIA GPUs, and jobs train on "
+                f"{', '.join(devices)} here; use bf16, or null"
+            )
         return Settings(
             data_dir=self.data_dir,
             devices=devices,
@@ -259,7 +250,10 @@ class ServiceSettings(_Block):
                 forward_prefetch=fsdp.forward_prefetch,
                 backward_prefetch=fsdp.backward_prefetch,
             ),
-            gradient_checkpointing=self.gradient_checkpointing or self.activation_checkpointing == "full",
+            gradient_checkpointing=self.gradient_checkpointing or self.activation_checkpointing != "none",
+            checkpoint_every=2
+            if self.activation_checkpointing == "selective" and not self.gradient_checkpointing
+            else 1,
         )
 
     def check_exposure(self) -> None:

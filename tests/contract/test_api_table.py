@@ -163,7 +163,7 @@ ASKS: dict[str, Try] = {
     OPTIMIZER + "weight_decay": Try(0.1),
     OPTIMIZER + "num_warmup_steps": Try(5),
     EFFICIENCY + "enable_activation_checkpointing": Try(True),
-    EFFICIENCY + "enable_activation_offloading": Try(True),
+    EFFICIENCY + "enable_activation_offloading": Try(True, options={"device": "cuda:1"}),
     EFFICIENCY + "memory_efficient_fsdp_wrap": Try(True),
     EFFICIENCY + "fsdp_cpu_offload": Try(True),
     "algorithm_config.type": Try("LoRA"),
@@ -199,6 +199,8 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
     (DATA + "packed", Try(True, "dpo")),
     (DATA + "data_format", Try("parquet")),
     (TRAINING + "dtype", Try("fp16")),
+    (TRAINING + "dtype", Try("fp8")),
+    (EFFICIENCY + "enable_activation_offloading", Try(True)),
     (TRAINING + "learning_rate", Try(1e-3, around={OPTIMIZER + "lr": 1e-4})),
     (OPTIMIZER + "optimizer_type", Try("adafactor")),
     (OPTIMIZER + "weight_decay", Try(float("inf"))),
@@ -236,7 +238,7 @@ def resolved(body: Json, call: str, settings: Settings, options: Json | None = N
 def resolve_with(field: str, attempt: Try, settings: Settings) -> Resolution:
     body = plain(attempt.call, attempt.around)
     set_field(body, field, attempt.value)
-    return resolved(body, attempt.call, settings)
+    return resolved(body, attempt.call, settings, attempt.options)
 
 
 def spec_of(resolution: Resolution) -> JobSpec:
@@ -256,7 +258,7 @@ def test_every_row_of_the_table_is_tried() -> None:
 @pytest.mark.parametrize("field", with_status("honoured"))
 def test_an_honoured_field_changes_the_job(field: str, settings: Settings) -> None:
     attempt = ASKS[field]
-    default = resolved(plain(attempt.call, attempt.around), attempt.call, settings)
+    default = resolved(plain(attempt.call, attempt.around), attempt.call, settings, attempt.options)
     changed = resolve_with(field, attempt, settings)
     assert spec_of(changed) != spec_of(default)
     assert changed.warnings == []
@@ -319,6 +321,9 @@ OPTION_ASKS: dict[str, Try] = {
     "lr_decay_steps": Try(3, options={"lr_scheduler": "warmup_stable_decay"}),
     "max_grad_norm": Try(0),
     "save_steps": Try(3),
+    "eval_steps": Try(2, around={DATA + "validation_dataset_id": "held-out"}),
+    "early_stopping": Try({"patience": 2}, around={DATA + "validation_dataset_id": "held-out"}),
+    "best_checkpoint": Try("eval_loss", around={DATA + "validation_dataset_id": "held-out"}),
     "keep_last": Try(2),
     "retries": Try(7),
     "max_duration": Try(60.0),

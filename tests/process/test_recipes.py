@@ -295,6 +295,31 @@ def test_activation_checkpointing_recomputes_and_gives_the_same_numbers(
     assert calls
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "expected"),
+    [
+        ("sft", {}, {0: 6, 1: 6}),
+        ("sft", {"checkpoint_every": 2}, {0: 6, 1: 3}),
+        ("dpo", {"checkpoint_every": 2, "lora": LORA}, {0: 9, 1: 6}),  # the reference forwards, and recomputes nothing
+    ],
+)
+def test_of_every_second_block_or_of_all_activations_are_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, changes: Any, expected: dict[int, int]
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    calls: dict[int, int] = {}
+    original = LlamaAttention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[self.layer_idx] = calls.get(self.layer_idx, 0) + 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", counted)
+    run(tmp_path, job_spec(tmp_path, tiny_model(), algorithm, gradient_checkpointing=True, **changes))
+    assert calls == expected
+
+
 def test_an_adapter_is_what_was_asked_for(tmp_path: Path) -> None:
     lora = LoraSpec(target_modules=("q_proj", "gate_proj"), rank=3, alpha=7, use_dora=True)
     _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.evaluations import METRICS
+from llama_stack_provider_trl.recipes.spec import Algorithm, DatasetRef, JobSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
 
@@ -200,11 +201,55 @@ def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
 
 
+def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Settings) -> None:
+    offloading = with_training(efficiency_config={"enable_activation_offloading": True})
+    with pytest.raises(InvalidRequest, match="trains on cpu; set enable_activation_checkpointing instead"):
+        resolve(offloading, ProviderOptions(), settings)
+    with pytest.raises(InvalidRequest, match=r"dtype='fp16' .* trains on cpu; send 'bf16' \(the nearest\)"):
+        resolve(with_training(dtype="fp16"), ProviderOptions(), settings)
+    gpus = Settings(settings.data_dir, ("cuda:0",))
+    assert spec_of(offloading, gpus).activation_offloading
+    assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
+
+
+def test_every_second_block_recomputes_where_the_service_says_so_and_the_job_does_not(settings: Settings) -> None:
+    selective = replace(settings, gradient_checkpointing=True, checkpoint_every=2)
+    assert spec_of(sft(), selective).checkpoint_every == 2
+    full = with_training(efficiency_config={"enable_activation_checkpointing": True})
+    assert (spec_of(full, selective).gradient_checkpointing, spec_of(full, selective).checkpoint_every) == (True, 1)
+
+
 def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options.lr_decay_steps=5 .* 'warmup_stable_decay'"):
         spec_of(sft(), settings, lr_scheduler="cosine", lr_decay_steps=5)
     optimizer = spec_of(sft(), settings, lr_scheduler="warmup_stable_decay", lr_decay_steps=5).optimizer
     assert (optimizer.scheduler, optimizer.decay_steps) == ("warmup_stable_decay", 5)
+
+
+def evaluated(**changes: Any) -> SupervisedFineTuneRequest:
+    return with_data(validation_dataset_id="held-out", **changes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"eval_steps": 2}, {"early_stopping": {"patience": 1}}, {"best_checkpoint": "eval_loss"}]
+)
+def test_what_follows_from_evaluations_needs_a_validation_dataset(settings: Settings, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(InvalidRequest, match="name a validation_dataset_id") as refused:
+        resolve(sft(), ProviderOptions.parse(options), settings)
+    assert refused.value.field == f"provider_options.{name}"
+    resolve(evaluated(), ProviderOptions.parse(options), settings)
+
+
+def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"best_checkpoint='accuracy' .* eval_mean_token_accuracy"):
+        spec_of(evaluated(), settings, best_checkpoint="accuracy")
+    with pytest.raises(InvalidRequest, match=r"early_stopping\.metric='rewards/accuracies'"):
+        spec_of(evaluated(), settings, early_stopping={"patience": 1, "metric": "rewards/accuracies"})
+    assert spec_of(evaluated(), settings, best_checkpoint="loss").best_checkpoint == "eval_loss"
+    with pytest.raises(InvalidRequest, match="there is no such option; the options are: patience, min_delta, metric"):
+        ProviderOptions.parse({"early_stopping": {"patience": 1, "patients": 1}})
+    assert set(METRICS) == set(get_args(Algorithm))
 
 
 def test_null_false_and_empty_mean_not_asked_for(settings: Settings) -> None:

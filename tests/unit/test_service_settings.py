@@ -70,12 +70,10 @@ def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(
     ("config", "expected"),
     [
         ({"fsdp_config": {"limit_all_gathers": False}}, "FSDP2 always limits"),
-        ({"fsdp_config": {"mixed_precision_policy": "fp16"}}, "use bf16, or null"),
         ({"fsdp_config": {"sharding_strategy": "SOME_SHARD"}}, "sharding_strategy='SOME_SHARD'"),
         ({"torch_run_config": {"nnodes": 2}}, "several machines is not built yet"),
         ({"torch_run_config": {"node_rank": 1}}, "several machines is not built yet"),
         ({"torch_run_config": {"nproc_per_node": 0}}, "from 1 to 1024, or auto"),
-        ({"activation_checkpointing": "selective"}, "use full"),
         ({"trust_remote_code": ["org/model"]}, "ORG/NAME@REVISION"),
         ({"max_seq_length": "long"}, "max_seq_length='long'"),
         ({"tokens": [{"token": "hush", "role": "king"}]}, "tokens.0.role"),
@@ -85,6 +83,29 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, config: dict
     told = refused(tmp_path, **config)
     assert expected in told
     assert "hush" not in told
+
+
+def test_fp16_is_for_gpus_only(tmp_path: Path) -> None:
+    settings = load(tmp_path, fsdp_config={"mixed_precision_policy": "fp16"})
+    assert settings.for_jobs(("cuda:0",)).devices == ("cuda:0",)
+    with pytest.raises(SettingsError, match=r"mixed_precision_policy='fp16'.* cpu here; use bf16, or null"):
+        settings.for_jobs(("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (False, 1)),
+        ({"activation_checkpointing": "selective"}, (True, 2)),
+        ({"activation_checkpointing": "full"}, (True, 1)),
+        ({"activation_checkpointing": "selective", "gradient_checkpointing": True}, (True, 1)),
+    ],
+)
+def test_activation_checkpointing_reaches_the_engine(
+    tmp_path: Path, config: dict[str, Any], expected: tuple[bool, int]
+) -> None:
+    jobs = load(tmp_path, **config).for_jobs(("cpu",))
+    assert (jobs.gradient_checkpointing, jobs.checkpoint_every) == expected
 
 
 def test_the_promised_configuration_reaches_the_engine(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, T
 from llama_stack_provider_trl.process import FileLock
 from llama_stack_provider_trl.recipes.events import (
     CheckpointSaved,
+    Evaluated,
     Failed,
     Finished,
     Paused,
@@ -533,6 +535,21 @@ def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: 
     paths = [save(world, "a-1", step) for step in (2, 4, 6)]
     assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == paths[1:]
     assert [path.exists() for path in paths] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stay"), [({"keep_last": 1}, [2, 6]), ({"save_steps": 6}, [2, 6]), ({}, [2, 4, 6])]
+)
+def test_the_best_checkpoint_stays_beside_those_that_are_kept(
+    world: World, changes: dict[str, Any], stay: list[int]
+) -> None:
+    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", n_epochs=2, **changes)
+    world.tick()
+    world.launcher.say("a-1", STARTED, Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1))
+    for step, loss in ((1, 3.0), (2, 1.0), (4, 2.0), (6, 1.0)):
+        world.launcher.say("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
+        save(world, "a-1", step)
+    assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == stay
 
 
 def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
