@@ -50,9 +50,20 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
     """
 
     head_outputs = ("log_probs",)
+    _step_pairs: torch.Tensor | None = None
+    """Pairs of the optimizer step at hand, on all ranks, over its micro-batches' mean of 1."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset  # tokenized already; TRL would tokenize it again
+
+    def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, torch.Tensor]], Any]:
+        """Trainer's, and count the pairs of the whole step: accumulated micro-batches need not be of one size, and the
+        mean of their means is then not the mean over the step."""
+        batches, num_items = super().get_batch_samples(*args)
+        if batches:
+            own = torch.stack([_real(batch["completion_mask"]).sum() for batch in batches]).sum()
+            self._step_pairs = self.accelerator.reduce(own.to(self.args.device)) / len(batches)
+        return batches, num_items
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         if self.spec.dpo is None:
@@ -69,11 +80,13 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         logps = outputs.log_probs.sum(dim=1)
         logratios = logps - self._reference_logps(forward)
         lengths = mask[:, 1:].sum(dim=1)
-        real = (lengths.view(2, -1).sum(dim=0) > 0).float()  # 0 for a filler, which has no completions
+        real = _real(mask)
         losses = preference_loss(logratios, lengths, self.spec.dpo) * real
-        # The mean over the pairs of all ranks, times their number: gradients are averaged over ranks afterwards.
         num_pairs = self.accelerator.reduce(real.sum())
-        loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
+        # The mean over the pairs of all ranks and of the step, times the number of ranks, over which gradients are
+        # averaged afterwards; Trainer divides by the number of micro-batches.
+        mean_over = num_pairs if self._step_pairs is None or not self.model.training else self._step_pairs
+        loss = losses.sum() * self.accelerator.num_processes / mean_over.clamp(min=1e-9)
         if not self.model.training:
             self.note_evaluated(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
@@ -118,3 +131,12 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             self._metrics[mode][name].append(value / num_pairs.clamp(min=1))
         if mode == "train":
             self._total_train_tokens += all_tokens.long()
+
+
+def _real(completion_mask: torch.Tensor) -> torch.Tensor:
+    """1.0 for each pair of a batch, 0.0 for a filler, which has no completions; shape (pairs,).
+
+    Args:
+        completion_mask: shape (2 * pairs, tokens).
+    """
+    return (completion_mask[:, 1:].sum(dim=1).view(2, -1).sum(dim=0) > 0).float()

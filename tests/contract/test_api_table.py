@@ -314,6 +314,7 @@ OPTION_ASKS: dict[str, Try] = {
     "save_steps": Try(3),
     "keep_last": Try(2),
     "retries": Try(7),
+    "oom_retry": Try(True),
     "max_duration": Try(60.0),
     "priority": Try("high"),
     "logging_steps": Try(3),
