@@ -47,6 +47,9 @@ class TrlConfig(BaseModel):
     """Step checkpoints to keep where a job does not say; unset: all."""
     retries: int = Field(3, ge=0)
     """How often a job that does not say is tried again after a failure that another try can mend."""
+    oom_retry: bool = True
+    """Whether a job that ran out of memory and does not say is tried once more with half the batch size and twice the
+    accumulation: the same steps, in less memory."""
     max_duration: float | None = Field(None, gt=0)
     """Seconds that a job may train where it does not say; unset: no limit."""
     priority: Priority = "normal"

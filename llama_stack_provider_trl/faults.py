@@ -20,7 +20,8 @@ def reach(point: str) -> None:
     """Act on what a test armed for `point`.
 
     `kill`: SIGKILL to this process. `stop`: SIGSTOP. `stall`: sleep for ever. `hold`: wait for a file `<point>.go`.
-    `delay SECONDS`. `full`: raise what a full disk raises. `error`: raise RuntimeError. `exit STATUS`: leave at once.
+    `delay SECONDS`. `full`: raise what a full disk raises. `error`: raise RuntimeError. `memory`: raise MemoryError.
+    `exit STATUS`: leave at once.
     """
     directory = os.environ.get(VARIABLE)
     if directory:
@@ -51,6 +52,8 @@ def _act(point: str, action: list[str], armed: Path) -> None:
             raise OSError(errno.ENOSPC, f"No space left on device (fault at {point})")
         case ["error"]:
             raise RuntimeError(f"fault at {point}")
+        case ["memory"]:
+            raise MemoryError(f"fault at {point}")
         case ["exit", status]:
             os._exit(int(status))
         case _:

@@ -72,6 +72,8 @@ class ProviderOptions(BaseModel):
     """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
     retries: int | None = Field(None, ge=0, le=1000)
     """How often the job is tried again, from its last checkpoint, after a failure that another try can mend."""
+    oom_retry: bool | None = None
+    """Out of memory: try once more with half the batch_size, twice the accumulation. Default: the configuration's."""
     max_duration: float | None = Field(None, gt=0, le=10**9)
     """Seconds of training in all; then the job saves a checkpoint and fails. Default: the configuration's."""
     priority: Priority | None = None

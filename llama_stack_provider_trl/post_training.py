@@ -43,6 +43,7 @@ class TrlPostTraining(SubmittingCalls):
             save_steps=config.save_steps,
             keep_last=config.keep_last,
             retries=config.retries,
+            oom_retry=config.oom_retry,
             max_duration=config.max_duration,
             priority=config.priority,
             min_free_bytes=config.min_free_disk_mb << 20,

@@ -73,6 +73,7 @@ class Settings:
     save_steps: int | None = None
     keep_last: int | None = None
     retries: int = 0
+    oom_retry: bool = False
     max_duration: float | None = None
     priority: str = "normal"
     min_free_bytes: int = 0
@@ -153,6 +154,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **_evaluations(options, data, algorithm),
         "keep_last": options.keep_last or settings.keep_last,
         "retries": settings.retries if options.retries is None else options.retries,
+        "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
         "max_duration": options.max_duration or settings.max_duration,
         "priority": PRIORITIES[options.priority or settings.priority],
         "min_free_bytes": settings.min_free_bytes,
@@ -166,13 +168,21 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
 
 
 def derive(
-    spec: JobSpec, attempt: int, device: str, run_dir: Path, resume_from: Path | None = None, *fall_back_to: Path
+    spec: JobSpec,
+    attempt: int,
+    device: str,
+    run_dir: Path,
+    resume_from: Path | None = None,
+    *fall_back_to: Path,
+    in_smaller_parts: bool = False,
 ) -> AttemptSpec:
     """One try at a job on a concrete device. Pure: the same arguments give the same spec.
 
     Args:
         fall_back_to: checkpoints for the case that `resume_from` is damaged, the best first.
+        in_smaller_parts: it ran out of memory before.
     """
+    spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
     placed = spec.model_copy(update={"device": device})
     return AttemptSpec(
         job=placed,

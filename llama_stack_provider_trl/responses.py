@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from .files import RunDir
 from .jobs.records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord
+from .jobs.verdict import has_shrunk
 
 
 class PostTrainingJob(BaseModel):
@@ -83,7 +84,7 @@ def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[st
         "device": job.device,
         "attempt": job.attempt,
         "retries_used": job.retries_used,
-        "attempts": [_attempt(attempt) for attempt in attempts],
+        "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
         "progress": _progress(job.progress),
         "warnings": list(job.warnings),
         "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
@@ -127,7 +128,14 @@ def _progress(progress: JobProgress) -> dict[str, Any]:
     }
 
 
-def _attempt(attempt: AttemptRecord) -> dict[str, Any]:
+def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:
+    """What the attempt after `before` had in place of the job's own configuration."""
+    smaller = job.spec.in_smaller_parts() if has_shrunk(before) else None
+    names = ("batch_size", "gradient_accumulation_steps")
+    return {} if smaller is None else {name: getattr(smaller, name) for name in names}
+
+
+def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:
     return {
         "attempt": attempt.attempt,
         "device": attempt.device,
@@ -139,6 +147,7 @@ def _attempt(attempt: AttemptRecord) -> dict[str, Any]:
         "reason": attempt.reason,
         "message": attempt.message,
         "log_path": str(RunDir(attempt.run_dir).log),
+        **trained,
     }
 
 

@@ -123,7 +123,7 @@ UPDATE jobs SET state = :target, reason = :reason, message = :message, detail = 
 WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 
 -- name: retry_job
-UPDATE jobs SET state = 'scheduled', detail = :detail, retries_used = retries_used + 1, not_before = :not_before
+UPDATE jobs SET state = 'scheduled', detail = :detail, retries_used = retries_used + :used, not_before = :not_before
 WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 
 -- name: end_attempt

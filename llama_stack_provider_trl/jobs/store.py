@@ -333,14 +333,18 @@ class Store:
                 execute("end_attempt", {**row, "now": self._clock()})
         return moved
 
-    def retry(self, job: JobRecord, reason: Reason, message: str, wait: float) -> bool:
-        """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there."""
+    def retry(self, job: JobRecord, reason: Reason, message: str, wait: float, *, counts: bool = True) -> bool:
+        """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there.
+
+        Args:
+            counts: as one of the job's `retries`.
+        """
         now = self._clock()
         said = message.partition("\n")[0]
         detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s: {said}"
         row = {
             **{"job_uuid": job.job_uuid, "attempt": job.attempt, "source": job.state, "reason": reason},
-            **{"message": message, "not_before": now + wait, "now": now, "detail": detail},
+            **{"message": message, "not_before": now + wait, "now": now, "detail": detail, "used": int(counts)},
         }
         with self._transaction() as execute:
             moved = execute("retry_job", row).rowcount == 1

@@ -35,7 +35,7 @@ from .placement import choose, why_waiting
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
 from .store import Store
-from .verdict import verdict
+from .verdict import has_shrunk, may_shrink, verdict
 
 log = logging.getLogger(__name__)
 
@@ -236,6 +236,8 @@ class Supervisor:
         decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
         self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
+        if decided.state is JobState.failed and self._try_in_smaller_parts(job, decided.reason, decided.message):
+            return
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
             return
         self._move(job, *decided)
@@ -245,6 +247,22 @@ class Supervisor:
             return
         listed = {checkpoint.path.name for checkpoint in self._store.checkpoints(job.job_uuid)}
         remove_leftovers(job.spec.checkpoint_dir, listed)
+
+    def _try_in_smaller_parts(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
+        """Queue a job that ran out of memory once more, with a smaller batch; it goes on from its last checkpoint."""
+        if not may_shrink(job, self._store.attempts(job.job_uuid), reason):
+            return False
+        smaller = job.spec.in_smaller_parts()
+        assert smaller is not None
+        assert reason is not None
+        was, now = (
+            f"batch_size {spec.batch_size} and gradient_accumulation_steps {spec.gradient_accumulation_steps}"
+            for spec in (job.spec, smaller)
+        )
+        said = f"attempt {job.attempt} ran out of memory: the next ones train with {now} instead of {was}"
+        self._store.warn(job.job_uuid, f"{said}, which gives the same steps; oom_retry false forbids it")
+        log.warning("job %s: %s", job.job_uuid, said)
+        return self._store.retry(job, reason, message, 0.0, counts=False)
 
     def _try_again(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job once more, if another try may mend it and it has one left."""
@@ -368,10 +386,17 @@ class Supervisor:
 
     def _write_spec(self, job: JobRecord) -> None:
         assert job.run_dir is not None
-        (attempt,) = (tried for tried in self._store.attempts(job.job_uuid) if tried.attempt == job.attempt)
-        older = (path for path in self._step_checkpoints(job) if path != attempt.resume_from and is_whole(path))
-        fall_back_to = older if attempt.resume_from else ()
-        spec = derive(job.spec, job.attempt, job.devices[0], job.run_dir, attempt.resume_from, *fall_back_to)
+        *before, attempt = self._store.attempts(job.job_uuid)
+        older = [path for path in self._step_checkpoints(job) if path != attempt.resume_from and is_whole(path)]
+        spec = derive(
+            job.spec,
+            job.attempt,
+            job.devices[0],
+            job.run_dir,
+            attempt.resume_from,
+            *(older if attempt.resume_from else ()),
+            in_smaller_parts=has_shrunk(before),
+        )
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 
     def _step_checkpoints(self, job: JobRecord) -> list[Path]:

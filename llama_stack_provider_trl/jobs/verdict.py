@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..launch.base import Ended, Observation
 from ..recipes.events import Failed, Reason
-from .records import Outcome
+from .records import AttemptRecord, JobRecord, Outcome
 from .states import REASONS, JobState
 
 _TRACEBACK_LINES = 12
@@ -38,6 +39,26 @@ def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str)
     if state is JobState.pausing and (failure.reason is None or REASONS[failure.reason].retryable):
         return Verdict(JobState.paused)  # however it ended: it goes on from its last checkpoint
     return failure
+
+
+def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason | None) -> bool:
+    """Whether a job whose attempt has just failed is tried once more with a smaller batch.
+
+    Not where it had not come to its first step: what a batch takes was not what was missing.
+    """
+    return (
+        reason is Reason.out_of_memory
+        and job.spec.oom_retry
+        and job.state is JobState.in_progress
+        and job.effective is not None
+        and job.spec.in_smaller_parts() is not None
+        and not has_shrunk(attempts)
+    )
+
+
+def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
+    """Whether the attempts that follow these train with a smaller batch: one of them ran out of memory."""
+    return any(tried.reason is Reason.out_of_memory for tried in attempts)
 
 
 def _failure(outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:

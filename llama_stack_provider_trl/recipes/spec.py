@@ -193,6 +193,8 @@ class JobSpec(_Frozen):
     """None: one process, nothing to share out."""
     retries: int = Field(0, ge=0)
     """How often the job is tried again after a failure that another try can mend."""
+    oom_retry: bool = False
+    """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
     max_duration: float | None = Field(None, gt=0)
     """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
     priority: int = 0
@@ -204,6 +206,18 @@ class JobSpec(_Frozen):
     is loaded; warn, it says so and tries; off, nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
+
+    def in_smaller_parts(self) -> JobSpec | None:
+        """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
+        every evaluation sees the same rows. None: batch_size is 1, or the loss has means over the batch (kto_pair)."""
+        if self.batch_size == 1 or (self.dpo is not None and self.dpo.loss_type == "kto_pair"):
+            return None
+        smaller = max(size for size in range(1, self.batch_size // 2 + 1) if self.batch_size % size == 0)
+        times = self.batch_size // smaller
+        accumulation = self.gradient_accumulation_steps * times
+        batches = None if self.max_validation_steps is None else self.max_validation_steps * times
+        changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
+        return self.model_copy(update={"batch_size": smaller, **changes})
 
 
 class PreflightSpec(_Frozen):

@@ -139,6 +139,8 @@ class ServiceSettings(_Block):
     """Step checkpoints to keep where a job does not say; null: all."""
     retries: int = Field(3, ge=0)
     """How often a job that does not say is tried again after a failure that another try can mend."""
+    oom_retry: bool = True
+    """Out of memory: a job that does not say is tried once more with half the batch size and twice the accumulation."""
     max_duration: float | None = Field(None, gt=0)
     """Seconds that a job may train where it does not say."""
     priority: Priority = "normal"
@@ -239,6 +241,7 @@ class ServiceSettings(_Block):
             save_steps=self.save_steps,
             keep_last=self.keep_last,
             retries=self.retries,
+            oom_retry=self.oom_retry,
             max_duration=self.max_duration,
             priority=self.priority,
             min_free_bytes=self.min_free_disk_mb << 20,

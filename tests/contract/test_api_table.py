@@ -326,6 +326,7 @@ OPTION_ASKS: dict[str, Try] = {
     "best_checkpoint": Try("eval_loss", around={DATA + "validation_dataset_id": "held-out"}),
     "keep_last": Try(2),
     "retries": Try(7),
+    "oom_retry": Try(True),
     "max_duration": Try(60.0),
     "priority": Try("high"),
     "logging_steps": Try(3),

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.recipes.spec import JobSpec
 from tests.census import assert_clean
 from tests.fakes import FakeClock
 from tests.tiny import tiny_model
-from tests.training import LORA, SFT_ROWS, job_spec
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec
 from tests.zygote import ForkLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -293,3 +293,26 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
     real.store.request_cancel("job")
     real.until(lambda: real.state("job") is JobState.cancelled, 5)
     assert_clean(real.root)
+
+
+@pytest.mark.parametrize("kind", ["sft-lora", "dpo-full"])
+def test_a_job_that_runs_out_of_memory_goes_on_with_half_the_batch_and_the_same_losses(
+    forked: World, armed: Path, kind: str
+) -> None:
+    # 11 rows: the last batch of an epoch is not full, and falls into parts of 2 and 1.
+    rows = (SFT_ROWS if KINDS[kind]["algorithm"] == "sft" else DPO_ROWS)[:11]
+    changes = {"rows": rows, "batch_size": 4, "n_epochs": 2, "oom_retry": True, "retries": 0}
+    forked.add("whole", kind, **changes)
+    forked.finish("whole")
+    (armed / "step-4").write_text("memory")
+    forked.add("job", kind, **changes)
+    forked.finish("job")
+    first, second = forked.store.attempts("job")
+    assert (first.reason, second.start_step) == (Reason.out_of_memory, 3)
+    assert (
+        "train with batch_size 2 and gradient_accumulation_steps 2 instead of" in forked.store.get("job").warnings[-1]
+    )
+    assert len(forked.outcome("job").points) == len(forked.outcome("whole").points) >= 6
+    for halved, whole in zip(forked.outcome("job").points, forked.outcome("whole").points, strict=True):
+        assert halved == (*whole[:2], pytest.approx(whole[2], abs=1e-5))
+    assert_clean(forked.root)

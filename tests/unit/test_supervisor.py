@@ -32,6 +32,7 @@ from llama_stack_provider_trl.recipes.events import (
     Started,
 )
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
+from llama_stack_provider_trl.responses import resources
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
@@ -472,6 +473,68 @@ def test_a_job_that_waits_for_a_free_port_says_so(world: World) -> None:
         world.tick()
     assert (world.state(), world.job().reason) == (JobState.failed, Reason.launch_failed)
     assert "the ports from master_port on" in world.job().advice
+
+
+PREPARED = Prepared(total_steps=8, start_step=0, num_rows=1, trainable_parameters=1, total_parameters=1)
+OUT_OF_MEMORY = Failed(reason=Reason.out_of_memory, message="out of memory on cuda:0")
+
+
+def run_out_of_memory(world: World, attempt: int, *events: object) -> None:
+    world.tick()
+    world.launcher.say(f"a-{attempt}", STARTED, *events, OUT_OF_MEMORY)  # type: ignore[arg-type]
+    world.launcher.exit(f"a-{attempt}", 1)
+    world.tick()
+
+
+def trained(world: World, attempt: int) -> tuple[int, int, int | None]:
+    """batch_size, gradient_accumulation_steps and max_validation_steps of an attempt."""
+    path = RunDir(world.root / "jobs" / "a" / "attempts" / str(attempt)).spec
+    job = AttemptSpec.model_validate_json(path.read_text()).job
+    return job.batch_size, job.gradient_accumulation_steps, job.max_validation_steps
+
+
+def test_a_job_that_runs_out_of_memory_goes_on_once_with_a_smaller_batch(world: World) -> None:
+    limits = {"oom_retry": True, "retries": 1, "checkpoint_dir": world.root / "out" / "a"}
+    world.add("a", batch_size=6, gradient_accumulation_steps=2, max_validation_steps=5, **limits)
+    world.tick()
+    saved = save(world, "a-1", 2)
+    run_out_of_memory(world, 1, PREPARED)
+    assert (world.state(), world.launcher.started, world.job().retries_used) == (JobState.launching, ["a-1", "a-2"], 0)
+    assert "ran out of memory: the next ones train with batch_size 3" in world.job().warnings[-1]
+    world.tick()
+    crash(world, 2)  # whatever else befalls it, the batch stays small
+    world.clock.advance(60)
+    world.tick()
+    assert [trained(world, attempt) for attempt in (1, 2, 3)] == [(6, 2, 5), (3, 4, 10), (3, 4, 10)]
+    shown = resources(world.job(), world.store.attempts("a"))["attempts"]
+    assert [attempt.get("batch_size") for attempt in shown] == [None, 3, 3]
+    assert shown[1]["resumed_from"] == str(saved)
+    run_out_of_memory(world, 3, PREPARED)
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.out_of_memory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "events"),
+    [
+        ({"oom_retry": False}, [PREPARED]),
+        ({"oom_retry": True, "batch_size": 1}, [PREPARED]),
+        ({"oom_retry": True}, []),  # it could not even load the model
+    ],
+)
+def test_out_of_memory_is_the_end_where_a_smaller_batch_cannot_mend_it(
+    world: World, changes: dict[str, object], events: list[object]
+) -> None:
+    world.add("a", retries=3, **changes)
+    run_out_of_memory(world, 1, *events)
+    assert (world.state(), world.job().reason, world.job().warnings) == (JobState.failed, Reason.out_of_memory, ())
+    assert "Lower batch_size" in world.job().advice
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(2, 1), (8, 4), (9, 3), (7, 1), (15, 5)])
+def test_a_smaller_batch_divides_the_larger_one(size: int, smaller: int) -> None:
+    found = job_spec("a", batch_size=size, gradient_accumulation_steps=3).in_smaller_parts()
+    assert found is not None
+    assert (found.batch_size, found.batch_size * found.gradient_accumulation_steps) == (smaller, size * 3)
 
 
 def test_what_another_try_cannot_mend_is_not_tried_again(world: World) -> None:
