@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .errors import InvalidRows, StoreError
 from .files import put_rows
+from .jobs.handover import hand_over
 from .jobs.store import Store
 from .options import ProviderOptions
 from .recipes.rows import check_rows
@@ -55,6 +56,7 @@ async def submit(
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     spec = resolution.spec(dataset, validation)
+    spec = await asyncio.to_thread(hand_over, spec, store, settings.data_dir)
     return await asyncio.to_thread(store.add_job, spec, digest, [*resolution.warnings, *warnings])
 
 

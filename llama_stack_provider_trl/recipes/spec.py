@@ -86,6 +86,16 @@ class ShardingSpec(_Frozen):
     """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
 
 
+class ResumeFrom(_Frozen):
+    """A step checkpoint of another job to begin with."""
+
+    job_uuid: str
+    checkpoint: str | None = None
+    """Such as `checkpoint-6`; None: the newest."""
+    path: Path | None = None
+    """The job's own copy of it; None: not looked up yet."""
+
+
 class JobSpec(_Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
@@ -148,6 +158,13 @@ class JobSpec(_Frozen):
     """Disk space that a checkpoint must leave free."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
+    resume_from: ResumeFrom | None = None
+    """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
 
 class AttemptSpec(_Frozen):
