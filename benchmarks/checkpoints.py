@@ -22,6 +22,7 @@ from machine import REPOSITORY, command, machine, print_header
 
 TARGET = 5.0
 """Percent of the time of 100 steps that one checkpoint may cost."""
+FORWARDED = ("steps", "save-steps", "batch", "tokens", "threads")
 FIRST = 5
 """Steps left out at the beginning: memory is taken and pages are touched for the first time."""
 
@@ -39,9 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.scratch) as scratch:
         work = Path(scratch)
         for mode in ("background", "waiting"):
-            arguments = [
-                f"--{name}={getattr(options, name)}" for name in ("steps", "save_steps", "batch", "tokens", "threads")
-            ]
+            arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in FORWARDED]
             subprocess.run(
                 [sys.executable, "-W", "ignore", __file__, f"--child={mode}", f"--scratch={work}", *arguments],
                 check=True,
@@ -174,9 +173,7 @@ def print_figures(mode: str, found: dict[str, Any]) -> None:
     print(f"\n{mode}: {found['checkpoints']} checkpoints of {found['checkpoint_mb']} MB, step {found['step_s']} s")
     for name in ("step_beside_a_checkpoint_s", "written_after_s", "stall_s", "stall_percent_of_100_steps"):
         print(f"  {name}: {found[name]}")
-    print(
-        f"  peak resident memory: {found['peak_mb_before']} MB before the first checkpoint, {found['peak_mb']} MB after all"
-    )
+    print(f"  peak resident memory: {found['peak_mb_before']} MB before the first, {found['peak_mb']} MB after all")
 
 
 if __name__ == "__main__":
