@@ -85,6 +85,8 @@ class ProviderOptions(BaseModel):
     nproc_per_node: int | None = Field(None, gt=0, le=1024)
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""
+    resume_from: str | None = None
+    """Go on from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None

@@ -30,6 +30,7 @@ from .recipes.spec import (
     LoraSpec,
     OptimizerSpec,
     ReferenceSpec,
+    ResumeFrom,
     ShardingSpec,
 )
 from .requests import (
@@ -162,6 +163,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "seed": options.seed,
         "preflight": options.preflight,
         "device": _device(options, settings),
+        "resume_from": _resume_from(options),
         **_ranks(request, options, settings),
     }
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
@@ -190,7 +192,7 @@ def derive(
         run_dir=run_dir,
         world_size=spec.ranks,
         # Of the job and not of `placed`: whatever an attempt changes, a step takes the same rows.
-        rows_per_step=spec.batch_size * spec.gradient_accumulation_steps * spec.ranks,
+        rows_per_step=spec.rows_per_step,
         resume_from=resume_from,
         fall_back_to=fall_back_to,
     )
@@ -588,6 +590,18 @@ def _device(options: ProviderOptions, settings: Settings) -> str:
     if options.device not in settings.devices:
         raise InvalidRequest("provider_options.device", options.device, _nearest(options.device, settings.devices))
     return options.device
+
+
+def _resume_from(options: ProviderOptions) -> ResumeFrom | None:
+    """Which checkpoint; whether it is there is found out when the job is submitted."""
+    if options.resume_from is None:
+        return None
+    job_uuid, _, checkpoint = options.resume_from.partition("/")
+    is_named = re.fullmatch(JOB_UUID_PATTERN, job_uuid) and re.fullmatch(r"(checkpoint-\d+)?", checkpoint)
+    if not is_named or options.resume_from.endswith("/"):
+        hint = "send JOB_UUID, or JOB_UUID/checkpoint-N, of a job of this provider; a path is not taken"
+        raise InvalidRequest("provider_options.resume_from", options.resume_from, hint)
+    return ResumeFrom(job_uuid=job_uuid, checkpoint=checkpoint or None)
 
 
 def _parse[Model: BaseModel](model: type[Model], value: Any, where: str) -> Model:

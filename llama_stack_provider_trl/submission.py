@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .errors import InvalidRequest, InvalidRows, StoreError
 from .files import put_rows
+from .jobs.handover import hand_over
 from .jobs.ownership import Ownership
 from .jobs.store import Store
 from .options import ProviderOptions
@@ -48,6 +49,7 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
+    spec = await asyncio.to_thread(hand_over, spec, store, settings.data_dir)
     rows = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
     return await asyncio.to_thread(store.add_job, spec, digest, warnings, rows)
 

@@ -363,17 +363,17 @@ class Store:
             execute("insert_warning", {"job_uuid": job_uuid, "message": message})
 
     def launch(
-        self, job_uuid: str, attempt: int, device: str, run_dir: Path, resume: CheckpointRecord | None = None
+        self, job_uuid: str, attempt: int, device: str, run_dir: Path, resume: tuple[Path, int] | None = None
     ) -> bool:
         """Record the next attempt (`attempt`) of a scheduled job, which is `launching` then. Returns whether it was.
 
         Args:
-            resume: the checkpoint that it goes on from; None: from the start.
+            resume: the checkpoint that it goes on from, and its step; None: from the start.
         """
         row = {
             **{"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)},
-            "resume_from": None if resume is None else str(resume.path),
-            "resume_step": 0 if resume is None else resume.step,
+            "resume_from": None if resume is None else str(resume[0]),
+            "resume_step": 0 if resume is None else resume[1],
         }
         with self._transaction() as execute:
             launched = execute("launch_job", row).rowcount == 1

@@ -335,8 +335,9 @@ class Supervisor:
             faults.reach("supervisor-attempt-recorded")
             self._advance(self._store.get(job.job_uuid))
 
-    def _resume_point(self, job: JobRecord) -> CheckpointRecord | None:
-        """The newest step checkpoint that is whole; one that somebody damaged is no longer listed.
+    def _resume_point(self, job: JobRecord) -> tuple[Path, int] | None:
+        """The newest step checkpoint that is whole, and its step; one that somebody damaged is no longer listed.
+        Without one, the checkpoint of another job that the job begins with, if it does.
 
         Sizes tell most of the damage, and digests, which the training process looks at, nearly all; from one that is
         damaged otherwise, two attempts have failed without a step.
@@ -349,11 +350,12 @@ class Supervisor:
         )
         for checkpoint in reversed(steps):
             if is_whole(checkpoint.path) and in_vain[checkpoint.path] < 2:
-                return checkpoint
+                return checkpoint.path, checkpoint.step
             self._store.remove_checkpoint(checkpoint)
             message = f"checkpoint {checkpoint.path} is damaged or gone and was not used to go on from"
             self._store.warn(job.job_uuid, message)
-        return None
+        given = _given_checkpoint(job)
+        return None if given is None else (given, int(given.name.rpartition("-")[2]))
 
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
@@ -400,9 +402,11 @@ class Supervisor:
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 
     def _step_checkpoints(self, job: JobRecord) -> list[Path]:
-        """The newest first."""
+        """The newest first, and last the one that the job began with."""
         listed = self._store.checkpoints(job.job_uuid)
-        return [checkpoint.path for checkpoint in reversed(listed) if checkpoint.kind == "step"]
+        own = [checkpoint.path for checkpoint in reversed(listed) if checkpoint.kind == "step"]
+        given = _given_checkpoint(job)
+        return own if given is None else [*own, given]
 
     def _task(self, job: JobRecord) -> TaskSpec:
         assert job.run_dir is not None
@@ -427,6 +431,11 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
+
+
+def _given_checkpoint(job: JobRecord) -> Path | None:
+    """The job's own copy of another job's checkpoint."""
+    return job.spec.resume_from.path if job.spec.resume_from else None
 
 
 def superfluous(

@@ -73,6 +73,12 @@ class JobCallback(TrainerCallback):
     ) -> None:
         """The model is shared out by now and no step is done: prove it, and say what will be trained."""
         spec, model = self.spec, self.trainer.model
+        if self.start_step >= state.max_steps:
+            raise JobFailure(
+                Reason.invalid_request,
+                f"the checkpoint to go on from has {self.start_step} optimizer steps, the job {state.max_steps}: raise "
+                "n_epochs, or name an earlier checkpoint",
+            )
         shared_out = sharding.describe(model, spec) if spec.ranks > 1 else None
         if shared_out and self.trainer.ref_model is not None:
             shared_out["reference"] = sharding.describe(self.trainer.ref_model, spec)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from .. import faults
+from ..errors import JobFailure
 from ..files import RunDir
 from . import ranks
 from .arguments import dpo_arguments, sft_arguments
@@ -23,7 +24,7 @@ from .callbacks import JobCallback, Order
 from .checkpoints import first_undamaged, need_space, step_bytes
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
-from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
+from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .isolation import expect_isolation
 from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
@@ -56,6 +57,11 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     trainer, effective = build_trainer(spec, device, writer, share)
     control = RunDir(attempt.run_dir).control
     resume_from = first_undamaged(attempt.resume_candidates, writer)
+    if resume_from is None and spec.resume_from is not None:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"checkpoint {spec.resume_from.checkpoint} of job {spec.resume_from.job_uuid!r} is damaged: name another",
+        )
     start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
@@ -146,8 +152,8 @@ def build_trainer(
 
 def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
     """The job as this attempt's ranks train it: with as many rows per optimizer step, however many ranks there are."""
-    own = _own_share(attempt.job)
-    share = Share.of(attempt.rows_per_step or own.rows_per_step, attempt.job.batch_size, attempt.world_size)
+    rows = attempt.rows_per_step or attempt.job.rows_per_step
+    share = Share.of(rows, attempt.job.batch_size, attempt.world_size)
     changes = {
         "ranks": share.world_size,
         "batch_size": share.batch_size,
@@ -157,8 +163,7 @@ def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
 
 
 def _own_share(spec: JobSpec) -> Share:
-    rows = spec.batch_size * spec.gradient_accumulation_steps * spec.ranks
-    return Share.of(rows, spec.batch_size, spec.ranks)
+    return Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
 
 
 def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:

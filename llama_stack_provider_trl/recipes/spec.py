@@ -121,6 +121,16 @@ class ShardingSpec(_Frozen):
     """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
 
 
+class ResumeFrom(_Frozen):
+    """A step checkpoint of another job to begin with."""
+
+    job_uuid: str
+    checkpoint: str | None = None
+    """Such as `checkpoint-6`; None: the newest."""
+    path: Path | None = None
+    """The job's own copy of it; None: not looked up yet."""
+
+
 class JobSpec(_Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
@@ -206,6 +216,13 @@ class JobSpec(_Frozen):
     is loaded; warn, it says so and tries; off, nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
+    resume_from: ResumeFrom | None = None
+    """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and

@@ -332,6 +332,7 @@ OPTION_ASKS: dict[str, Try] = {
     "logging_steps": Try(3),
     "seed": Try(3),
     "nproc_per_node": Try(2),
+    "resume_from": Try("job-0/checkpoint-6"),
     "device": Try("cuda:1"),
 }
 

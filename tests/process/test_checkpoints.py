@@ -298,6 +298,16 @@ def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: 
     assert "= 4" in failed.message
 
 
+def test_a_checkpoint_beyond_the_end_of_the_job_is_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    spec, _ = whole("sft")
+    short = spec.model_copy(update={"n_epochs": 1, "checkpoint_dir": tmp_path / "checkpoints"})
+    codes, events = ranks.run(tmp_path / "run", short, spec.checkpoint_dir / "checkpoint-4")
+    assert codes == [1]
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "raise n_epochs" in failed.message
+
+
 def test_the_position_is_stored_in_rows(whole: Whole) -> None:
     spec, _ = whole("sft-sharded")
     found = [

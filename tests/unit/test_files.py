@@ -10,11 +10,16 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.files import (
     atomic_write_json,
+    damage,
     fsync_tree,
+    is_whole,
+    point_latest,
     put_rows,
     remove_leftovers,
     resolve_under,
+    sha256_of,
     tail,
+    write_manifest,
 )
 
 NAN = float("nan")
@@ -108,6 +113,64 @@ def test_a_tail_is_short_and_of_a_missing_file_empty(tmp_path: Path) -> None:
     assert tail(log, lines=2) == "line 9998\nline 9999"
     assert len(tail(log, lines=1000, limit=100)) <= 100
     assert tail(tmp_path / "none") == ""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint-6"
+    (path / "optimizer").mkdir(parents=True)
+    names = ("weights", "optimizer/shard")
+    for name in names:
+        (path / name).write_bytes(name.encode() * 1000)
+    write_manifest(path, {name: sha256_of(path / name) for name in names})
+    assert damage(path) is None
+    return path
+
+
+def test_a_flipped_bit_is_found_by_its_digest_and_by_nobody_who_does_not_look(checkpoint: Path) -> None:
+    shard = checkpoint / "optimizer" / "shard"
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    assert is_whole(checkpoint)
+    assert damage(checkpoint, of=["weights"]) is None  # another rank's to read
+    assert damage(checkpoint, of=["optimizer/shard"]) == damage(checkpoint)
+    assert str(damage(checkpoint)).startswith("optimizer/shard does not have the sha256")
+
+
+def test_a_file_that_is_cut_or_gone_is_found_without_reading_any(checkpoint: Path) -> None:
+    (checkpoint / "weights").write_bytes(b"weights")
+    assert not is_whole(checkpoint)
+    assert damage(checkpoint, of=()) == "weights has 7 bytes, its manifest says 7000"
+    (checkpoint / "weights").unlink()
+    assert "weights: No such file" in str(damage(checkpoint, of=()))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"sha256": {}}'])
+def test_a_manifest_that_says_nothing_is_damage(checkpoint: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    assert not is_whole(checkpoint)
+    assert "manifest.json" in str(damage(checkpoint))
+
+
+def test_a_manifest_without_digests_is_taken_by_its_sizes(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
+    (checkpoint / "weights").write_bytes(b"x" * 7000)
+    assert damage(checkpoint) is None
+
+
+def test_latest_names_a_checkpoint_that_was_announced(tmp_path: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-12", "checkpoint-15"):
+        (tmp_path / name).mkdir()
+        point_latest(tmp_path, name)
+    assert (tmp_path / "latest").read_text() == "checkpoint-15\n"
+    (tmp_path / "latest.tmp").write_text("check")
+    remove_leftovers(tmp_path, {"checkpoint-3", "checkpoint-12", "final"})  # 15 was never told of
+    assert (tmp_path / "latest").read_text() == "checkpoint-12\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-3", "latest"]
+    remove_leftovers(tmp_path, set())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_beside_checkpoints_is_removed_and_no_listed_one(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.evaluations import METRICS
-from llama_stack_provider_trl.recipes.spec import Algorithm, DatasetRef, JobSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.spec import (
+    Algorithm,
+    DatasetRef,
+    JobSpec,
+    ReferenceSpec,
+    ResumeFrom,
+    ShardingSpec,
+)
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
 
@@ -392,3 +399,21 @@ def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: S
         (True, "abc123"),
         (False, None),
     ]
+
+
+@pytest.mark.parametrize("value", ["", "a/", "a/final", "/data/checkpoint-3", "../a/checkpoint-3", "a/checkpoint-3/x"])
+def test_a_job_goes_on_from_a_job_and_never_from_a_path(settings: Settings, value: str) -> None:
+    assert spec_of(sft(), settings, resume_from="a.b/checkpoint-3").resume_from == ResumeFrom(
+        job_uuid="a.b", checkpoint="checkpoint-3"
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        spec_of(sft(), settings, resume_from=value)
+    assert refused.value.field == "provider_options.resume_from"
+
+
+def test_every_attempt_takes_the_rows_per_step_of_the_job(settings: Settings) -> None:
+    spec = spec_of(sft(), settings)
+    attempt = derive(spec, 2, "cpu", Path("/run"), Path("/c/checkpoint-4"), Path("/c/checkpoint-2"))
+    assert attempt.rows_per_step == spec.rows_per_step
+    assert attempt.resume_candidates == (Path("/c/checkpoint-4"), Path("/c/checkpoint-2"))
+    assert derive(spec, 1, "cpu", Path("/run")).resume_candidates == ()

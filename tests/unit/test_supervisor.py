@@ -21,6 +21,7 @@ from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.process import FileLock
 from llama_stack_provider_trl.recipes.events import (
+    CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -31,7 +32,7 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     Started,
 )
-from llama_stack_provider_trl.recipes.spec import AttemptSpec
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, ResumeFrom
 from llama_stack_provider_trl.responses import resources
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 
@@ -572,6 +573,46 @@ def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_fo
         world.tick()
     assert [tried.resume_from for tried in world.store.attempts("a")] == [None, newer, newer, older]
     assert str(newer) in world.job().warnings[-1]
+
+
+def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_says_from_which_it_went_on(world: World) -> None:
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    oldest, older, newest = (save(world, "a-1", step) for step in (2, 4, 6))
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    world.tick()
+    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    assert spec.resume_candidates == (newest, older, oldest)
+    prepared = Prepared(
+        **{"total_steps": 8, "start_step": 4, "resumed_from": older, "num_rows": 1},
+        **{"trainable_parameters": 1, "total_parameters": 1},
+    )
+    world.launcher.say("a-2", STARTED, CheckpointDamaged(path=newest, message="a bit has flipped"), prepared)
+    world.tick()
+    assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == [oldest, older]
+    assert world.job().warnings[-1] == "a bit has flipped"
+    attempt = world.store.attempts("a")[-1]
+    assert (attempt.resume_from, attempt.start_step) == (older, 4)
+
+
+def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: World) -> None:
+    given = world.root / "jobs" / "a" / "resume" / "checkpoint-9"
+    begin = ResumeFrom(job_uuid="b", checkpoint=given.name, path=given)
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a", resume_from=begin)
+    world.tick()
+    attempt = world.store.attempts("a")[-1]
+    assert (attempt.resume_from, attempt.start_step) == (given, 9)
+    own = save(world, "a-1", 12)
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    given.mkdir(parents=True)
+    write_manifest(given)
+    world.tick()
+    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    assert spec.resume_candidates == (own, given)
 
 
 def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: World) -> None:

@@ -1,0 +1,95 @@
+"""A job that goes on from another job's step checkpoint: which one, whether that is possible, and a copy of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ..errors import InvalidRequest, JobNotFound, StoreError
+from ..files import MANIFEST, is_whole, resolve_under
+from ..recipes.spec import JobSpec
+from .store import Store
+
+FIELD = "provider_options.resume_from"
+
+# What a checkpoint's weights, optimizer, schedule and data position are a function of. Others, such as n_epochs, ranks,
+# save_steps and the memory savers, may be new.
+_ALIKE = (
+    *("algorithm", "model", "revision", "lora", "dpo", "optimizer", "data_format", "train_on_input", "max_seq_length"),
+    *("shuffle", "seed", "max_steps_per_epoch"),
+)
+
+
+def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
+    """The job with `resume_from` made out: the other job's checkpoint as hard links (or copies) in the job's own
+    directory, so that nothing that happens to the other job takes it away. A job without `resume_from` is as it was.
+
+    Raises:
+        InvalidRequest: the other job, or a checkpoint of it, is not there, or it cannot be gone on from: names what
+            differs.
+        StoreError: the checkpoint cannot be linked or copied.
+    """
+    wanted = spec.resume_from
+    if wanted is None:
+        return spec
+    asked = "/".join(filter(None, (wanted.job_uuid, wanted.checkpoint)))
+    try:
+        other = store.get(wanted.job_uuid).spec
+    except JobNotFound as error:
+        raise InvalidRequest(
+            FIELD, asked, "there is no such job: name one whose checkpoints are listed here"
+        ) from error
+    listed = [one.path for one in store.checkpoints(wanted.job_uuid) if one.kind == "step" and is_whole(one.path)]
+    fitting = [path for path in listed if wanted.checkpoint in (None, path.name)]
+    if not fitting:
+        names = ", ".join(path.name for path in listed) or "none that is whole; `final` holds no optimizer"
+        raise InvalidRequest(FIELD, asked, f"there is no such step checkpoint: job {wanted.job_uuid!r} has {names}")
+    _refuse_differences(asked, other, spec)
+    home = resolve_under(data_dir / "jobs", spec.job_uuid, "job_uuid")
+    try:
+        path = _linked(fitting[-1], home / "resume" / fitting[-1].name)
+    except OSError as error:
+        raise StoreError(f"checkpoint {fitting[-1]} cannot be kept for job {spec.job_uuid!r}: {error}") from error
+    return spec.model_copy(update={"resume_from": wanted.model_copy(update={"checkpoint": path.name, "path": path})})
+
+
+def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
+    pairs = [(name, getattr(other, name), getattr(spec, name)) for name in _ALIKE]
+    pairs.append(("dataset (its rows' sha256)", other.dataset.sha256, spec.dataset.sha256))
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise InvalidRequest(
+                FIELD, asked, f"{name} is {_text(theirs)} in that job and {_text(ours)} in this one: send the same"
+            )
+    if other.rows_per_step != spec.rows_per_step:
+        raise InvalidRequest(
+            FIELD,
+            asked,
+            f"that job takes {other.rows_per_step} rows per optimizer step and this one {spec.rows_per_step}: choose "
+            f"batch_size x gradient_accumulation_steps x nproc_per_node = {other.rows_per_step}",
+        )
+
+
+def _text(value: object) -> str:
+    return value.model_dump_json() if hasattr(value, "model_dump_json") else repr(value)
+
+
+def _linked(source: Path, target: Path) -> Path:
+    """The same files under another name; a target that is there already is another checkpoint's, or this very one."""
+    if (target / MANIFEST).exists() and (target / MANIFEST).samefile(source / MANIFEST):
+        return target
+    staging = target.with_name(f"{target.name}.tmp")
+    for leftover in (staging, target):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.copytree(source, staging, copy_function=_link)
+    staging.rename(target)
+    return target
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+    return target

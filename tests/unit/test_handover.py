@@ -1,0 +1,97 @@
+"""A job goes on from another job's checkpoint, if it can, and from a copy that is its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import is_whole, write_manifest
+from llama_stack_provider_trl.jobs.handover import hand_over
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.recipes.events import CheckpointSaved
+from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, ResumeFrom
+from tests.fakes import job_spec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """With job `first`, of four rows a step, whose checkpoints 2, 4 and 6 are listed; the last one is cut."""
+    store = Store(tmp_path / "jobs.sqlite3")
+    store.add_job(job_spec("first", batch_size=4, checkpoint_dir=tmp_path / "first"), "digest")
+    store.launch("first", 1, "cpu", tmp_path / "run")
+    saved = []
+    for step in (2, 4, 6):
+        path = tmp_path / "first" / f"checkpoint-{step}"
+        (path / "optimizer").mkdir(parents=True)
+        (path / "optimizer" / "shard").write_text(f"moments of step {step}")
+        write_manifest(path)
+        saved.append(CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=1.0))
+    (path / "optimizer" / "shard").write_text("cut")
+    saved.append(CheckpointSaved(kind="final", step=8, epoch=1, path=tmp_path / "first" / "final", train_loss=1.0))
+    store.apply_events("first", 1, saved, 100)
+    yield store
+    store.close()
+
+
+def asking(wanted: ResumeFrom, **changes: Any) -> JobSpec:
+    return job_spec("second", resume_from=wanted, **{"batch_size": 4, **changes})
+
+
+@pytest.mark.parametrize(("checkpoint", "found"), [(None, "checkpoint-4"), ("checkpoint-2", "checkpoint-2")])
+def test_the_copy_stays_whatever_becomes_of_the_other_job(
+    store: Store, tmp_path: Path, checkpoint: str | None, found: str
+) -> None:
+    wanted = ResumeFrom(job_uuid="first", checkpoint=checkpoint)
+    spec = hand_over(asking(wanted, n_epochs=9), store, tmp_path)
+    assert hand_over(asking(wanted, n_epochs=9), store, tmp_path) == spec  # asked twice at once
+    shutil.rmtree(tmp_path / "first")
+    assert spec.resume_from is not None
+    path = spec.resume_from.path
+    assert path == tmp_path / "jobs" / "second" / "resume" / found
+    assert is_whole(path)
+    assert (path / "optimizer" / "shard").read_text() == f"moments of step {found[-1]}"
+    assert [one.name for one in path.parent.iterdir()] == [found]
+
+
+def test_another_way_to_share_out_the_same_rows_is_taken(store: Store, tmp_path: Path) -> None:
+    spec = asking(ResumeFrom(job_uuid="first"), batch_size=1, gradient_accumulation_steps=2, ranks=2)
+    assert hand_over(spec, store, tmp_path).resume_from != spec.resume_from
+
+
+def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) -> None:
+    spec = job_spec("second")
+    assert hand_over(spec, store, tmp_path) is spec
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "told"),
+    [
+        (ResumeFrom(job_uuid="other"), {}, "no such job"),
+        (ResumeFrom(job_uuid="first", checkpoint="checkpoint-3"), {}, "has checkpoint-2, checkpoint-4"),
+        (ResumeFrom(job_uuid="first", checkpoint="checkpoint-6"), {}, "has checkpoint-2, checkpoint-4"),
+        (ResumeFrom(job_uuid="first"), {"model": "org/another"}, "model is"),
+        (ResumeFrom(job_uuid="first"), {"algorithm": "dpo"}, "algorithm is 'sft' in that job and 'dpo' in this one"),
+        (ResumeFrom(job_uuid="first"), {"lora": LoraSpec(target_modules=("q",), rank=1, alpha=1)}, "lora is None"),
+        (ResumeFrom(job_uuid="first"), {"optimizer": OptimizerSpec(name="sgd", learning_rate=1)}, "optimizer is"),
+        (ResumeFrom(job_uuid="first"), {"seed": 7}, "seed is 42 in that job and 7 in this one"),
+        (ResumeFrom(job_uuid="first"), {"batch_size": 3}, "gradient_accumulation_steps x nproc_per_node = 4"),
+        (ResumeFrom(job_uuid="first"), {"sha256": "f" * 64}, "dataset"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused_by_name(
+    store: Store, tmp_path: Path, wanted: ResumeFrom, changes: dict[str, Any], told: str
+) -> None:
+    digest = changes.pop("sha256", None)
+    spec = asking(wanted, **changes)
+    if digest:
+        spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": digest})})
+    with pytest.raises(InvalidRequest) as refused:
+        hand_over(spec, store, tmp_path)
+    assert refused.value.field == "provider_options.resume_from"
+    assert told in str(refused.value)
+    assert not (tmp_path / "jobs").exists()
