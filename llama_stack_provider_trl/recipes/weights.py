@@ -1,8 +1,11 @@
 """A model's weights into safetensors files that transformers loads, one after the other, and back for comparison.
 
 What is in memory at a time: on rank 0 the file at hand (`FILE_BYTES` at most, or one group) and one group of weights,
-on the others one weight. A group is what must be converted together for the file: one weight in all architectures
-known to us, see `_groups`. Where nothing is shared out and the dtype stays, the weights are not even copied.
+on the others one weight, twice while it is gathered. Measured on two CPU ranks, a model of 420 MiB whose largest weight
+takes 48 MiB, files of 64 MiB: 102 MiB more on rank 0, 97 MiB on the other.
+
+A group is what must be converted together for the file: one weight in all architectures known to us, see `_groups`.
+Where nothing is shared out and the dtype stays, the weights are not even copied.
 """
 
 from __future__ import annotations
