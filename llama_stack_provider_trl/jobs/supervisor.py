@@ -448,7 +448,9 @@ def superfluous(
     spec = job.spec
     if spec.keep_last:
         return [checkpoint for checkpoint in steps if checkpoint.step != best][: -spec.keep_last]
-    if (spec.save_steps and not spec.best_checkpoint) or not job.progress.total_steps:
+    # As planned: a job that stopped early has fewer steps by now.
+    total_steps = job.effective and job.effective["total_steps"]
+    if (spec.save_steps and not spec.best_checkpoint) or not total_steps:
         return []
-    planned = spec.save_steps or job.progress.total_steps // spec.n_epochs
+    planned = spec.save_steps or total_steps // spec.n_epochs
     return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % planned and checkpoint.step != best]

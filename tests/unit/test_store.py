@@ -278,6 +278,14 @@ def test_progress_and_the_time_that_is_left_follow_the_events(store: Store) -> N
     assert job.effective["num_rows"] == 8
 
 
+def test_a_job_that_ended_early_is_done_to_the_last_of_its_steps(store: Store) -> None:
+    running(store)
+    ready = Prepared(total_steps=40, num_rows=8, trainable_parameters=2, total_parameters=3, time=100.0)
+    store.apply_events("job-1", 1, [ready, step(10, 2.5, time=120.0), Finished(step=10)], 20)
+    progress = store.get("job-1").progress
+    assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 10, 100.0, 0.0)
+
+
 def test_a_job_that_has_not_begun_promises_no_time(store: Store) -> None:
     progress = running(store).progress
     assert (progress.eta_seconds, progress.percent) == (None, None)

@@ -654,6 +654,11 @@ def test_the_best_checkpoint_stays_beside_those_that_are_kept(
         world.launcher.say("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
         save(world, "a-1", step)
     assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == stay
+    final = CheckpointSaved(kind="final", step=2, epoch=1, path=world.root / "out" / "a" / "final", train_loss=1.0)
+    world.launcher.say("a-1", final, Finished(step=6))
+    world.tick()
+    kept = [checkpoint.step for checkpoint in world.store.checkpoints("a") if checkpoint.kind == "step"]
+    assert kept == stay
 
 
 def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
