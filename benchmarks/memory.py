@@ -118,15 +118,17 @@ def main() -> None:
     for result in run([(number, CASES[number - 1]) for number in numbers], not options.estimates):
         results.append(result)
         print(row(result), flush=True)
-    if options.estimates:
-        return None
-    table = summary(results, report)
-    print(table)
-    if options.write:
-        text = options.write.read_text()
-        head, _, rest = text.partition(MARKERS[0])
-        options.write.write_text(f"{head}{MARKERS[0]}\n{table}\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+        if options.write and not options.estimates:  # after each: a run that is cut short has shown what it has
+            write_table(options.write, summary(results, report))
+    if not options.estimates:
+        print(summary(results, report))
     return None
+
+
+def write_table(path: Path, table: str) -> None:
+    """Put a table between the marks of a file."""
+    head, _, rest = path.read_text().partition(MARKERS[0])
+    path.write_text(f"{head}{MARKERS[0]}\n{table}\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
 
 
 def run(cases: list[tuple[int, Case]], train: bool) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,10 @@ _CUDA_SLACK = 0.05
 """Of all else: what the caching allocator cannot use because its blocks are cut otherwise."""
 _CPU_PROCESS = 96 << 20
 """Bytes of a CPU process beyond its tensors and the libraries as imported: threads, kernels, the data."""
-_CPU_SLACK = 0.02
+_HEAP_BLOCK = 32 << 20
+"""Bytes: glibc maps larger blocks one by one and gives them back (M_MMAP_THRESHOLD's greatest value on 64 bits)."""
+_HEAP_SLACK = 0.3
+"""Of activations in smaller blocks: what lies unused between them in glibc's heap (measured: 0.33 and 0.41)."""
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
 _LAYERS = (2, 4)
@@ -93,15 +96,15 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
     placed = _Placed(spec, model)
-    windows = [placed.at(window) for window in model.windows]
+    windows = [placed.at(window, kind) for window in model.windows]
     peak = max(windows, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
-        overhead = _CPU_PROCESS + int(_CPU_SLACK * used) + baseline
+        overhead = _CPU_PROCESS + baseline
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
-    return replace(peak, overhead=overhead, loading=loading)
+    return replace(peak, overhead=peak.overhead + overhead, loading=loading)
 
 
 def model_config(spec: JobSpec) -> Any:
@@ -132,6 +135,8 @@ class Window:
     activations: float
     logits: float
     gradients: float
+    small: float = 0
+    """Of activations and logits: what lies in blocks of at most `_HEAP_BLOCK`."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class _Placed:
         stored = (self.model.trainable + self.model.frozen) * 4 if not self.spec.lora else self.whole
         return (2 if self._has_reference else 1) * self.whole + stored
 
-    def at(self, window: Window) -> Memory:
+    def at(self, window: Window, kind: str) -> Memory:
         spec, model = self.spec, self.model
         gradients, gathered, reference = window.gradients, 0, 0
         if spec.ranks > 1 and self.shards == 1:
@@ -203,7 +208,7 @@ class _Placed:
             activations=int(window.activations),
             logits=int(window.logits),
             reference=reference,
-            overhead=0,
+            overhead=int(_HEAP_SLACK * window.small) if kind == "cpu" else 0,
         )
 
     @property
@@ -249,6 +254,7 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self.kind = "activations"
         self.bytes = {"activations": 0, "logits": 0, "gradients": 0, "ignored": 0}
+        self.small = 0
         self.gradients_weigh = gradients_weigh
         self.windows = [Window(0, 0, 0)]
         self._known: dict[int, list[Any]] = {}
@@ -261,8 +267,8 @@ class _Live(TorchDispatchMode):
     def became_gradient(self, tensor: torch.Tensor) -> None:
         self._add(tensor, "gradients")
         entry = self._known[id(tensor.untyped_storage())]
-        self.bytes[entry[1]] -= entry[2]
-        self.bytes["gradients"] += entry[2]
+        self._count(entry[1], -entry[2])
+        self._count("gradients", entry[2])
         entry[1] = "gradients"
         self._look()
 
@@ -296,17 +302,22 @@ class _Live(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             _, kind, size = self._known.pop(key)
-            self.bytes[kind] -= size
+            self._count(kind, -size)
 
         self._known[key] = [weakref.ref(storage, gone), kind, size]
+        self._count(kind, size)
+
+    def _count(self, kind: str, size: int) -> None:
         self.bytes[kind] += size
+        if kind in ("activations", "logits") and abs(size) <= _HEAP_BLOCK:
+            self.small += size
 
     def _look(self) -> None:
         now = self.bytes
         weighed = now["activations"] + now["logits"] + self.gradients_weigh * now["gradients"]
         if weighed > self._most:
             self._most = weighed
-            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"])
+            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"], self.small)
 
 
 def _key(spec: JobSpec) -> str:

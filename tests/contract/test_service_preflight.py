@@ -29,7 +29,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
 
 
 def asked(service: TrainingService, body: Json, **more: str) -> Json:
-    answer = service.post(PREFLIGHT, {**body, **more}, prefix="/v1alpha")
+    # Longer than any other call takes: on a busy machine it waits for its turn like a job.
+    answer = service.session.post(f"{service.url}/v1alpha{PREFLIGHT}", json={**body, **more}, timeout=240)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 

@@ -1,0 +1,137 @@
+"""What the preflight says of a job is what the job then does, and a job that does not fit never loads its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.recipes import preflight, train
+from llama_stack_provider_trl.recipes.events import (
+    Event,
+    Failed,
+    Finished,
+    Preflighted,
+    Prepared,
+    Reason,
+    Warned,
+    iter_events,
+)
+from llama_stack_provider_trl.recipes.preflight import histogram
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec, PreflightSpec
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
+
+pytestmark = pytest.mark.process
+
+
+def ask(root: Path, spec: JobSpec, **asked: Any) -> list[Event]:
+    """The events of a preflight, in this process."""
+    paths = RunDir(root / "preflight")
+    paths.root.mkdir()
+    wanted = PreflightSpec(**{"device": "cpu", **asked})
+    paths.spec.write_text(AttemptSpec(job=spec, attempt=1, run_dir=paths.root, preflight=wanted).model_dump_json())
+    train.main(["train", str(paths.spec)])
+    return list(iter_events(paths.events))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_epochs": 3, "batch_size": 5},
+        {"n_epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4},
+        {"n_epochs": 2, "batch_size": 2, "max_steps_per_epoch": 2},
+        {"algorithm": "dpo", "batch_size": 3, "max_seq_length": 40},
+    ],
+    ids=["batches", "accumulation", "capped", "pairs-cut"],
+)
+def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, Any]) -> None:
+    spec = job_spec(tmp_path, tiny_model(), changes.pop("algorithm", "sft"), **changes)
+    (found,) = of_kind(ask(tmp_path, spec), Preflighted)
+    assert not spec.checkpoint_dir.exists()
+    status, events = run(tmp_path / "run", spec)
+    assert status == 0
+    (prepared,) = of_kind(events, Prepared)
+    assert found.steps["total_steps"] == prepared.total_steps
+    assert found.data["trained"] == prepared.num_rows == sum(bucket["rows"] for bucket in found.data["histogram"])
+    assert found.data["truncated"] == prepared.effective["data"]["truncated"]
+    assert found.memory["largest_batch"] == prepared.effective["memory"]["largest_batch"]
+
+
+def test_the_largest_batch_is_as_long_as_the_longest_row_that_is_trained_on(tmp_path: Path) -> None:
+    rows = [*SFT_ROWS, {"prompt": "x " * 300, "completion": "y"}]
+    spec = job_spec(tmp_path, tiny_model(), rows=rows, max_seq_length=64, batch_size=2)
+    (found,) = of_kind(ask(tmp_path, spec), Preflighted)
+    assert found.data["dropped"] == 1  # its prompt fills 64 tokens
+    assert found.memory["largest_batch"]["tokens"] == found.data["max_tokens"] < 64
+    assert found.data["longest_before_cut"] > 300
+
+
+def test_lengths_are_counted_by_powers_of_two() -> None:
+    assert histogram([1, 2, 3, 4, 5, 8, 9, 1000]) == [
+        {"up_to": 1, "rows": 1},
+        {"up_to": 2, "rows": 1},
+        {"up_to": 4, "rows": 2},
+        {"up_to": 8, "rows": 2},
+        {"up_to": 16, "rows": 1},
+        {"up_to": 1024, "rows": 1},
+    ]
+
+
+def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
+    monkeypatch.setattr("llama_stack_provider_trl.recipes.session.load_model", lambda *_: pytest.fail("it was read"))
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, Reason.does_not_fit)
+    assert "the job needs about" in failed.message
+    assert "does not fit in 0.20 GiB" in failed.message
+
+
+def test_warn_says_so_and_trains_and_off_looks_at_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
+    status, events = run(tmp_path / "warn", job_spec(tmp_path, tiny_model(), preflight="warn", max_steps_per_epoch=1))
+    assert status == 0
+    assert "does not fit in 0.20 GiB" in of_kind(events, Warned)[0].message
+    monkeypatch.setattr(preflight, "estimate", lambda *_: pytest.fail("it was estimated"))
+    status, events = run(tmp_path / "off", job_spec(tmp_path, tiny_model(), preflight="off", max_steps_per_epoch=1))
+    assert status == 0
+    assert "memory" not in of_kind(events, Prepared)[0].effective
+
+
+def test_a_model_that_cannot_be_traced_is_trained_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise NotImplementedError("no fake kernel")
+
+    monkeypatch.setattr(preflight, "estimate", broken)
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1))
+    assert status == 0
+    assert "could not be estimated (NotImplementedError: no fake kernel)" in of_kind(events, Warned)[0].message
+
+
+def test_a_busy_machine_is_a_warning_and_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_memory", lambda: 100 << 20)
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1))
+    assert status == 0
+    assert "other programs leave 0.10 GiB" in of_kind(events, Warned)[0].message
+
+
+def test_what_would_fail_the_job_fails_the_preflight_in_the_same_words(tmp_path: Path) -> None:
+    events = ask(tmp_path, job_spec(tmp_path, tmp_path / "nothing"))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason == Reason.invalid_model
+    assert not of_kind(events, Finished)
+
+
+def test_a_full_disk_does_not_fit_either(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), "dpo", rows=DPO_ROWS, min_free_bytes=1 << 60)
+    (found,) = of_kind(ask(tmp_path, spec), Preflighted)
+    assert found.memory["fits"]
+    assert not found.fits
+    assert "free some, or keep fewer checkpoints" in found.message
