@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import JobFailure
-from . import ranks
+from . import quantization, ranks
 from .events import Reason
 from .sharding import is_sharded
 from .spec import JobSpec, LoraSpec
@@ -62,15 +62,20 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
 
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in bf16 when `dtype` is bf16.
+    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in bf16 when `dtype` is bf16, and
+    its linear layers in 4 bits when the job says so.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, or its weights are damaged.
     """
     dtype = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
+    in_4_bits = spec.lora is not None and spec.lora.quantize_base
+    placing = quantization.base_arguments(spec, device) if in_4_bits else {}
     try:
+        config = AutoConfig.from_pretrained(spec.model, **_source(spec))
+        quantization.refuse_quantized(config, spec)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=dtype, output_loading_info=True, **_source(spec)
+            spec.model, dtype=dtype, output_loading_info=True, **placing, **_source(spec)
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -84,7 +89,7 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
             "missing; name a complete one.",
         )
     # Parts go to the device when it is shared out; the whole might not fit there.
-    return model if is_sharded(spec) else model.to(device)
+    return model if is_sharded(spec) or in_4_bits else model.to(device)
 
 
 def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
@@ -159,9 +164,10 @@ def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(trainable, total) parameters; tied weights count once."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+    """(trainable, total) parameters; tied weights count once, packed ones as what they hold."""
+    packed = quantization.packed_elements(model)
+    counts = [(p.requires_grad, packed.get(id(p), p.numel())) for p in model.parameters()]
+    return sum(count for trainable, count in counts if trainable), sum(count for _, count in counts)
 
 
 def _source(spec: JobSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from .. import faults
@@ -25,7 +25,16 @@ from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_fill
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Silent, Started, Warned
 from .export import export_final, export_merged
-from .models import check_length, choose_device, load_adapter, load_model, load_tokenizer, lora_config
+from .models import (
+    check_length,
+    choose_device,
+    linear_modules,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    lora_config,
+)
+from .quantization import fake_quantize, keep_adapters_in_fp32, settle_base
 from .sft import SftRecipe
 from .sharding import is_sharded, sharding_on_any_device, whole_state
 from .spec import AttemptSpec, DatasetRef, JobSpec
@@ -85,6 +94,7 @@ def build_trainer(
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
+    quantized = _quantize(spec, model)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
     # Under LoRA the reference is the model without its adapter.
@@ -99,6 +109,8 @@ def build_trainer(
             peft_config=adapters,
             **reference,
         )
+    if spec.lora and spec.lora.quantize_base:
+        keep_adapters_in_fp32(trainer.model)
     trainer.bind(spec)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
@@ -107,11 +119,21 @@ def build_trainer(
         "threads": torch.get_num_threads(),
         "data": _counts(report),
     }
+    if quantized:
+        effective["quantization"] = quantized
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:
         effective["validation_data"] = _counts(validation_report)
     return trainer, effective
+
+
+def _quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
+    """Few bits, where the job asks for them; what was done, for its record."""
+    if spec.qat:
+        attention, mlp = linear_modules(model)
+        return fake_quantize(model, [*attention, *mlp], spec.qat)
+    return settle_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
 def _prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
@@ -141,7 +163,7 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> Non
     final = export_final(model, tokenizer, spec, state)
     callback.announce(CheckpointSaved(kind="final", path=final, **standing))
     if spec.merge_adapter and spec.lora:
-        if is_sharded(spec):
+        if is_sharded(spec) or spec.lora.quantize_base:  # merged into the base as it is on disk, not in 4 bits
             model = load_adapter(spec, final)
         callback.announce(CheckpointSaved(kind="merged", path=export_merged(model, tokenizer, spec), **standing))
 

@@ -19,6 +19,7 @@ OptimizerName = Literal["adam", "adamw", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo"]
 DataFormat = Literal["instruct", "dialog"]
+Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
@@ -46,6 +47,18 @@ class LoraSpec(_Frozen):
     rank: int = Field(gt=0)
     alpha: int = Field(gt=0)
     use_dora: bool = False
+    quantize_base: bool = False
+    """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""
+
+
+class QatSpec(_Frozen):
+    """Quantization-aware training: torchao's fake quantization of the linear layers of every block."""
+
+    quantizer_name: Quantizer
+    """torchao's names (torchao.quantization.qat): weights in int4 per group, with activations in int8 per token, or
+    with activations as they are."""
+    group_size: int = Field(gt=1)
+    """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
 
 
 class DpoSpec(_Frozen):
@@ -123,6 +136,7 @@ class JobSpec(_Frozen):
     gradient_checkpointing: bool = False
     optimizer: OptimizerSpec
     lora: LoraSpec | None = None
+    qat: QatSpec | None = None
     dpo: DpoSpec | None = None
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
