@@ -97,16 +97,16 @@ class LoraFinetuningConfig(_Body):
     use_dora: bool | None = None
     """Weight-decomposed adapters (DoRA)."""
     quantize_base: bool | None = None
-    """Refused when true."""
+    """Hold the frozen base in 4 bits (QLoRA)."""
 
 
 class QATFinetuningConfig(_Body):
     type: str = "QAT"
-    """Refused."""
+    """QAT: every weight is trained for being rounded to few bits."""
     quantizer_name: str | None = None
-    """Refused with its type."""
-    group_size: int | None = None
-    """Refused with its type."""
+    """Int8DynActInt4WeightQATQuantizer or Int4WeightOnlyQATQuantizer."""
+    group_size: int | None = Field(None, gt=1, le=10**6)
+    """Weights that share a scale; must divide the input width of every linear layer."""
 
 
 class DPOAlignmentConfig(_Body):

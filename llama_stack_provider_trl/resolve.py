@@ -29,6 +29,8 @@ from .recipes.spec import (
     JobSpec,
     LoraSpec,
     OptimizerSpec,
+    QatSpec,
+    Quantizer,
     ReferenceSpec,
     ResumeFrom,
     ShardingSpec,
@@ -41,6 +43,7 @@ from .requests import (
     LoraFinetuningConfig,
     OptimizerConfig,
     PreferenceOptimizeRequest,
+    QATFinetuningConfig,
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
@@ -53,6 +56,7 @@ LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-
 MODULE_NAMES = {"output_proj": "o_proj"}
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
 RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
+INT4_GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = {
     "bf16": "bf16",
     "bfloat16": "bf16",
@@ -120,6 +124,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     warnings: list[str] = []
     is_sft = isinstance(request, SupervisedFineTuneRequest)
     lora = _sft_lora(request, options) if isinstance(request, SupervisedFineTuneRequest) else _dpo_lora(options)
+    qat = _qat(request) if isinstance(request, SupervisedFineTuneRequest) else None
     dpo = None if isinstance(request, SupervisedFineTuneRequest) else _dpo(request, options, settings, warnings)
     algorithm: Algorithm = "sft" if is_sft else "dpo"
     if is_sft:
@@ -149,6 +154,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **_activations(training, settings, options.device or settings.devices[0]),
         "optimizer": _optimizer(training, options, LEARNING_RATES[algorithm, lora is not None]),
         "lora": lora,
+        "qat": qat,
         "dpo": dpo,
         "merge_adapter": options.merge_adapter,
         "save_steps": options.save_steps or settings.save_steps,
@@ -470,8 +476,10 @@ def _sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> L
     if not config:
         return None
     kind = config.get("type", "LoRA")
+    if kind == "QAT":
+        return None
     if kind != "LoRA":
-        hint = "send {'type': 'LoRA', ...}, or leave algorithm_config out to train every weight"
+        hint = "send {'type': 'LoRA', ...} or {'type': 'QAT', ...}, or leave algorithm_config out to train every weight"
         raise InvalidRequest("algorithm_config.type", kind, hint)
     return _lora(_parse(LoraFinetuningConfig, config, "algorithm_config"), "algorithm_config")
 
@@ -485,8 +493,6 @@ def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
     if config.type != "LoRA":
         raise InvalidRequest(f"{where}.type", config.type, "send 'LoRA'")
-    if config.quantize_base:
-        raise InvalidRequest(f"{where}.quantize_base", True, "set false; with dtype bf16 the frozen base is bf16")
     if config.apply_lora_to_output:
         raise InvalidRequest(
             f"{where}.apply_lora_to_output",
@@ -502,7 +508,27 @@ def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
         rank=config.rank,
         alpha=config.alpha,
         use_dora=bool(config.use_dora),
+        quantize_base=bool(config.quantize_base),
     )
+
+
+def _qat(request: SupervisedFineTuneRequest) -> QatSpec | None:
+    if not request.algorithm_config or request.algorithm_config.get("type") != "QAT":
+        return None
+    config = _parse(QATFinetuningConfig, request.algorithm_config, "algorithm_config")
+    for path, name, value, known in _unknown_fields(config, "algorithm_config."):
+        hint = f"QAT trains every weight and has no LoRA fields; its fields are: {', '.join(known)}"
+        raise InvalidRequest(path + name, value, hint)
+    quantizers = get_args(Quantizer)
+    if config.quantizer_name not in quantizers:
+        hint = _nearest(config.quantizer_name or "", quantizers)
+        raise InvalidRequest("algorithm_config.quantizer_name", config.quantizer_name, hint)
+    if config.group_size is None:
+        raise InvalidRequest("algorithm_config.group_size", None, "send 32: it divides the widths of most models")
+    if config.quantizer_name == "Int4WeightOnlyQATQuantizer" and config.group_size not in INT4_GROUP_SIZES:
+        hint = f"torchao's int4 kernels have groups of {', '.join(map(str, INT4_GROUP_SIZES))}"
+        raise InvalidRequest("algorithm_config.group_size", config.group_size, hint)
+    return QatSpec(quantizer_name=config.quantizer_name, group_size=config.group_size)  # type: ignore[arg-type]
 
 
 def _dpo(

@@ -31,7 +31,7 @@ from ..process import available_memory
 from . import ranks
 from .checkpoints import need_space
 from .events import Reason
-from .models import DTYPES, load_adapter
+from .models import DTYPES, load_adapter, quantize
 from .sharding import gather
 from .spec import JobSpec
 from .weights import Weight, differences, digest, export_bytes, write_weights
@@ -244,7 +244,7 @@ def _check_logits(
     try:
         with _alive(beat):
             if (directory / _ADAPTER).exists():
-                loaded = load_adapter(spec, directory)
+                loaded = load_adapter(spec, directory, as_trained=True)
                 adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
                 strange = [name for name in expected if adapter.get(name) != expected[name]]
             else:
@@ -258,6 +258,8 @@ def _check_logits(
                     f"a {type(loaded).__name__} loaded from its files has other weights than they hold, such as "
                     f"{', '.join(sorted(strange)[:3])}",
                 )
+            if spec.qat:
+                quantize(spec, loaded)
             found = _logits(loaded.eval(), sample.ids)
     except _UNLOADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import JobFailure
-from . import ranks
+from . import quantization, ranks
 from .events import Reason
 from .sharding import is_sharded
 from .spec import Dtype, JobSpec, LoraSpec
@@ -76,15 +76,20 @@ def commit_of(spec: JobSpec) -> str | None:
 
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`.
+    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`, and its linear
+    layers in 4 bits when the job says so.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, or its weights are damaged.
     """
     dtype = DTYPES[spec.dtype] if spec.lora else torch.float32
+    in_4_bits = spec.lora is not None and spec.lora.quantize_base
+    placing = quantization.base_arguments(spec, device) if in_4_bits else {}
     try:
+        config = AutoConfig.from_pretrained(spec.model, **source(spec))
+        quantization.refuse_quantized(config, spec)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=dtype, output_loading_info=True, **source(spec)
+            spec.model, dtype=dtype, output_loading_info=True, **placing, **source(spec)
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -98,14 +103,33 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
             "missing; name a complete one.",
         )
     # Parts go to the device when it is shared out; the whole might not fit there.
-    return model if is_sharded(spec) else model.to(device)
+    return model if is_sharded(spec) or in_4_bits else model.to(device)
 
 
-def load_adapter(spec: JobSpec, adapter: Path) -> PeftModel:
-    """The base model in CPU memory with a trained adapter on it: for merging what was trained in parts."""
-    dtype = DTYPES[spec.dtype]
-    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **source(spec))
+def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:
+    """The base model in CPU memory with a trained adapter on it.
+
+    Args:
+        as_trained: with the base in 4 bits, where the job trained it so; else always as it is on disk.
+    """
+    if as_trained and spec.lora and spec.lora.quantize_base:
+        base = load_model(spec, torch.device("cpu"))
+        quantization.settle_base(base)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
     return PeftModel.from_pretrained(base, adapter)
+
+
+def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
+    """Few bits, where the job asks for them; what was done, for its record.
+
+    Raises:
+        JobFailure: invalid_request, where this model cannot be quantized so.
+    """
+    if spec.qat:
+        attention, mlp = linear_modules(model)
+        return quantization.fake_quantize(model, [*attention, *mlp], spec.qat)
+    return quantization.settle_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
@@ -173,9 +197,10 @@ def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(trainable, total) parameters; tied weights count once."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+    """(trainable, total) parameters; tied weights count once, packed ones as what they hold."""
+    packed = quantization.packed_elements(model)
+    counts = [(p.requires_grad, packed.get(id(p), p.numel())) for p in model.parameters()]
+    return sum(count for trainable, count in counts if trainable), sum(count for _, count in counts)
 
 
 def source(spec: JobSpec) -> dict[str, Any]:

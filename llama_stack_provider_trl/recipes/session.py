@@ -27,9 +27,18 @@ from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .isolation import expect_isolation
-from .models import check_length, choose_device, load_model, load_tokenizer, lora_config
+from .models import (
+    check_length,
+    choose_device,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    lora_config,
+    quantize,
+)
 from .packing import num_rows, pack
 from .preflight import before_training
+from .quantization import keep_adapters_in_fp32
 from .reference import Precomputation, check_vocabulary, precomputes
 from .sampling import Share
 from .sft import SftRecipe
@@ -120,6 +129,7 @@ def build_trainer(
     check_length(model, spec)
     if spec.packed:
         expect_isolation(model)
+    quantized = quantize(spec, model)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
     with sharding_on_any_device():
@@ -131,6 +141,8 @@ def build_trainer(
             processing_class=tokenizer,
             peft_config=adapters,
         )
+    if spec.lora and spec.lora.quantize_base:
+        keep_adapters_in_fp32(trainer.model)
     trainer.bind(spec, share, writer or Silent())
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
@@ -143,6 +155,8 @@ def build_trainer(
         effective["packing"] = packing
     if memory:
         effective["memory"] = memory
+    if quantized:
+        effective["quantization"] = quantized
     if adapters:
         effective["lora_target_modules"] = sorted(adapters.target_modules or ())
     if validation_report:
@@ -205,6 +219,12 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standi
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     sample = take_sample(model, tokenizer, trainer.args.device, spec)
     for kind in exports(spec):
+        if kind == "merged" and spec.lora and spec.lora.quantize_base:
+            if ranks.rank() != 0:
+                continue
+            # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
+            model = load_adapter(spec, spec.checkpoint_dir / "final")
+            sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
         saved = export(kind, model, tokenizer, spec, sample, beat=callback.writer.beat)
         if saved is not None:
             if saved.doubt:
@@ -214,7 +234,7 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standi
                 "logits_difference": saved.logits_difference,
             }
             callback.announce(CheckpointSaved(kind=kind, path=saved.path, **standing, **checked))
-        ranks.wait_for_all()
+    ranks.wait_for_all()
 
 
 def _slow(spec: JobSpec, device: torch.device) -> list[str]:

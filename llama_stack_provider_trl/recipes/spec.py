@@ -20,6 +20,7 @@ SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
+Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
@@ -48,6 +49,18 @@ class LoraSpec(_Frozen):
     rank: int = Field(gt=0)
     alpha: int = Field(gt=0)
     use_dora: bool = False
+    quantize_base: bool = False
+    """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""
+
+
+class QatSpec(_Frozen):
+    """Quantization-aware training: torchao's fake quantization of the linear layers of every block."""
+
+    quantizer_name: Quantizer
+    """torchao's names (torchao.quantization.qat): weights in int4 per group, with activations in int8 per token, or
+    with activations as they are."""
+    group_size: int = Field(gt=1)
+    """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
 
 
 class ReferenceSpec(_Frozen):
@@ -180,6 +193,7 @@ class JobSpec(_Frozen):
     """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
     optimizer: OptimizerSpec
     lora: LoraSpec | None = None
+    qat: QatSpec | None = None
     dpo: DpoSpec | None = None
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.recipes.spec import (
     Algorithm,
     DatasetRef,
     JobSpec,
+    QatSpec,
     ReferenceSpec,
     ResumeFrom,
     ShardingSpec,
@@ -23,6 +24,7 @@ from llama_stack_provider_trl.recipes.spec import (
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
 
+QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 LORA = {
     "type": "LoRA",
     "lora_attn_modules": ["q_proj", "output_proj"],
@@ -110,6 +112,25 @@ def test_lora_module_names_of_llama_stack_become_those_of_hugging_face(settings:
     assert (lora.mlp, lora.rank, lora.alpha) == (True, 4, 8)
 
 
+def test_a_base_in_4_bits_and_qat_are_part_of_the_job(settings: Settings) -> None:
+    sft_lora = spec_of(sft(algorithm_config={**LORA, "quantize_base": True}), settings).lora
+    dpo_lora = spec_of(dpo(), settings, lora={**LORA, "quantize_base": True}).lora
+    assert sft_lora == dpo_lora is not None
+    assert sft_lora.quantize_base
+    qat = spec_of(sft(algorithm_config=QAT), settings)
+    assert qat.qat == QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
+    assert (qat.lora, qat.optimizer.learning_rate) == (None, 2e-5)
+
+
+def test_an_unknown_quantizer_is_answered_with_those_that_exist(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match="Int8DynActInt4WeightQATQuantizer, Int4WeightOnlyQATQuantizer"):
+        spec_of(sft(algorithm_config={**QAT, "quantizer_name": "Int8"}), settings)
+    with pytest.raises(InvalidRequest, match="32, 64, 128, 256"):
+        spec_of(
+            sft(algorithm_config={**QAT, "quantizer_name": "Int4WeightOnlyQATQuantizer", "group_size": 16}), settings
+        )
+
+
 def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) -> None:
     no_rate = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}}
     assert spec_of(sft(), settings).optimizer.learning_rate == 2e-5
@@ -150,8 +171,11 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
             "training_config.data_config.packed",
         ),
         (with_data(data_format="preference"), "training_config.data_config.data_format"),
-        (sft(algorithm_config={"type": "QAT", "quantizer_name": "int8", "group_size": 32}), "algorithm_config.type"),
-        (sft(algorithm_config={**LORA, "quantize_base": True}), "algorithm_config.quantize_base"),
+        (sft(algorithm_config={**QAT, "quantizer_name": "int8"}), "algorithm_config.quantizer_name"),
+        (sft(algorithm_config={**QAT, "quantizer_name": None}), "algorithm_config.quantizer_name"),
+        (sft(algorithm_config={**QAT, "group_size": 1}), "algorithm_config.group_size"),
+        (sft(algorithm_config={**QAT, "rank": 8}), "algorithm_config.rank"),
+        (sft(algorithm_config={**LORA, "type": "QLoRA"}), "algorithm_config.type"),
         (sft(algorithm_config={**LORA, "apply_lora_to_output": True}), "algorithm_config.apply_lora_to_output"),
         (sft(algorithm_config={**LORA, "rank": 0}), "algorithm_config.rank"),
         (sft(algorithm_config={**LORA, "ranks": 2}), "algorithm_config.ranks"),
