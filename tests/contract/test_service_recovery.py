@@ -167,6 +167,7 @@ def test_a_job_ends_as_if_left_alone_although_the_service_a_rank_and_torchrun_ar
         poll(
             lambda: any(isinstance(event, CheckpointSaved) and event.step == 6 for event in iter_events(events)),
             "the checkpoint of step 6, written while training went on, is announced",
+            timeout=SECONDS,
         )
         service.kill()
         torchrun = runner_status(run_dir(store, job)).trainer
