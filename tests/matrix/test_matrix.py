@@ -1,0 +1,153 @@
+"""Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
+
+Here the cells run in which every pair of values occurs; `TRL_MATRIX=full ./scripts/test.sh tests/matrix` runs them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from llama_stack_provider_trl.recipes.events import Evaluated, Failed, Prepared, Progress
+from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from tests.matrix.cells import Cell, all_cells, covering
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+CELLS = all_cells() if os.environ.get("TRL_MATRIX") == "full" else covering(all_cells())
+STEPS, SAVED = 20, 10
+GLOBAL_BATCH = 4
+ROWS = {"sft": (SFT_ROWS * 2)[:19], "dpo": (DPO_ROWS * 2)[:19]}
+"""Four epochs of five steps, of which the last is not full."""
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": LORA},
+    "dora": {"lora": LORA.model_copy(update={"use_dora": True})},
+    "qlora": {"lora": LORA.model_copy(update={"quantize_base": True})},
+}
+TOLERANCE = {"rel": 1e-3, "abs": 1e-4}
+TIMED = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+Numbers = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], tuple[JobSpec, list[Any]]]:
+    """What one process makes of a cell's job, trained once for all layouts."""
+
+    @cache
+    def train(algorithm: str, method: str, embeddings: str) -> tuple[JobSpec, list[Any]]:
+        root = tmp_path_factory.mktemp("alone")
+        spec = spec_of(root, Cell(algorithm, method, "1 process", embeddings))
+        return spec, trained(ranks, root / "run", spec)
+
+    return lambda cell: train(cell.algorithm, cell.method, cell.embeddings)
+
+
+def spec_of(root: Path, cell: Cell) -> JobSpec:
+    return job_spec(
+        root,
+        tiny_model(tied=cell.embeddings == "tied"),
+        cell.algorithm,
+        rows=ROWS[cell.algorithm],
+        validation_rows=ROWS[cell.algorithm][:5],
+        ranks=cell.ranks,
+        batch_size=GLOBAL_BATCH // cell.ranks,
+        sharding=ShardingSpec(strategy=cell.layout) if cell.ranks > 1 else None,
+        n_epochs=4,
+        save_steps=SAVED,
+        optimizer=OptimizerSpec(learning_rate=2e-3),
+        **METHODS[cell.method],
+    )
+
+
+def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Any]:
+    codes, events = ranks.run(run_dir, spec, resume_from, **how)
+    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
+    return events
+
+
+def numbers(events: list[Any]) -> Numbers:
+    """Every metric point, the training's and then the evaluations', without what the clock decides."""
+    points = of_kind(events, Progress) + of_kind(events, Evaluated)
+    return [{name: value for name, value in point.metrics.items() if name not in TIMED} for point in points]
+
+
+def after(events: list[Any], step: int) -> list[Any]:
+    return [event for event in events if isinstance(event, Progress | Evaluated) and event.step > step]
+
+
+def assert_close(found: Numbers, expected: Numbers) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, **TOLERANCE)
+
+
+def assert_shared_out(cell: Cell, sharding: dict[str, Any] | None) -> None:
+    """What the job's record says of its parameters' DTensor placements."""
+    if cell.ranks == 1:
+        assert sharding is None
+        return
+    assert sharding is not None
+    assert (sharding["strategy"], sharding["ranks"]) == (cell.layout, cell.ranks)
+    if cell.layout == "NO_SHARD":
+        assert sharding["sharded_parameters"] == 0
+        return
+    assert set(sharding["placements"]) == {"Replicate, Shard(0)" if cell.layout == "HYBRID_SHARD" else "Shard(0)"}
+    assert sharding["local_elements"] <= 0.6 * sharding["total_elements"]
+
+
+def logits(spec: JobSpec) -> torch.Tensor:
+    """Of what plain transformers (or peft) loads from the export, for some fixed tokens."""
+    final = spec.checkpoint_dir / "final"
+    if spec.lora:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32), final)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 40)[None]).logits
+
+
+def digests(spec: JobSpec) -> dict[str, str]:
+    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_cell_keeps_its_word(
+    ranks: Ranks, alone: Callable[[Cell], tuple[JobSpec, list[Any]]], tmp_path: Path, cell: Cell
+) -> None:
+    single, expected = alone(cell)
+    spec = spec_of(tmp_path, cell)
+    # Two ranks to a machine, so that HYBRID_SHARD has copies as well as parts.
+    events = trained(ranks, tmp_path / "whole", spec, per_node=min(cell.ranks, 2))
+    assert of_kind(events, Prepared)[0].total_steps == STEPS
+    assert_shared_out(cell, of_kind(events, Prepared)[0].effective["sharding"])
+    assert_close(numbers(events), numbers(expected))
+    assert torch.allclose(logits(spec), logits(single), rtol=1e-3, atol=5e-3)
+
+    exported, checkpoint = digests(spec), spec.checkpoint_dir / f"checkpoint-{SAVED}"
+    resumed = trained(ranks, tmp_path / "resumed", spec, checkpoint, per_node=min(cell.ranks, 2))
+    assert numbers(after(resumed, 0)) == numbers(after(events, SAVED))
+    assert digests(spec) == exported
+
+    elsewhere = trained(ranks, tmp_path / "elsewhere", spec, checkpoint, world_size=2 if cell.ranks == 1 else 1)
+    assert_close(numbers(after(elsewhere, 0)), numbers(after(events, SAVED)))
