@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -168,14 +169,18 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("harm", [flip_a_byte, cut, Path.unlink])
-@pytest.mark.parametrize("victim", ["model.safetensors", "optimizer/__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("world", "harm", "victim"),
+    [
+        (1, flip_a_byte, "model.safetensors"),
+        (1, cut, "optimizer/__0_0.distcp"),
+        (1, Path.unlink, "model.safetensors"),
+        (2, flip_a_byte, "optimizer/__1_0.distcp"),
+    ],
+)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     ranks: Ranks, whole: Whole, tmp_path: Path, world: int, harm: Callable[[Path], None], victim: str
 ) -> None:
-    if world == 2 and harm is not flip_a_byte:
-        pytest.skip("found by its size on any rank alike")
     spec, undisturbed = whole("sft" if world == 1 else "sft-sharded")
     here = copied(spec, tmp_path)
     older, newer = (here.checkpoint_dir / f"checkpoint-{step}" for step in (2, 4))
@@ -212,8 +217,6 @@ def test_a_checkpoint_whose_manifest_has_no_digests_is_used(ranks: Ranks, whole:
 
 def copied(spec: JobSpec, root: Path) -> JobSpec:
     """The same job with a copy of its step checkpoints to spoil."""
-    import shutil
-
     target = root / "checkpoints"
     for path in spec.checkpoint_dir.glob("checkpoint-?"):
         shutil.copytree(path, target / path.name)
@@ -274,12 +277,11 @@ def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: P
     assert not (spec.checkpoint_dir / ".saving").exists()
 
 
-@pytest.mark.parametrize("point", ["saving-4", "saved-4"])
 def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
-    ranks: Ranks, armed: Path, whole: Whole, tmp_path: Path, point: str
+    ranks: Ranks, armed: Path, whole: Whole, tmp_path: Path
 ) -> None:
     spec = spec_of(tmp_path, world=2)
-    (armed / point).write_text("kill")
+    (armed / "saving-4").write_text("kill")
     codes, events = ranks.run(tmp_path / "first", spec)
     assert codes[0] == -9
     assert not of_kind(events, Finished)
