@@ -327,6 +327,7 @@ def _key(spec: JobSpec) -> str:
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}"
 
 
+_ALIKE: dict[str, bool] = {}
 _TRACES: dict[tuple[str, Batch, str], Traced] = {}
 
 
@@ -391,10 +392,12 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
     """Whether every block has the same parameters and the same kind of attention."""
     if len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1:
         return False
-    with torch.device("meta"):
-        model = _built(config, spec)
-    sizes = {sum(weight.numel() for weight in block.parameters()) for _, block in _blocks(model)}
-    return len(sizes) == 1
+    known = config.to_json_string()
+    if known not in _ALIKE:  # the whole depth is built for this, which for 80 blocks takes a second
+        with torch.device("meta"):
+            blocks = _blocks(_built(config, spec))
+        _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for _, block in blocks}) == 1
+    return _ALIKE[known]
 
 
 def _built(config: Any, spec: JobSpec) -> PreTrainedModel:

@@ -75,7 +75,7 @@ def most(windows: Sequence[memory.Window]) -> float:
 def test_two_shallow_traces_tell_what_the_whole_depth_takes(
     tmp_path: Path, lora: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 11), lora=lora, gradient_checkpointing=checkpointing)
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8), lora=lora, gradient_checkpointing=checkpointing)
     told = trace(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
     memory._TRACES.clear()
@@ -166,7 +166,7 @@ def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_n
 
 
 def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8, hidden_size=256, intermediate_size=1024), batch_size=8)
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 2, hidden_size=256, intermediate_size=1024), batch_size=8)
     batch = Batch(8, 1024)
     wanted = estimate(spec, batch, "cpu").total
     little_less = nearest(spec, batch, "cpu", int(wanted * 1.05))
