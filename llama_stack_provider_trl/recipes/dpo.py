@@ -190,8 +190,6 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         num_pairs: torch.Tensor,
         num_tokens: torch.Tensor,
     ) -> None:
-        """Keep the metrics of this batch as tensors; `log` turns them into numbers, so no step waits for the device."""
-        mode = "train" if self.model.training else "eval"
         scale = self.spec.dpo.reward_scale * self.spec.dpo.beta if self.spec.dpo else 1.0
         chosen, rejected = (scale * part for part in logratios.chunk(2))
         chosen_logps, rejected_logps = logps.chunk(2)
@@ -205,7 +203,6 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         }
         sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
         *sums, all_tokens = self.accelerator.reduce(sums)
-        for name, value in zip(values, sums, strict=True):
-            self._metrics[mode][name].append(value / num_pairs.clamp(min=1))
-        if mode == "train":
+        self.note(dict(zip(values, sums, strict=True)), num_pairs)
+        if self.model.training:
             self._total_train_tokens += all_tokens.long()

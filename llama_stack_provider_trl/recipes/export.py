@@ -32,7 +32,7 @@ from . import ranks
 from .checkpoints import need_space
 from .events import Reason
 from .models import DTYPES, load_adapter, quantize
-from .sharding import gather
+from .sharding import gather, reshard
 from .spec import JobSpec
 from .weights import Weight, differences, digest, export_bytes, write_weights
 
@@ -112,6 +112,7 @@ def take_sample(
     was_training = model.training
     model.eval()
     logits = _logits(model, sample.to(device))
+    reshard(model)
     model.train(was_training)
     if not torch.isfinite(logits).all():
         raise JobFailure(

@@ -56,8 +56,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         return loss
 
     def _note(self, counts: torch.Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
         hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
-        self._metrics[mode]["mean_token_accuracy"].append(hits / trained.clamp(min=1))
-        if mode == "train":
+        self.note({"mean_token_accuracy": hits}, trained)
+        if self.model.training:
             self._total_train_tokens += num_tokens

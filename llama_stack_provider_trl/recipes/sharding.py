@@ -163,6 +163,14 @@ def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
             following.set_modules_to_backward_prefetch([unit])
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Give back what a forward without a backward has gathered: under SHARD_GRAD_OP every unit stays whole until then,
+    and its parameters are not those that the optimizer knows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """One weight, whole and in CPU memory, on rank 0; None on the others. Every rank must call it.
 

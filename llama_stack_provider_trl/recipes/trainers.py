@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .arguments import optimizer_class, scheduler_arguments
 from .events import CheckpointSaved, EventWriter, Reason, Silent
 from .packing import num_rows
 from .sampling import EpochSampler, Share
+from .sharding import reshard
 from .spec import JobSpec
 
 _STATE = "recipe_state.json"
@@ -47,6 +48,8 @@ class RecipeTrainer(Trainer):
     _taken_up: dict[str, Any]
     _staging: Path | None = None
     _evaluated: list[torch.Tensor]
+    _noted: dict[str, dict[str, torch.Tensor]]
+    """train or eval -> metric -> [sum, count]"""
     _train_sampler: EpochSampler
 
     head_outputs: tuple[str, ...]
@@ -57,6 +60,7 @@ class RecipeTrainer(Trainer):
         self.spec, self.share, self._writer = spec, share, writer
         self._saver = checkpoints.Saver(spec, self.args.device, writer)
         self._taken_up, self.notes = {}, {}
+        self._noted = {"train": {}, "eval": {}}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
@@ -70,12 +74,26 @@ class RecipeTrainer(Trainer):
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def note(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
+        """Add a batch of all ranks to the metrics.
+
+        They are kept as tensors, so that no step waits for the device, and divided when they are logged: a mean of the
+        batches' means would depend on how rows are dealt out.
+
+        Args:
+            sums: by metric, over `count` tokens or pairs.
+        """
+        noted = self._noted["train" if self.model.training else "eval"]
+        for name, total in sums.items():
+            noted[name] = noted.get(name, 0) + torch.stack([total.float(), count.float()])
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Turn the metrics, kept as tensors so that no step waits for the device, into numbers."""
+        """Turn what was noted since the last time into numbers."""
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
-        for name, values in metrics.items():
-            metrics[name] = [float(value) for value in values]
+        for name, (total, count) in self._noted[mode].items():
+            metrics[name] = [float(total / count.clamp(min=1))]
+        self._noted[mode].clear()
         if mode == "train":
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
@@ -121,6 +139,7 @@ class RecipeTrainer(Trainer):
         or pairs (DPO), where Trainer takes the mean of the batches' means."""
         self._evaluated = []
         output = super().evaluation_loop(*args, **kwargs)
+        reshard(self.model)
         total, count = self.accelerator.reduce(torch.stack(self._evaluated).sum(dim=0))
         output.metrics["eval_loss"] = float(total / count.clamp(min=1))
         return output
