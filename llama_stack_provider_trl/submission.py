@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from .errors import InvalidRequest, InvalidRows, StoreError
 from .files import put_rows
-from .jobs.handover import hand_over
+from .jobs.handover import hand_over, take_back
 from .jobs.ownership import Ownership
 from .jobs.store import Store
 from .options import ProviderOptions
@@ -49,9 +49,21 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
-    spec = await asyncio.to_thread(hand_over, spec, store, settings.data_dir)
-    rows = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
-    return await asyncio.to_thread(store.add_job, spec, digest, warnings, rows)
+    return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+
+
+def _stored(spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path) -> bool:
+    spec = hand_over(spec, store, data_dir)
+    needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
+    if spec.resume_from is not None and spec.resume_from.path is not None:
+        needed.append(spec.resume_from.path)
+    created = False
+    try:
+        created = store.add_job(spec, digest, warnings, needed)
+    finally:
+        if not created:
+            take_back(spec)
+    return created
 
 
 async def resolved(
@@ -64,7 +76,7 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     resolution = resolve(request, options, settings)
-    _refuse_another_owner(settings.data_dir, resolution.fields["checkpoint_dir"])
+    await asyncio.to_thread(_refuse_another_owner, settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
