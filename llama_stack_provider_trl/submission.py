@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from .errors import InvalidRequest, InvalidRows, StoreError
 from .files import put_rows
@@ -19,6 +20,8 @@ from .options import ProviderOptions
 from .recipes.rows import check_rows
 from .recipes.spec import Algorithm, DataFormat, DatasetRef, JobSpec
 from .resolve import Request, Settings, resolve
+
+_handing_over: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
 class Datasets(Protocol):
@@ -49,7 +52,14 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
-    return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+    if spec.resume_from is None:
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+    # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
+    # and does not copy a large checkpoint once more.
+    async with _handing_over.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
+        if store.holds(spec.job_uuid, digest):
+            return False
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
 
 
 def _stored(spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -16,8 +17,11 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreEr
 from llama_stack_provider_trl.files import is_whole, write_manifest
 from llama_stack_provider_trl.jobs.handover import hand_over
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.events import CheckpointSaved
 from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
+from llama_stack_provider_trl.requests import SupervisedFineTuneRequest, TrainingConfig
+from llama_stack_provider_trl.resolve import Settings
 from tests.fakes import job_spec
 
 QAT = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
@@ -83,6 +87,38 @@ def test_a_request_that_is_sent_twice_at_once_leaves_the_job_its_checkpoint(stor
     assert copy_of(store.get("second").spec) == kept
     assert is_whole(kept)
     assert list((tmp_path / "jobs" / "second" / "resume").iterdir()) == [kept.parent]
+
+
+def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+
+    def counted(spec: JobSpec, *arguments: Any) -> JobSpec:
+        copied.append(spec.job_uuid)
+        return hand_over(spec, *arguments)
+
+    async def asked(*arguments: Any) -> tuple[JobSpec, list[str]]:
+        return spec, []
+
+    spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
+    monkeypatch.setattr(submission, "hand_over", counted)
+    monkeypatch.setattr(submission, "resolved", asked)
+    request = SupervisedFineTuneRequest(job_uuid="second", training_config=TrainingConfig(n_epochs=1))
+
+    async def post() -> bool:
+        settings = Settings(data_dir=tmp_path, devices=("cpu",))
+        return await submission.submit(request, ProviderOptions(), "digest", settings, store, no_rows)
+
+    async def twice() -> list[bool]:
+        return await asyncio.gather(post(), post())
+
+    assert asyncio.run(twice()) == [True, False]
+    assert copied == ["second"]
+
+
+async def no_rows(*arguments: Any) -> Any:
+    raise AssertionError("nobody asks for rows here")
 
 
 def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
