@@ -331,11 +331,11 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
             "(`checkpoint_roots` in the provider's configuration adds more)",
         )
     data_dir = settings.data_dir.resolve()
-    if base == data_dir:
+    if base == data_dir or data_dir.is_relative_to(base / request.job_uuid):
         raise InvalidRequest(
             "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
         )
-    for reserved in ("jobs", "datasets", "reference", "llama-stack"):
+    for reserved in ("jobs", "datasets", "reference", "preflights", "llama-stack"):
         if base.is_relative_to(data_dir / reserved):
             raise InvalidRequest(
                 "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"

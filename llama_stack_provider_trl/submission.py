@@ -9,16 +9,19 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from .errors import InvalidRequest, InvalidRows, StoreError
 from .files import put_rows
-from .jobs.handover import hand_over
+from .jobs.handover import hand_over, take_back
 from .jobs.ownership import Ownership
 from .jobs.store import Store
 from .options import ProviderOptions
 from .recipes.rows import check_rows
 from .recipes.spec import Algorithm, DataFormat, DatasetRef, JobSpec
 from .resolve import Request, Settings, resolve
+
+_handing_over: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
 class Datasets(Protocol):
@@ -49,9 +52,28 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
-    spec = await asyncio.to_thread(hand_over, spec, store, settings.data_dir)
-    rows = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
-    return await asyncio.to_thread(store.add_job, spec, digest, warnings, rows)
+    if spec.resume_from is None:
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+    # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
+    # and does not copy a large checkpoint once more.
+    async with _handing_over.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
+        if store.holds(spec.job_uuid, digest):
+            return False
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+
+
+def _stored(spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path) -> bool:
+    spec = hand_over(spec, store, data_dir)
+    needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
+    if spec.resume_from is not None and spec.resume_from.path is not None:
+        needed.append(spec.resume_from.path)
+    created = False
+    try:
+        created = store.add_job(spec, digest, warnings, needed)
+    finally:
+        if not created:
+            take_back(spec)
+    return created
 
 
 async def resolved(
@@ -64,7 +86,7 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     resolution = resolve(request, options, settings)
-    _refuse_another_owner(settings.data_dir, resolution.fields["checkpoint_dir"])
+    await asyncio.to_thread(_refuse_another_owner, settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)

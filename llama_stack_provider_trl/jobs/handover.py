@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from uuid import uuid4
 
 from ..errors import InvalidRequest, JobNotFound, StoreError
-from ..files import MANIFEST, is_whole, resolve_under
+from ..files import fsync_tree, is_whole, resolve_under
 from ..recipes.spec import JobSpec
 from .store import Store
 
@@ -16,14 +17,17 @@ FIELD = "provider_options.resume_from"
 # What a checkpoint's weights, optimizer, schedule and data position are a function of. Others, such as n_epochs, ranks,
 # save_steps and the memory savers, may be new.
 _ALIKE = (
-    *("algorithm", "model", "revision", "lora", "dpo", "optimizer", "data_format", "train_on_input", "max_seq_length"),
-    *("shuffle", "seed", "max_steps_per_epoch"),
+    *("algorithm", "model", "revision", "lora", "qat", "dpo", "optimizer", "data_format", "train_on_input", "packed"),
+    *("max_seq_length", "truncation_side", "shuffle", "seed", "max_steps_per_epoch"),
 )
 
 
 def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     """The job with `resume_from` made out: the other job's checkpoint as hard links (or copies) in the job's own
     directory, so that nothing that happens to the other job takes it away. A job without `resume_from` is as it was.
+
+    Every call makes a copy of its own: a POST is sent again while the first one still copies. `take_back` removes the
+    copy of a call that came to nothing.
 
     Raises:
         InvalidRequest: the other job, or a checkpoint of it, is not there, or it cannot be gone on from: names what
@@ -47,11 +51,23 @@ def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
         raise InvalidRequest(FIELD, asked, f"there is no such step checkpoint: job {wanted.job_uuid!r} has {names}")
     _refuse_differences(asked, other, spec)
     home = resolve_under(data_dir / "jobs", spec.job_uuid, "job_uuid")
+    path = home / "resume" / uuid4().hex / fitting[-1].name
     try:
-        path = _linked(fitting[-1], home / "resume" / fitting[-1].name)
-    except OSError as error:
+        path.parent.mkdir(parents=True)
+        shutil.copytree(fitting[-1], path, copy_function=_link)
+        if not is_whole(path):
+            raise FileNotFoundError("it was removed meanwhile, send the request again")
+        fsync_tree(path.parent.parent)
+    except OSError as error:  # shutil.Error too
+        shutil.rmtree(path.parent, ignore_errors=True)
         raise StoreError(f"checkpoint {fitting[-1]} cannot be kept for job {spec.job_uuid!r}: {error}") from error
     return spec.model_copy(update={"resume_from": wanted.model_copy(update={"checkpoint": path.name, "path": path})})
+
+
+def take_back(spec: JobSpec) -> None:
+    """Remove what `hand_over` has copied for a job that was not added."""
+    if spec.resume_from is not None and spec.resume_from.path is not None:
+        shutil.rmtree(spec.resume_from.path.parent, ignore_errors=True)
 
 
 def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
@@ -73,18 +89,6 @@ def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
 
 def _text(value: object) -> str:
     return value.model_dump_json() if hasattr(value, "model_dump_json") else repr(value)
-
-
-def _linked(source: Path, target: Path) -> Path:
-    """The same files under another name; a target that is there already is another checkpoint's, or this very one."""
-    if (target / MANIFEST).exists() and (target / MANIFEST).samefile(source / MANIFEST):
-        return target
-    staging = target.with_name(f"{target.name}.tmp")
-    for leftover in (staging, target):
-        shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(source, staging, copy_function=_link)
-    staging.rename(target)
-    return target
 
 
 def _link(source: str, target: str) -> str:

@@ -83,12 +83,13 @@ class Store:
         self._create()
 
     def add_job(
-        self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = (), rows: Iterable[Path] = ()
+        self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = (), needed: Iterable[Path] = ()
     ) -> bool:
         """Queue a job, once: a POST that is repeated with the same digest changes nothing.
 
         Args:
-            rows: what it trains on and must be stored still; none are removed meanwhile.
+            needed: rows that it trains on and the checkpoint that it begins with: they must be there still, and none
+                is removed meanwhile.
 
         Returns:
             Whether the job is new.
@@ -96,7 +97,7 @@ class Store:
         Raises:
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
-            StoreError: some of `rows` are gone.
+            StoreError: some of `needed` are gone.
         """
         key = {"job_uuid": spec.job_uuid}
         ours = str(spec.checkpoint_dir)
@@ -113,7 +114,7 @@ class Store:
                     "whose checkpoints lie there: choose another checkpoint_dir"
                 )
             created = execute("insert_job", row).rowcount == 1
-            for path in rows if created else ():
+            for path in needed if created else ():
                 if not touched(path):
                     raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
             if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
@@ -245,18 +246,24 @@ class Store:
         files = [EventFile(row["attempt"], Path(row["run_dir"]), row["event_offset"]) for row in rows if row["run_dir"]]
         return JobState(rows[0]["state"]), files
 
-    def delete(self, job_uuid: str) -> JobRecord:
+    def delete(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
         """Forget a job that has ended; its files are the caller's to remove. Returns what it was.
+
+        Args:
+            set_aside: takes them out of the way, before the name is free for another job: quick, and only that.
 
         Raises:
             JobNotFound.
             JobConflict: the job has not ended.
         """
-        job = self.get(job_uuid)
-        if job.state not in TERMINAL:
-            raise JobConflict(f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it")
         key = {"job_uuid": job_uuid}
         with self._transaction() as execute:
+            job = self.get(job_uuid)  # the connection is this thread's: as the transaction sees it
+            if job.state not in TERMINAL:
+                raise JobConflict(
+                    f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it"
+                )
+            set_aside(job)
             for name in ("delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings", "delete_job"):
                 execute(name, key)
         return job

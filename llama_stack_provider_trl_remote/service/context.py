@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import shutil
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -14,6 +15,7 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import resolve_under, set_aside
 from llama_stack_provider_trl.jobs.ownership import Ownership
+from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
@@ -133,13 +135,16 @@ class Service:
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
         """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
-        job = self.store.delete(job_uuid)
-        home = resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")
         ownership = Ownership(self.settings.data_dir)
-        checkpoints = checkpoints and ownership.is_free(job.spec.checkpoint_dir)
-        # Out of the way first: from now on another job may have the name.
-        asides = [set_aside(directory) for directory in (home, *([job.spec.checkpoint_dir] if checkpoints else []))]
-        ownership.release(job.spec.checkpoint_dir)
+        asides: list[Path | None] = []
+
+        def out_of_the_way(job: JobRecord) -> None:
+            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")))
+            if checkpoints and ownership.is_free(job.spec.checkpoint_dir):
+                asides.append(set_aside(job.spec.checkpoint_dir))
+            ownership.release(job.spec.checkpoint_dir)
+
+        self.store.delete(job_uuid, out_of_the_way)
         for aside in filter(None, asides):
             shutil.rmtree(aside, ignore_errors=True)
         log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")

@@ -33,9 +33,10 @@ class Preflights:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def prepare(self) -> None:
-        """Make the directory anew: nobody waits for what an earlier service was asked."""
+        """Make the directory anew, and end what is left there: nobody waits for what an earlier service was asked."""
+        self._launcher.sweep(self._directory, ())
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
+        self._directory.mkdir(parents=True, exist_ok=True)  # what ends just now may still write there
 
     async def run(self, spec: JobSpec) -> Preflighted:
         """

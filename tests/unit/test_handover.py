@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +12,19 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl import submission
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
 from llama_stack_provider_trl.files import is_whole, write_manifest
 from llama_stack_provider_trl.jobs.handover import hand_over
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.events import CheckpointSaved
-from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, ResumeFrom
+from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
+from llama_stack_provider_trl.requests import SupervisedFineTuneRequest, TrainingConfig
+from llama_stack_provider_trl.resolve import Settings
 from tests.fakes import job_spec
+
+QAT = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
 
 
 @pytest.fixture
@@ -42,20 +51,112 @@ def asking(wanted: ResumeFrom, **changes: Any) -> JobSpec:
     return job_spec("second", resume_from=wanted, **{"batch_size": 4, **changes})
 
 
+def with_rows(spec: JobSpec, tmp_path: Path) -> JobSpec:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    return spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"path": path})})
+
+
+def copy_of(spec: JobSpec) -> Path:
+    assert spec.resume_from is not None
+    assert spec.resume_from.path is not None
+    return spec.resume_from.path
+
+
 @pytest.mark.parametrize(("checkpoint", "found"), [(None, "checkpoint-4"), ("checkpoint-2", "checkpoint-2")])
 def test_the_copy_stays_whatever_becomes_of_the_other_job(
     store: Store, tmp_path: Path, checkpoint: str | None, found: str
 ) -> None:
     wanted = ResumeFrom(job_uuid="first", checkpoint=checkpoint)
     spec = hand_over(asking(wanted, n_epochs=9), store, tmp_path)
-    assert hand_over(asking(wanted, n_epochs=9), store, tmp_path) == spec  # asked twice at once
     shutil.rmtree(tmp_path / "first")
-    assert spec.resume_from is not None
-    path = spec.resume_from.path
-    assert path == tmp_path / "jobs" / "second" / "resume" / found
+    path = copy_of(spec)
+    assert path.is_relative_to(tmp_path / "jobs" / "second" / "resume")
+    assert path.name == found
     assert is_whole(path)
     assert (path / "optimizer" / "shard").read_text() == f"moments of step {found[-1]}"
-    assert [one.name for one in path.parent.iterdir()] == [found]
+
+
+def test_a_request_that_is_sent_twice_at_once_leaves_the_job_its_checkpoint(store: Store, tmp_path: Path) -> None:
+    spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
+    assert submission._stored(spec, "digest", [], store, tmp_path)
+    kept = copy_of(store.get("second").spec)
+    assert not submission._stored(spec, "digest", [], store, tmp_path)  # it was asked before the first was stored
+    with pytest.raises(JobConflict, match="made from a different request"):
+        submission._stored(asking(ResumeFrom(job_uuid="first", checkpoint="checkpoint-2")), "new", [], store, tmp_path)
+    assert copy_of(store.get("second").spec) == kept
+    assert is_whole(kept)
+    assert list((tmp_path / "jobs" / "second" / "resume").iterdir()) == [kept.parent]
+
+
+def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+
+    def counted(spec: JobSpec, *arguments: Any) -> JobSpec:
+        copied.append(spec.job_uuid)
+        return hand_over(spec, *arguments)
+
+    async def asked(*arguments: Any) -> tuple[JobSpec, list[str]]:
+        return spec, []
+
+    spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
+    monkeypatch.setattr(submission, "hand_over", counted)
+    monkeypatch.setattr(submission, "resolved", asked)
+    request = SupervisedFineTuneRequest(job_uuid="second", training_config=TrainingConfig(n_epochs=1))
+
+    async def post() -> bool:
+        settings = Settings(data_dir=tmp_path, devices=("cpu",))
+        return await submission.submit(request, ProviderOptions(), "digest", settings, store, no_rows)
+
+    async def twice() -> list[bool]:
+        return await asyncio.gather(post(), post())
+
+    assert asyncio.run(twice()) == [True, False]
+    assert copied == ["second"]
+
+
+async def no_rows(*arguments: Any) -> Any:
+    raise AssertionError("nobody asks for rows here")
+
+
+def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*arguments: Any) -> JobSpec:
+        spec = hand_over(*arguments)
+        shutil.rmtree(tmp_path / "jobs" / "second")  # by a DELETE of an earlier job of this name
+        return spec
+
+    monkeypatch.setattr(submission, "hand_over", late)
+    spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
+    with pytest.raises(StoreError, match="send it again"):
+        submission._stored(spec, "digest", [], store, tmp_path)
+    assert store.names() == ["first"]
+
+
+def test_without_links_the_checkpoint_is_copied(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert is_whole(copy_of(hand_over(asking(ResumeFrom(job_uuid="first")), store, tmp_path)))
+
+
+def test_a_checkpoint_that_goes_while_it_is_copied_is_not_taken(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def late(source: str, target: str) -> None:
+        (tmp_path / "first" / "checkpoint-4" / "optimizer" / "shard").unlink(missing_ok=True)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(StoreError, match="cannot be kept for job 'second'"):
+        hand_over(asking(ResumeFrom(job_uuid="first")), store, tmp_path)
+    assert not list((tmp_path / "jobs" / "second" / "resume").iterdir())
 
 
 def test_another_way_to_share_out_the_same_rows_is_taken(store: Store, tmp_path: Path) -> None:
@@ -78,6 +179,9 @@ def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) 
         (ResumeFrom(job_uuid="first"), {"algorithm": "dpo"}, "algorithm is 'sft' in that job and 'dpo' in this one"),
         (ResumeFrom(job_uuid="first"), {"lora": LoraSpec(target_modules=("q",), rank=1, alpha=1)}, "lora is None"),
         (ResumeFrom(job_uuid="first"), {"optimizer": OptimizerSpec(name="sgd", learning_rate=1)}, "optimizer is"),
+        (ResumeFrom(job_uuid="first"), {"packed": True}, "packed is False in that job and True in this one"),
+        (ResumeFrom(job_uuid="first"), {"truncation_side": "left"}, "truncation_side is 'right' in that job"),
+        (ResumeFrom(job_uuid="first"), {"qat": QAT}, "qat is None in that job"),
         (ResumeFrom(job_uuid="first"), {"seed": 7}, "seed is 42 in that job and 7 in this one"),
         (ResumeFrom(job_uuid="first"), {"batch_size": 3}, "gradient_accumulation_steps x nproc_per_node = 4"),
         (ResumeFrom(job_uuid="first"), {"sha256": "f" * 64}, "dataset"),

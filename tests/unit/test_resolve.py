@@ -149,6 +149,7 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(job_uuid="newline\n"), "job_uuid"),
         (sft(job_uuid="checkpoint-7"), "job_uuid"),
         (sft(checkpoint_dir="jobs/x"), "checkpoint_dir"),
+        (sft(checkpoint_dir="preflights"), "checkpoint_dir"),
         (sft(job_uuid="..", model="org/base"), "job_uuid"),
         (sft(checkpoint_dir="/etc"), "checkpoint_dir"),
         (sft(checkpoint_dir="../outside"), "checkpoint_dir"),
@@ -318,6 +319,16 @@ def test_an_absolute_checkpoint_dir_inside_an_allowed_root_is_taken(settings: Se
     allowed = Settings(settings.data_dir, ("cpu",), checkpoint_roots=(tmp_path / "big-disk",))
     spec = spec_of(sft(checkpoint_dir=str(tmp_path / "big-disk" / "a")), allowed)
     assert spec.checkpoint_dir == (tmp_path / "big-disk" / "a" / "sft-1").resolve()
+
+
+@pytest.mark.parametrize("job_uuid", ["data", "above"])
+def test_a_job_whose_directory_would_be_the_data_directory_or_hold_it_is_refused(tmp_path: Path, job_uuid: str) -> None:
+    # A job's directory that exists already is moved away before the job begins.
+    roots = (tmp_path, tmp_path / "above")
+    settings = Settings(data_dir=tmp_path / "above" / "data", devices=("cpu",), checkpoint_roots=roots)
+    root = tmp_path if job_uuid == "above" else tmp_path / "above"
+    with pytest.raises(InvalidRequest, match="checkpoint_dir"):
+        spec_of(sft(job_uuid=job_uuid, checkpoint_dir=str(root)), settings)
 
 
 def test_an_adapter_directory_as_base_model_is_refused_with_the_way_out(settings: Settings, tmp_path: Path) -> None:

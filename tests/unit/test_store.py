@@ -497,3 +497,23 @@ def test_what_is_asked_often_never_looks_at_every_job(store: Store, name: str) -
     values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
     plan = store._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
     assert not [row["detail"] for row in plan if row["detail"].startswith("SCAN jobs")]
+
+
+def test_a_deleted_job_gives_its_name_free_only_when_its_files_are_out_of_the_way(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store._BUSY_SECONDS", 0.0)
+    other = Store(store.path)
+    store.add_job(job_spec(), "digest")
+    store.transition(job_spec().job_uuid, 0, JobState.scheduled, JobState.cancelled)
+
+    def move_away(job: JobRecord) -> None:
+        assert job.state is JobState.cancelled
+        with pytest.raises(StoreError, match="locked"):
+            other.add_job(job_spec(), "another")
+        raise PermissionError("it cannot be moved")
+
+    with pytest.raises(StoreError, match="it cannot be moved"):
+        store.delete(job_spec().job_uuid, move_away)
+    assert store.names() == [job_spec().job_uuid]
+    other.close()
