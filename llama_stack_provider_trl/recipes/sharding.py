@@ -163,6 +163,14 @@ def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
             following.set_modules_to_backward_prefetch([unit])
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Have every parameter be this rank's part again. After an evaluation under SHARD_GRAD_OP they are whole, other
+    tensors than those that the optimizer knows, and what is written into them is lost with the next step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """One weight, whole and in CPU memory, on rank 0; None on the others. Every rank must call it.
 
