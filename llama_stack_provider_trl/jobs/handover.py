@@ -17,7 +17,7 @@ FIELD = "provider_options.resume_from"
 # save_steps and the memory savers, may be new.
 _ALIKE = (
     *("algorithm", "model", "revision", "lora", "dpo", "optimizer", "data_format", "train_on_input", "max_seq_length"),
-    *("shuffle", "seed", "max_steps_per_epoch"),
+    *("truncation_side", "packed", "shuffle", "seed", "max_steps_per_epoch"),
 )
 
 
