@@ -298,7 +298,9 @@ class Supervisor:
         """
         steps = [checkpoint for checkpoint in self._store.checkpoints(job.job_uuid) if checkpoint.kind == "step"]
         metric = job.spec.best_checkpoint
-        best = best_step(metric, self._store.evaluations(job.job_uuid)) if metric else None
+        # A better one that is still being written may never be announced: the best is what a retry would find.
+        seen = [one for one in self._store.evaluations(job.job_uuid) if steps and one[0] <= steps[-1].step]
+        best = best_step(metric, seen) if metric else None
         for checkpoint in superfluous(steps, job, best):
             self._store.remove_checkpoint(checkpoint)
             shutil.rmtree(checkpoint.path, ignore_errors=True)

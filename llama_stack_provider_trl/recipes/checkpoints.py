@@ -49,6 +49,7 @@ from ..files import (
 )
 from . import ranks, shards
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
+from .sharding import reshard
 from .spec import JobSpec
 
 OPTIMIZER = "optimizer"
@@ -217,6 +218,7 @@ class Saver:
 def named_weights(model: Model) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint's file holds, by their names there: of an adapter its own, else all, and of tied
     ones the first."""
+    reshard(model)
     if isinstance(model, PeftModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         return dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))

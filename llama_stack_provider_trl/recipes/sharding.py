@@ -164,8 +164,8 @@ def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Give back what a forward without a backward has gathered: under SHARD_GRAD_OP every unit stays whole until then,
-    and its parameters are not those that the optimizer knows."""
+    """Have every parameter be this rank's part again. After an evaluation under SHARD_GRAD_OP they are whole, other
+    tensors than those that the optimizer knows, and what is written into them is lost with the next step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

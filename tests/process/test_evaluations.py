@@ -151,15 +151,23 @@ def test_an_interrupted_job_decides_as_one_that_was_not(ranks: Ranks, tmp_path: 
     assert_same_weights(spec.checkpoint_dir / "final", tmp_path / "first-final")
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora": LORA}], ids=["full", "lora"])
+WHOLE_AFTER_FORWARD = ShardingSpec(strategy="SHARD_GRAD_OP")
+"""An evaluation, which has no backward, leaves parameters whole that the checkpoint after it takes in parts."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora": LORA}, {"lora": LORA, "sharding": WHOLE_AFTER_FORWARD}],
+    ids=["full", "lora", "lora-grad-op"],
+)
 def test_two_ranks_stop_at_the_same_step_and_export_the_same_best(
     ranks: Ranks, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     if "lora" in changes:  # adapters take longer to turn
         changes = {**changes, "optimizer": OptimizerSpec(learning_rate=1e-1, scheduler="constant")}
-    alone = turning(tmp_path / "alone", **{**BOTH, **changes})
+    alone = turning(tmp_path / "alone", **{**BOTH, **changes, "sharding": None})
     _, expected = ranks.run(tmp_path / "alone" / "run", alone)
-    spec = turning(tmp_path / "both", **{**BOTH, **changes}, ranks=2, batch_size=2, sharding=ShardingSpec())
+    spec = turning(tmp_path / "both", **{"sharding": ShardingSpec(), **BOTH, **changes}, ranks=2, batch_size=2)
     codes, events = ranks.run(tmp_path / "both" / "run", spec)
     assert codes == [0, 0]
     assert saved(events) == saved(expected)

@@ -661,6 +661,19 @@ def test_the_best_checkpoint_stays_beside_those_that_are_kept(
     assert kept == stay
 
 
+def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: World) -> None:
+    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", keep_last=1)
+    world.tick()
+    for step, loss in ((2, 1.0), (4, 2.0)):
+        world.launcher.say("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
+    save(world, "a-1", 2)
+    world.launcher.say("a-1", Evaluated(step=5, epoch=1.0, metrics={"eval_loss": 0.5}))
+    save(world, "a-1", 4)  # written in the background, it is there after the evaluation of the next
+    assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [2, 4]
+    save(world, "a-1", 5)
+    assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [4, 5]
+
+
 def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
     world.add("a", n_epochs=2, checkpoint_dir=world.root / "out" / "a")
     world.tick()
