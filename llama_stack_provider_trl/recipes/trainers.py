@@ -20,7 +20,6 @@ from .arguments import optimizer_class, scheduler_arguments
 from .events import CheckpointSaved, EventWriter, Reason, Silent
 from .packing import num_rows
 from .sampling import EpochSampler, Share
-from .sharding import reshard
 from .spec import JobSpec
 
 _STATE = "recipe_state.json"
@@ -139,7 +138,6 @@ class RecipeTrainer(Trainer):
         or pairs (DPO), where Trainer takes the mean of the batches' means."""
         self._evaluated = []
         output = super().evaluation_loop(*args, **kwargs)
-        reshard(self.model)
         total, count = self.accelerator.reduce(torch.stack(self._evaluated).sum(dim=0))
         output.metrics["eval_loss"] = float(total / count.clamp(min=1))
         return output
