@@ -319,6 +319,7 @@ OPTION_ASKS: dict[str, Try] = {
     "logging_steps": Try(3),
     "seed": Try(3),
     "nproc_per_node": Try(2),
+    "preflight": Try("warn"),
     "device": Try("cuda:1"),
 }
 
