@@ -333,6 +333,7 @@ OPTION_ASKS: dict[str, Try] = {
     "seed": Try(3),
     "nproc_per_node": Try(2),
     "resume_from": Try("job-0/checkpoint-6"),
+    "preflight": Try("warn"),
     "device": Try("cuda:1"),
 }
 
