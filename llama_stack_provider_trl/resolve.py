@@ -183,15 +183,19 @@ def derive(
     resume_from: Path | None = None,
     *fall_back_to: Path,
     in_smaller_parts: bool = False,
+    has_trained: bool = False,
 ) -> AttemptSpec:
     """One try at a job on a concrete device. Pure: the same arguments give the same spec.
 
     Args:
         fall_back_to: checkpoints for the case that `resume_from` is damaged, the best first.
         in_smaller_parts: it ran out of memory before.
+        has_trained: an attempt before has done steps. It did fit: an estimate no longer refuses it, since what others
+            leave free on a GPU at the moment would end for good what another try can finish.
     """
     spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
-    placed = spec.model_copy(update={"device": device})
+    preflight = "warn" if has_trained and spec.preflight == "refuse" else spec.preflight
+    placed = spec.model_copy(update={"device": device, "preflight": preflight})
     return AttemptSpec(
         job=placed,
         attempt=attempt,

@@ -118,6 +118,7 @@ def _create(checkpoint_dir: Path, owner: Owner) -> bool:
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-")
     try:
         with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o644)  # another user's service is to read whose it is
             json.dump(_document(owner), file, indent=1)
             file.flush()
             os.fsync(fd)

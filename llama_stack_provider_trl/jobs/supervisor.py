@@ -400,6 +400,7 @@ class Supervisor:
             attempt.resume_from,
             *(older if attempt.resume_from else ()),
             in_smaller_parts=has_shrunk(before),
+            has_trained=any(tried.step > tried.start_step for tried in before),
         )
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 

@@ -597,6 +597,26 @@ def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_says_from_which_it
     assert (attempt.resume_from, attempt.start_step) == (older, 4)
 
 
+@pytest.mark.parametrize(("steps", "then"), [(0, "refuse"), (3, "warn")])
+def test_an_estimate_of_its_memory_does_not_refuse_a_job_that_has_trained_before(
+    world: World, steps: int, then: str
+) -> None:
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    points = [Progress(step=n + 1, epoch=0.1, metrics={}, peak_memory_bytes=1) for n in range(steps)]
+    world.launcher.say("a-1", STARTED, PREPARED, *points)
+    world.tick()
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    world.tick()
+    first, second = (
+        AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / str(attempt)).spec.read_text())
+        for attempt in (1, 2)
+    )
+    assert (first.job.preflight, second.job.preflight) == ("refuse", then)
+
+
 def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: World) -> None:
     given = world.root / "jobs" / "a" / "resume" / "checkpoint-9"
     begin = ResumeFrom(job_uuid="b", checkpoint=given.name, path=given)
