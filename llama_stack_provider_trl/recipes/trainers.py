@@ -217,7 +217,9 @@ class RecipeTrainer(Trainer):
                 f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
         self._total_train_tokens += self._taken_up["num_tokens"]
-        self.notes.update(self._taken_up.get("notes", {}))
+        given = self.spec.resume_from
+        if given is None or checkpoint != given.path:  # another job's notes are of its own evaluations
+            self.notes.update(self._taken_up.get("notes", {}))
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
