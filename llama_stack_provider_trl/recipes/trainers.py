@@ -235,6 +235,11 @@ class RecipeTrainer(Trainer):
         checkpoints.load_optimizer(self.accelerator.unwrap_model(self.model), self._inner_optimizer(), Path(checkpoint))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The loss scaling of a job in fp16; another job that goes on from its checkpoint may have none."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """On as many ranks as saved them, each rank's random numbers go on; on others they begin anew, a function of
         seed, step and rank."""

@@ -317,6 +317,15 @@ def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
     assert losses(resumed) == losses(whole("sft-sharded")[1])[2:]
 
 
+def test_the_loss_scaling_of_a_job_in_fp16_is_left_out_in_another_dtype(whole: Whole, tmp_path: Path) -> None:
+    spec = copied(whole("sft")[0], tmp_path)
+    checkpoint = spec.checkpoint_dir / "checkpoint-4"
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    status, events = run(tmp_path / "run", spec, checkpoint)
+    assert status == 0
+    assert of_kind(events, Prepared)[0].start_step == 4
+
+
 def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     spec, _ = whole("sft")
     other = spec.model_copy(update={"batch_size": 2, "checkpoint_dir": tmp_path / "checkpoints"})
