@@ -73,6 +73,7 @@ class JobCallback(TrainerCallback):
     ) -> None:
         """The model is shared out by now and no step is done: prove it, and say what will be trained."""
         spec, model = self.spec, self.trainer.model
+        state.logging_steps = spec.logging_steps  # of another job's checkpoint it is that job's
         if self.start_step >= state.max_steps:
             raise JobFailure(
                 Reason.invalid_request,

@@ -136,8 +136,10 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did. Waits for nothing."""
-        if not self.busy:
+        """Raise what went wrong in the background, if anything did. Waits for nothing else."""
+        # Not once the thread has ended: rank 0 still removes files then, and while it went on to the next step the
+        # others would end without a word, and with them the reason.
+        if self._error is not None or not self.busy:
             self.wait()
 
     def wait(self, due: int | None = None) -> None:

@@ -205,7 +205,7 @@ def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> 
     if best is None or step == last["step"]:
         return last
     checkpoint = spec.checkpoint_dir / f"checkpoint-{step}"
-    there = ranks.agree(checkpoint.is_dir())
+    there = bool(ranks.agree(checkpoint.is_dir())) and first_undamaged([checkpoint], callback.writer) is not None
     if there:
         trainer.load_weights(checkpoint)
     what = f"{checkpoint.name}, the best by {spec.best_checkpoint} ({best['value']:.6g})"

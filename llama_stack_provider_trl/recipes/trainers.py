@@ -234,7 +234,9 @@ class RecipeTrainer(Trainer):
                 f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
         self._total_train_tokens += self._taken_up["num_tokens"]
-        self.notes.update(self._taken_up.get("notes", {}))
+        given = self.spec.resume_from
+        if given is None or checkpoint != given.path:  # another job's notes are of its own evaluations
+            self.notes.update(self._taken_up.get("notes", {}))
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -249,6 +251,11 @@ class RecipeTrainer(Trainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         checkpoints.load_optimizer(self.accelerator.unwrap_model(self.model), self._inner_optimizer(), Path(checkpoint))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The loss scaling of a job in fp16; another job that goes on from its checkpoint may have none."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """On as many ranks as saved them, each rank's random numbers go on; on others they begin anew, a function of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
+from llama_stack_provider_trl.recipes import checkpoints
 from llama_stack_provider_trl.recipes.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -26,6 +28,7 @@ from llama_stack_provider_trl.recipes.events import (
     Prepared,
     Progress,
     Reason,
+    Silent,
     Warned,
 )
 from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
@@ -266,6 +269,30 @@ def test_a_disk_that_fills_up_under_two_ranks_is_told_by_the_one_that_found_it(
     assert sorted(path.name for path in spec.checkpoint_dir.iterdir()) == ["checkpoint-2", LATEST]
 
 
+def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = checkpoints.Saver(spec_of(tmp_path), torch.device("cpu"), Silent())
+    removing, told = threading.Event(), threading.Event()
+
+    def remove(*args: Any, **kwargs: Any) -> None:
+        removing.set()
+        told.wait(10)
+
+    def fill_up(*args: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", remove)
+    monkeypatch.setattr(saver, "_write", fill_up)
+    model: Any = torch.nn.Linear(2, 2)
+    tokenizer: Any = None
+    saver.save(model, torch.optim.SGD(model.parameters()), tokenizer, tmp_path / ".saving" / "checkpoint-2", print)
+    assert removing.wait(10)
+    threading.Timer(0.1, told.set).start()
+    with pytest.raises(OSError, match="the disk is full"):
+        saver.check()
+
+
 def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     (armed / "saving-2").write_text("delay 0.5")
@@ -288,6 +315,15 @@ def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
     assert [event.step for event in of_kind(events, CheckpointSaved)] == [2]
     resumed = trained(ranks, tmp_path / "second", spec, spec.checkpoint_dir / "checkpoint-2")
     assert losses(resumed) == losses(whole("sft-sharded")[1])[2:]
+
+
+def test_the_loss_scaling_of_a_job_in_fp16_is_left_out_in_another_dtype(whole: Whole, tmp_path: Path) -> None:
+    spec = copied(whole("sft")[0], tmp_path)
+    checkpoint = spec.checkpoint_dir / "checkpoint-4"
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    status, events = run(tmp_path / "run", spec, checkpoint)
+    assert status == 0
+    assert of_kind(events, Prepared)[0].start_step == 4
 
 
 def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.recipes.events import (
+    CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
     Finished,
@@ -19,7 +20,7 @@ from llama_stack_provider_trl.recipes.events import (
     Progress,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import EarlyStoppingSpec, JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.spec import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -134,6 +135,38 @@ def test_a_best_checkpoint_that_is_gone_is_said_and_the_last_weights_are_kept(tm
     assert saved(events) == [("final", 6)]
     assert "checkpoint-3, the best by eval_loss" in of_kind(events, Warned)[-1].message
     assert "is gone: final is the last step" in of_kind(events, Warned)[-1].message
+
+
+def test_a_best_checkpoint_that_is_damaged_is_set_aside_and_the_last_weights_are_kept(tmp_path: Path) -> None:
+    spec = turning(tmp_path, best_checkpoint="eval_loss", save_steps=4)
+    run(tmp_path / "whole", spec)
+    best = spec.checkpoint_dir / "checkpoint-3"
+    content = bytearray((best / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (best / "model.safetensors").write_bytes(content)
+    status, events = run(tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert (status, saved(events)) == (0, [("final", 6)])
+    assert [event.path for event in of_kind(events, CheckpointDamaged)] == [best]
+    assert "checkpoint-3, the best by eval_loss" in of_kind(events, Warned)[-1].message
+
+
+def test_a_job_that_begins_with_another_jobs_checkpoint_judges_by_its_own_evaluations(tmp_path: Path) -> None:
+    first = turning(tmp_path / "first", best_checkpoint="eval_loss", save_steps=4)
+    run(tmp_path / "first", first)
+    given = first.checkpoint_dir / "checkpoint-4"
+    spec = turning(
+        tmp_path / "second",
+        best_checkpoint="eval_loss",
+        n_epochs=3,
+        logging_steps=5,
+        eval_steps=5,
+        resume_from=ResumeFrom(job_uuid="first", checkpoint=given.name, path=given),
+    )
+    _, events = run(tmp_path / "second", spec, given)
+    # Steps 3 and 4 of the first job were better.
+    assert [step for step, _ in evaluated(events)] == [5, 6, 9]
+    assert saved(events)[-1] == ("final", 5)
+    assert [point.step for point in of_kind(events, Progress)] == [5, 6, 9]
 
 
 def test_an_interrupted_job_decides_as_one_that_was_not(ranks: Ranks, tmp_path: Path) -> None:
