@@ -243,7 +243,7 @@ NO_TRAINING = "decides when and where a job runs, nothing in the training: "
 ELSEWHERE: dict[str, str] = {
     "hyperparam_search_config": REFUSED,
     "logger_config": REFUSED,
-    EFFICIENCY + "enable_activation_offloading": "cuda only: tests/unit/test_resolve.py, tests/gpu/test_memory.py",
+    EFFICIENCY + "enable_activation_offloading": "cuda only: tests/unit/test_resolve.py, tests/gpu/test_gpu_memory.py",
     EFFICIENCY + "memory_efficient_fsdp_wrap": "several ranks only, and always so: tests/unit/test_resolve.py",
     EFFICIENCY + "fsdp_cpu_offload": "several ranks only: tests/process/test_ranks.py",
     ALGORITHM + "apply_lora_to_output": REFUSED,
