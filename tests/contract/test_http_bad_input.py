@@ -511,6 +511,7 @@ def test_a_full_disk_found_between_two_checkpoints_is_told_before_anything_is_wr
     other_server.arm("step-3", "hold")
     job = other_server.submit(SFT, saving_job(other_server, "between", disk), options=SAVING)
     other_server.wait_taken("step-3", SECONDS)
+    poll(lambda: other_server.status(job)["checkpoints"], "checkpoint-2, written meanwhile, is listed", SECONDS)
     fill(disk / "ballast")
     other_server.go("step-3")
     status = other_server.wait(job, "failed", SECONDS)
