@@ -146,7 +146,9 @@ def run(cases: list[tuple[int, Case]], train: bool) -> Iterator[dict[str, Any]]:
 
 
 def train_one(folder: Path) -> dict[str, int]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    from llama_stack_provider_trl.launch.torchrun import MALLOC
+
+    environment = {**os.environ, **MALLOC, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, __file__, "--child", str(folder / "run" / "spec.json")],
         env=environment,

@@ -38,10 +38,8 @@ _CUDA_SLACK = 0.05
 """Of all else: what the caching allocator cannot use because its blocks are cut otherwise."""
 _CPU_PROCESS = 96 << 20
 """Bytes of a CPU process beyond its tensors and the libraries as imported: threads, kernels, the data."""
-_HEAP_BLOCK = 32 << 20
-"""Bytes: glibc maps larger blocks one by one and gives them back (M_MMAP_THRESHOLD's greatest value on 64 bits)."""
-_HEAP_SLACK = 0.3
-"""Of activations in smaller blocks: what lies unused between them in glibc's heap (measured: 0.33 and 0.41)."""
+_CPU_SLACK = 0.02
+"""Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`launch.torchrun.MALLOC`)."""
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
 _LAYERS = (2, 4)
@@ -96,15 +94,15 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
     placed = _Placed(spec, model)
-    windows = [placed.at(window, kind) for window in model.windows]
+    windows = [placed.at(window) for window in model.windows]
     peak = max(windows, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
-        overhead = _CPU_PROCESS + baseline
+        overhead = _CPU_PROCESS + int(_CPU_SLACK * used) + baseline
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
-    return replace(peak, overhead=peak.overhead + overhead, loading=loading)
+    return replace(peak, overhead=overhead, loading=loading)
 
 
 def model_config(spec: JobSpec) -> Any:
@@ -135,8 +133,6 @@ class Window:
     activations: float
     logits: float
     gradients: float
-    small: float = 0
-    """Of activations and logits: what lies in blocks of at most `_HEAP_BLOCK`."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +152,8 @@ class Traced:
     head: int
     """Parameters of the output projection, tied or not."""
     blocks: int
+    stored_alike: bool
+    """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
 
 
@@ -180,11 +178,12 @@ class _Placed:
 
     @property
     def loading(self) -> int:
-        """CPU: the files stay mapped until all is copied; a reference is loaded after the model."""
-        stored = (self.model.trainable + self.model.frozen) * 4 if not self.spec.lora else self.whole
-        return (2 if self._has_reference else 1) * self.whole + stored
+        """CPU: weights of the files' own dtype are mapped and never copied; others are copied while the files stay
+        mapped. A reference is loaded after the model."""
+        copied = 0 if self.model.stored_alike else (self.model.trainable + self.model.frozen) * 4
+        return (2 if self._has_reference else 1) * self.whole + copied
 
-    def at(self, window: Window, kind: str) -> Memory:
+    def at(self, window: Window) -> Memory:
         spec, model = self.spec, self.model
         gradients, gathered, reference = window.gradients, 0, 0
         if spec.ranks > 1 and self.shards == 1:
@@ -208,7 +207,7 @@ class _Placed:
             activations=int(window.activations),
             logits=int(window.logits),
             reference=reference,
-            overhead=int(_HEAP_SLACK * window.small) if kind == "cpu" else 0,
+            overhead=0,
         )
 
     @property
@@ -254,7 +253,6 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self.kind = "activations"
         self.bytes = {"activations": 0, "logits": 0, "gradients": 0, "ignored": 0}
-        self.small = 0
         self.gradients_weigh = gradients_weigh
         self.windows = [Window(0, 0, 0)]
         self._known: dict[int, list[Any]] = {}
@@ -309,15 +307,13 @@ class _Live(TorchDispatchMode):
 
     def _count(self, kind: str, size: int) -> None:
         self.bytes[kind] += size
-        if kind in ("activations", "logits") and abs(size) <= _HEAP_BLOCK:
-            self.small += size
 
     def _look(self) -> None:
         now = self.bytes
         weighed = now["activations"] + now["logits"] + self.gradients_weigh * now["gradients"]
         if weighed > self._most:
             self._most = weighed
-            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"], self.small)
+            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"])
 
 
 def _key(spec: JobSpec) -> str:
@@ -374,9 +370,9 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
     numbers = {
         field.name: round(line(getattr(one, field.name), getattr(other, field.name)))
         for field in fields(Traced)
-        if field.name != "windows"
+        if field.name not in ("windows", "stored_alike")
     }
-    return Traced(**numbers, windows=windows)
+    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows)
 
 
 def _with_depth(config: Any, layers: int) -> Any:
@@ -447,7 +443,9 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     total = sum(weight.numel() for weight in trained.parameters())
     scale = 4 / (2 if spec.dtype == "bf16" and is_sharded(spec) and not spec.lora else 4)
     windows = tuple(replace(window, gradients=window.gradients * scale) for window in live.windows)
-    return Traced(trainable=trainable, frozen=total - trainable, windows=windows, **numbers)
+    loaded = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
+    alike = getattr(config, "dtype", None) == loaded
+    return Traced(trainable=trainable, frozen=total - trainable, stored_alike=alike, windows=windows, **numbers)
 
 
 def _make_fake(model: torch.nn.Module) -> None:
