@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 STEPS = 2
-"""The optimizer has its state from the second one on."""
+"""The optimizer has its state from the second one on, and so is the copy for the first one's checkpoint."""
 MARKERS = ("<!-- measured -->", "<!-- /measured -->")
 
 
