@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 STEPS = 2
-"""The optimizer has its state from the second one on."""
+"""The optimizer has its state from the second one on, and so is the copy for the first one's checkpoint."""
 MARKERS = ("<!-- measured -->", "<!-- /measured -->")
 
 
@@ -55,6 +55,10 @@ class Case:
     accumulation: int = 1
     dtype: str = "fp32"
     optimizer: str = "adamw"
+    every: int = 1
+    """Of so many blocks one is recomputed."""
+    packed: bool = False
+    qat: bool = False
 
     @property
     def name(self) -> str:
@@ -62,6 +66,9 @@ class Case:
             self.algorithm,
             "LoRA" if self.lora else "full",
             "checkpointing" if self.checkpointing else "",
+            f"of 1 in {self.every}" if self.every > 1 else "",
+            "packed" if self.packed else "",
+            "QAT" if self.qat else "",
             self.dtype if self.dtype != "fp32" else "",
             self.optimizer if self.optimizer != "adamw" else "",
         ]
@@ -98,6 +105,9 @@ CASES = [
     Case("dpo", MIDDLE, True, False, 2, 512),
     Case("dpo", DEEP, True, False, 2, 512),
     Case("dpo", WIDE, True, True, 4, 512),
+    Case("sft", MIDDLE, False, True, 4, 512, every=2),
+    Case("sft", MIDDLE, False, False, 4, 512, packed=True),
+    Case("sft", MIDDLE, False, False, 4, 512, qat=True),
 ]
 
 
@@ -175,6 +185,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         JobSpec,
         LoraSpec,
         OptimizerSpec,
+        QatSpec,
     )
 
     heads = case.shape.hidden // 64
@@ -198,7 +209,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         {"prompt": f"{n} a", "completion": text if n % 3 != 1 else short}
         if case.algorithm == "sft"
         else {"prompt": f"{n} a", "chosen": text + "good", "rejected": "bad " + (text if n % 3 != 1 else short)}
-        for n in range(STEPS * case.batch * case.accumulation)
+        for n in range((STEPS + case.packed) * case.batch * case.accumulation)
     ]
     blob = put_rows(folder / "datasets", rows)
     spec = JobSpec(
@@ -212,8 +223,12 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         batch_size=case.batch,
         gradient_accumulation_steps=case.accumulation,
         max_seq_length=case.tokens,
+        save_steps=1,
         dtype=case.dtype,  # type: ignore[arg-type]
         gradient_checkpointing=case.checkpointing,
+        checkpoint_every=case.every,
+        packed=case.packed,
+        qat=QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32) if case.qat else None,
         optimizer=OptimizerSpec(name=case.optimizer, learning_rate=1e-5),  # type: ignore[arg-type]
         lora=LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16) if case.lora else None,
         dpo=DpoSpec() if case.algorithm == "dpo" else None,
@@ -287,7 +302,8 @@ def row(result: dict[str, Any]) -> str:
         case.shape.name,
         f"{case.batch} x {case.tokens}" + (f" x {case.accumulation}" if case.accumulation > 1 else ""),
         *(f"{value / GIB:.2f}" for value in (parts.weights, parts.gradients, parts.optimizer, parts.activations)),
-        *(f"{value / GIB:.2f}" for value in (parts.logits, parts.reference, parts.overhead + parts.loading)),
+        *(f"{value / GIB:.2f}" for value in (parts.logits, parts.reference, parts.checkpoint_copy)),
+        f"{(parts.overhead + parts.loading) / GIB:.2f}",
         f"{result['estimate'] / GIB:.2f}",
     ]
     if "peak" in result:
@@ -314,8 +330,8 @@ def summary(results: list[dict[str, Any]], report: dict[str, Any]) -> str:
             f"`fits` could exceed its limit: {over}.",
             "",
             "| | job | model | batch x tokens | weights | gradients | optimizer | activations | logits | reference "
-            "| other | estimate | measured | error |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| copy | other | estimate | measured | error |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(row(result) for result in results),
         ]
     )

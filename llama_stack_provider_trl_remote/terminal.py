@@ -62,8 +62,9 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
     parts = {
         name.removesuffix("_bytes"): size
         for name, size in memory.items()
-        if name.endswith("_bytes") and name not in ("estimate_bytes", "limit_bytes") and size
+        if name.endswith("_bytes") and name not in ("estimate_bytes", "limit_bytes", "host_bytes") and size
     }
+    beside = f", and {gib(memory['host_bytes'])} of CPU memory" if memory["host_bytes"] else ""
     per = f"each of {memory['devices']} {memory['device']} devices" if memory["devices"] > 1 else memory["device"]
     lengths = "  ".join(f"<={bucket['up_to']}: {bucket['rows']}" for bucket in data["histogram"])
     return [
@@ -72,7 +73,8 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
         f"steps   {steps['total_steps']} = {steps['epochs']} epochs x {steps['steps_per_epoch']}, "
         f"global batch {steps['global_batch']}",
         f"memory  {gib(memory['estimate_bytes'])} of {gib(memory['limit_bytes'])} on {per}: "
-        + ", ".join(f"{name} {gib(size)}" for name, size in parts.items()),
+        + ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+        + beside,
         f"disk    {gib(disk['needed_bytes'])} of {gib(disk['free_bytes'])} free",
         *(f"note    {warning}" for warning in found["warnings"]),
         f"fits    {'yes' if found['fits'] else 'no'}: {found['message']}",

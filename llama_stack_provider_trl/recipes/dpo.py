@@ -88,7 +88,7 @@ def _real(lengths: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
+def nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
     """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
@@ -172,7 +172,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         forward = _forward(inputs)
-        with torch.no_grad(), _nothing_recomputed(self.model), self.accelerator.autocast():
+        with torch.no_grad(), nothing_recomputed(self.model), self.accelerator.autocast():
             if self.ref_model is not None:
                 return self.ref_model(**forward).log_probs.float().sum(dim=1)
             if is_peft_model(self.model):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
-from .models import invalid_model, linear_modules, lora_config, source
+from .dpo import nothing_recomputed
+from .models import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
+from .reference import is_needed, loading_spec, precomputes
 from .sharding import is_sharded
 from .spec import JobSpec
 
@@ -42,8 +44,10 @@ _CPU_SLACK = 0.02
 """Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`launch.torchrun.MALLOC`)."""
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
-_LAYERS = (2, 4)
-"""Depths that are traced where all blocks are alike; both even, see `_Trace`."""
+_STASH = 5
+"""Tensors on their way to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
+_OFFLOADED = 1024
+"""Bytes: smaller tensors stay where they are (min_offload_size there)."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,26 @@ class Memory:
     logits: int
     """The output head: tiles of logits and their gradients; TRL never makes all logits at once."""
     reference: int
-    """DPO's frozen copy of the model; none under LoRA."""
+    """DPO's reference, where it is a model of its own; under sharding as `weights`."""
     overhead: int
     """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
+    checkpoint_copy: int = 0
+    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays from the first
+    one on, and every job that runs for half an hour, or is paused, saves one."""
     loading: int = 0
     """CPU: what loading the model takes beyond all of the above together; 0 where it takes less."""
+    host: int = 0
+    """Not on the device, so in no total: CPU memory that a rank takes for it while it trains. The copy for checkpoints,
+    offloaded activations, parts that rest there."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What is on the device, by name."""
+        return {name: size for name, size in asdict(self).items() if name != "host"}
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -93,16 +108,18 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     """
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
-    placed = _Placed(spec, model)
-    windows = [placed.at(window) for window in model.windows]
-    peak = max(windows, key=lambda memory: memory.total)
+    placed = _Placed(spec, model, kind)
+    moments = [placed.at(window) for window in model.windows]
+    if model.asking is not None:
+        moments.append(placed.asking(model.asking))
+    peak = max(moments, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
         overhead = _CPU_PROCESS + int(_CPU_SLACK * used) + baseline
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
-    return replace(peak, overhead=overhead, loading=loading)
+    return replace(peak, overhead=overhead, loading=loading, host=max(memory.host for memory in moments))
 
 
 def model_config(spec: JobSpec) -> Any:
@@ -133,6 +150,8 @@ class Window:
     activations: float
     logits: float
     gradients: float
+    host: float = 0
+    """What has been offloaded to CPU memory, at its most."""
 
 
 @dataclass(frozen=True)
@@ -155,72 +174,110 @@ class Traced:
     stored_alike: bool
     """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
+    """Of the step; none for a model that only scores."""
+    asking: Window | None = None
+    """DPO, where a model of its own is asked before training: one batch of that."""
+    reference: Traced | None = None
+    """DPO: another model that is the reference."""
 
 
 class _Placed:
     """A traced model with its optimizer, shared out over the ranks of a job."""
 
-    def __init__(self, spec: JobSpec, model: Traced) -> None:
-        self.spec, self.model = spec, model
+    def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
+        self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
         self.shards = spec.ranks if is_sharded(spec) else 1
-        self.offload = bool(spec.sharding and is_sharded(spec) and spec.sharding.cpu_offload)
-        self.compute = 2 if spec.dtype == "bf16" else 4
+        # On a CPU what rests in CPU memory is where it was.
+        self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
+        self.compute = 4 if spec.dtype == "fp32" else 2
         self.quantized = _quantized(spec)
+        self.reference = (model.reference or model) if _loads_reference(spec) else None
 
-    @property
-    def whole(self) -> int:
-        """Bytes of the weights, not shared out."""
-        model = self.model
-        frozen = model.frozen * (2 if self.spec.dtype == "bf16" and self.spec.lora else 4)
+    def whole(self, model: Traced) -> int:
+        """Bytes of a model's weights, not shared out."""
+        frozen = model.frozen * (self.compute if self.spec.lora else 4)
         if self.quantized:
-            frozen = (model.frozen - model.block_linear) * 2 + int(model.block_linear * _FOUR_BIT)
+            frozen = (model.frozen - model.block_linear) * self.compute + int(model.block_linear * _FOUR_BIT)
         return model.trainable * 4 + frozen
 
     @property
     def loading(self) -> int:
         """CPU: weights of the files' own dtype are mapped and never copied; others are copied while the files stay
         mapped. A reference is loaded after the model."""
-        copied = 0 if self.model.stored_alike else (self.model.trainable + self.model.frozen) * 4
-        return (2 if self._has_reference else 1) * self.whole + copied
+
+        def needed(model: Traced) -> int:
+            return self.whole(model) + (0 if model.stored_alike else (model.trainable + model.frozen) * 4)
+
+        both = self.whole(self.model) + needed(self.reference) if self.reference else 0
+        return max(needed(self.model), both)
 
     def at(self, window: Window) -> Memory:
+        """While it trains."""
         spec, model = self.spec, self.model
-        gradients, gathered, reference = window.gradients, 0, 0
+        gradients, gathered, at_rest = window.gradients, 0, 0
+        weights = self.whole(model) // self.shards
+        optimizer = model.trainable * 4 * _moments(spec) // self.shards
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
             whole_grads = spec.gradient_accumulation_steps > 1  # accelerate reduces them at the last micro step only
             gradients = gradients / self.shards if not whole_grads else max(gradients, model.trainable * 4)
-            gathered = self._gathered()
-        if self._has_reference:
-            # TRL shards the reference as one unit: all of it is gathered while it computes.
-            reference = self.whole // self.shards
-            reference += (model.trainable + model.frozen) * self.compute if self.shards > 1 else 0
-        resident = 0 if self.offload else 1
+            blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
+            trained = 0 if spec.lora else model.block
+            gathered = self._gathered(model, blocks) + trained * (self.compute + 4)
+        reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
         if self.offload:
-            gradients, reference = min(gradients, model.block * 4), max(0, reference - self.whole // self.shards)
-        dequantized = 2 * model.largest_linear if self.quantized else 0
+            at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
+            weights, optimizer, gradients = 0, 0, min(gradients, model.block * 4)
+        dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
+        copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
         return Memory(
-            weights=resident * (self.whole // self.shards) + gathered + dequantized,
+            weights=weights + gathered + dequantized,
             gradients=int(gradients),
-            optimizer=resident * model.trainable * 4 * _moments(spec) // self.shards,
+            optimizer=optimizer,
+            activations=int(window.activations),
+            logits=int(window.logits),
+            reference=reference,
+            overhead=0,
+            checkpoint_copy=copied if self.on_cpu else 0,
+            host=0 if self.on_cpu else copied + int(window.host) + at_rest,
+        )
+
+    def asking(self, window: Window) -> Memory:
+        """While the reference is asked before training. Where the policy is to be shared out it waits in CPU memory."""
+        reference, _ = self._reference()
+        here = self.on_cpu or self.shards == 1
+        return Memory(
+            weights=self.whole(self.model) if here else 0,
+            gradients=0,
+            optimizer=0,
             activations=int(window.activations),
             logits=int(window.logits),
             reference=reference,
             overhead=0,
         )
 
-    @property
-    def _has_reference(self) -> bool:
-        return self.spec.algorithm == "dpo" and self.spec.lora is None
+    def _reference(self) -> tuple[int, int]:
+        """Bytes of the reference on the device, and of its parts that rest in CPU memory."""
+        if self.reference is None:
+            raise AssertionError("the policy is its own reference")
+        part = self.whole(self.reference) // self.shards
+        if self.shards == 1:
+            return part, 0
+        gathered = self._gathered(self.reference, 2)
+        return (gathered, part) if self.offload else (part + gathered, 0)
 
-    def _gathered(self) -> int:
+    def _gathered(self, model: Traced, blocks: int) -> int:
         """Of a sharded model: embeddings, the head (TRL gathers it whole, in fp32), the block at hand and the next
-        one, and the gradient of a block on its way to the ranks that keep it."""
-        model = self.model
-        blocks = model.blocks if self.spec.sharding and self.spec.sharding.strategy == "SHARD_GRAD_OP" else 2
-        trained = 0 if self.spec.lora else model.block
-        return (model.embeddings + blocks * model.block) * self.compute + model.head * 4 + trained * (self.compute + 4)
+        one, or as many as stay gathered."""
+        return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
+
+
+def _loads_reference(spec: JobSpec) -> bool:
+    """Whether DPO's reference is ever a model of its own: one process asks the policy itself before training."""
+    if spec.dpo is None or not is_needed(spec):
+        return False
+    return not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
 
 
 def _moments(spec: JobSpec) -> int:
@@ -232,7 +289,7 @@ def _quantized(spec: JobSpec) -> bool:
 
 
 def _export_bytes(spec: JobSpec) -> int:
-    return 2 if spec.dtype == "bf16" else 4
+    return 4 if spec.dtype == "fp32" else 2
 
 
 # Tracing
@@ -252,7 +309,8 @@ class _Live(TorchDispatchMode):
     def __init__(self, gradients_weigh: float) -> None:
         super().__init__()
         self.kind = "activations"
-        self.bytes = {"activations": 0, "logits": 0, "gradients": 0, "ignored": 0}
+        self.bytes = {"activations": 0, "logits": 0, "gradients": 0, "host": 0, "ignored": 0}
+        self.most_host = 0
         self.gradients_weigh = gradients_weigh
         self.windows = [Window(0, 0, 0)]
         self._known: dict[int, list[Any]] = {}
@@ -261,6 +319,10 @@ class _Live(TorchDispatchMode):
     def ignore(self, tensor: torch.Tensor) -> None:
         """A parameter: counted elsewhere."""
         self._add(tensor, "ignored")
+
+    def ignores(self, tensor: torch.Tensor) -> bool:
+        entry = self._known.get(id(tensor.untyped_storage()))
+        return entry is not None and entry[1] == "ignored"
 
     def became_gradient(self, tensor: torch.Tensor) -> None:
         self._add(tensor, "gradients")
@@ -310,17 +372,20 @@ class _Live(TorchDispatchMode):
 
     def _look(self) -> None:
         now = self.bytes
+        self.most_host = max(self.most_host, now["host"])
         weighed = now["activations"] + now["logits"] + self.gradients_weigh * now["gradients"]
         if weighed > self._most:
             self._most = weighed
-            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"])
+            self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"], self.most_host)
 
 
 def _key(spec: JobSpec) -> str:
     """What decides a trace: everything else of a job may change without a new one."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
+    relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
     accumulates, sharded = spec.gradient_accumulation_steps > 1, spec.ranks if is_sharded(spec) else 1
-    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}"
+    reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
+    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
 
 _ALIKE: dict[str, bool] = {}
@@ -350,10 +415,38 @@ def attention_modules(spec: JobSpec) -> list[str]:
 def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     config = model_config(spec)
     depth = config.get_text_config().num_hidden_layers
-    if depth <= _LAYERS[1] + 2 or not _blocks_are_alike(config, spec):
-        return _trace(config, spec, batch, kind)
-    one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in _LAYERS)
-    return _extrapolated(one, other, depth)
+    shallow = _depths(depth, spec.checkpoint_every if spec.gradient_checkpointing else 1)
+    if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec):
+        traced = _trace(config, spec, batch, kind)
+    else:
+        one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in shallow)
+        traced = _extrapolated(one, other, depth)
+    return replace(traced, reference=_sizes(loading_spec(spec))) if _other_reference(spec) else traced
+
+
+def _depths(depth: int, period: int) -> tuple[int, int]:
+    """What is traced of blocks that are alike, where of every `period` of them one is recomputed: depths of which the
+    halves, too (see `_Live`), begin and end at the same place in a period as those of the whole."""
+    shallow = 2 * period + depth % (2 * period)
+    return shallow, shallow + 2 * period
+
+
+def _other_reference(spec: JobSpec) -> bool:
+    return spec.dpo is not None and spec.dpo.reference.model is not None
+
+
+def _sizes(spec: JobSpec) -> Traced:
+    """A model that is only asked: nothing of it is traced."""
+    config = model_config(spec)
+    with torch.device("meta"):
+        model = _built(config, spec)
+    total = sum(weight.numel() for weight in model.parameters())
+    numbers = _numbers(model, _blocks(model))
+    return Traced(trainable=0, frozen=total, stored_alike=_stored_alike(config, spec), windows=(), **numbers)
+
+
+def _stored_alike(config: Any, spec: JobSpec) -> bool:
+    return getattr(config, "dtype", None) == (DTYPES[spec.dtype] if spec.lora else torch.float32)
 
 
 def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
@@ -363,16 +456,17 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
     def line(a: float, b: float) -> float:
         return a + (b - a) * steps
 
-    windows = tuple(
-        Window(*(line(getattr(a, field.name), getattr(b, field.name)) for field in fields(Window)))
-        for a, b in zip(one.windows, other.windows, strict=True)
-    )
-    numbers = {
+    def between(a: Window, b: Window) -> Window:
+        return Window(*(line(getattr(a, field.name), getattr(b, field.name)) for field in fields(Window)))
+
+    windows = tuple(between(a, b) for a, b in zip(one.windows, other.windows, strict=True))
+    numbers: dict[str, Any] = {
         field.name: round(line(getattr(one, field.name), getattr(other, field.name)))
         for field in fields(Traced)
-        if field.name not in ("windows", "stored_alike")
+        if field.name not in ("windows", "stored_alike", "asking", "reference")
     }
-    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows)
+    asking = between(one.asking, other.asking) if one.asking and other.asking else None
+    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, asking=asking)
 
 
 def _with_depth(config: Any, layers: int) -> Any:
@@ -397,7 +491,8 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
 
 
 def _built(config: Any, spec: JobSpec) -> PreTrainedModel:
-    dtype = torch.bfloat16 if spec.dtype == "bf16" and (spec.lora or is_sharded(spec)) else torch.float32
+    # fp16 takes what bf16 takes, which every CPU kernel knows.
+    dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -420,14 +515,27 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             add_fused_lm_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
+            if spec.qat:
+                quantize(spec, model)
             trained: Any = get_peft_model(model, lora_config(model, spec.lora)) if spec.lora else model
+            reference = _shallow_reference(spec) if _other_reference(spec) else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()
+        if reference:
+            _make_fake(reference)
         if spec.gradient_checkpointing:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=_KEEP_GRAPH)
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=_KEEP_GRAPH, every_n_layers=spec.checkpoint_every
+            )
             if spec.lora:
                 model.enable_input_require_grads()
+        frozen = list(reference.parameters()) if reference else []
+        asking = None
+        if precomputes(spec) and _loads_reference(spec):
+            asking = _asked(trained, spec, batch, kind, reference, [*trained.parameters(), *frozen])
+        for weight in frozen:
+            live.ignore(weight)
         for weight in trained.parameters():
             live.ignore(weight)
             if weight.requires_grad:
@@ -438,14 +546,72 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         _mark_middle([block for _, block in blocks], live)
         stack.enter_context(_head_of(kind, live, config))
         stack.enter_context(live)
-        _step(trained, spec, batch)
+        if spec.activation_offloading:
+            stack.enter_context(_offloading(live))
+        _step(trained, spec, batch, reference)
     trainable = sum(weight.numel() for weight in trained.parameters() if weight.requires_grad)
     total = sum(weight.numel() for weight in trained.parameters())
-    scale = 4 / (2 if spec.dtype == "bf16" and is_sharded(spec) and not spec.lora else 4)
+    scale = 4 / (2 if spec.dtype != "fp32" and is_sharded(spec) and not spec.lora else 4)
     windows = tuple(replace(window, gradients=window.gradients * scale) for window in live.windows)
-    loaded = torch.bfloat16 if spec.dtype == "bf16" and spec.lora else torch.float32
-    alike = getattr(config, "dtype", None) == loaded
-    return Traced(trainable=trainable, frozen=total - trainable, stored_alike=alike, windows=windows, **numbers)
+    return Traced(
+        trainable=trainable,
+        frozen=total - trainable,
+        stored_alike=_stored_alike(config, spec),
+        windows=windows,
+        asking=asking,
+        **numbers,
+    )
+
+
+def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
+    """Another model as the reference: asked without a graph, it takes no more with more blocks."""
+    asked = loading_spec(spec)
+    config = model_config(asked)
+    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, asked) else config, asked)
+    add_fused_lm_head(model, outputs=("log_probs",))
+    return model.requires_grad_(False).eval()
+
+
+def _asked(
+    model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any, weights: list[torch.nn.Parameter]
+) -> Window:
+    """One batch of what the reference is asked before training."""
+    live = _Live(1.0)
+    for weight in weights:
+        live.ignore(weight)
+    with _head_of(kind, live, model.config), live:
+        _ask(model, spec, _inputs(spec, batch), reference)
+    return live.windows[0]
+
+
+@contextmanager
+def _offloading(live: _Live) -> Iterator[None]:
+    """What TRL's OffloadActivations does to tensors that are saved for backward: a copy in CPU memory takes their
+    place, the last few are still on their way there, and what several operations save stays on the device, too."""
+    stash: deque[torch.Tensor] = deque(maxlen=_STASH)
+    shared: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if live.ignores(tensor) or tensor.nbytes < _OFFLOADED:
+            return tensor.detach()
+        if id(storage) in shared or any(one.untyped_storage() is storage for one in stash):
+            shared.add(id(storage))
+            return tensor.detach()
+        stash.append(tensor.detach())
+        with live.counting("host"):
+            # A broadcast tensor travels as the storage that it has.
+            away = torch.empty(min(storage.nbytes(), tensor.nbytes), dtype=torch.uint8)
+        return away, tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        _, shape, stride, dtype = packed
+        return torch.empty_strided(shape, stride, dtype=dtype) if 0 in stride else torch.empty(shape, dtype=dtype)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _make_fake(model: torch.nn.Module) -> None:
@@ -463,27 +629,38 @@ def _make_fake(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _step(model: Any, spec: JobSpec, batch: Batch) -> None:
+def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> None:
     """What `recipes.sft` and `recipes.dpo` do with a batch."""
-    ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[-1, -1] = 0  # some row is padded: attention gets a mask, and grouped keys and values are repeated for it
-    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-
-    def score() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if spec.dtype == "bf16" else nullcontext():
-            return model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()
-
-    loss = score()
-    if spec.algorithm == "dpo":
-        # The reference costs what the policy costs without a graph, whether it is a copy or the model itself.
-        with torch.no_grad(), disable_gradient_checkpointing(model, _KEEP_GRAPH):
-            reference = score()
-        loss = loss - reference
+    inputs = _inputs(spec, batch)
+    loss = _score(model, spec, inputs)
+    if spec.algorithm == "dpo" and not precomputes(spec):
+        loss = loss - _ask(model, spec, inputs, reference)
     loss.backward()
 
 
-def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) -> dict[str, int]:
+def _inputs(spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
+    if spec.packed:  # several rows in each sequence, which attention tells apart by their positions
+        positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
+        return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    mask[-1, -1] = 0  # some row is padded: attention gets a mask, and grouped keys and values are repeated for it
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def _score(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+        log_probs: torch.Tensor = model(**inputs, use_cache=False, fused_lm_head=True).log_probs
+        return log_probs.sum()
+
+
+def _ask(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
+    """The base model as the reference costs what the policy costs without a graph, be it a copy or the model itself."""
+    with torch.no_grad(), nothing_recomputed(model):
+        return _score(reference or model, spec, inputs)
+
+
+def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) -> dict[str, Any]:
     sizes = [sum(weight.numel() for weight in block.parameters()) for _, block in blocks]
     linear = [
         module.weight.numel()

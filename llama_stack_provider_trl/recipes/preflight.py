@@ -6,7 +6,6 @@ The same check runs before a job loads its model (`before_training`) and, on req
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -23,6 +22,8 @@ from .data import DataReport
 from .events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
 from .memory import Batch, Memory, attention_modules, disk_bytes, estimate, trace
 from .models import load_tokenizer
+from .packing import pack
+from .sampling import EpochSampler, Share
 from .spec import AttemptSpec, JobSpec, LoraSpec, ShardingSpec
 
 MARGIN = 1.1
@@ -52,18 +53,32 @@ class Proposal:
     memory: Memory
 
 
-def plan(spec: JobSpec, lengths: Sequence[int]) -> Plan:
-    """Args: lengths: tokens of each row that is trained on; of a pair, those of its longer half."""
-    per_step = spec.batch_size * spec.ranks * spec.gradient_accumulation_steps
-    rows = len(lengths) if spec.max_steps_per_epoch is None else min(len(lengths), spec.max_steps_per_epoch * per_step)
-    batches = math.ceil(rows / (spec.batch_size * spec.ranks))
-    steps = math.ceil(batches / spec.gradient_accumulation_steps)
-    return Plan(spec.n_epochs, steps, steps * spec.n_epochs, per_step, _largest(spec, rows, max(lengths)))
+def plan(spec: JobSpec, lengths: Sequence[int], share: Share | None = None) -> Plan:
+    """What the trainer will do with a job's rows.
+
+    Args:
+        lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
+            sequence.
+        share: how each optimizer step is shared out; None: as the job's own fields say.
+    """
+    share = share or Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
+    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * share.rows_per_step
+    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, share=share)
+    steps = epoch.steps_per_epoch
+    return Plan(
+        spec.n_epochs,
+        steps,
+        steps * spec.n_epochs,
+        share.rows_per_step,
+        _largest(spec, share, epoch.rows_per_epoch, max(lengths)),
+    )
 
 
-def _largest(spec: JobSpec, rows: int, tokens: int) -> Batch:
-    """Every row stands in some batch of an epoch, and pads it to its length; so does the longest."""
-    return Batch(min(spec.batch_size, rows) * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
+def _largest(spec: JobSpec, share: Share, rows: int, tokens: int) -> Batch:
+    """Every row stands in some batch of an epoch, and pads it to its length; so does the longest. Where fillers are at
+    hand, short batches are filled up."""
+    size = share.batch_size if share.needs_filler else min(share.batch_size, rows)
+    return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
 
 
 def row_lengths(dataset: Dataset) -> list[int]:
@@ -150,10 +165,10 @@ def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
     if same:
         yield same
     adapters: _Changes = ()
-    if spec.lora is None:
+    if spec.lora is None and spec.qat is None:  # which trains every weight
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
-    if "quantize_base" in LoraSpec.model_fields and not getattr(spec.lora, "quantize_base", False):
+    if spec.qat is None and not (spec.lora and spec.lora.quantize_base):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))
@@ -168,9 +183,9 @@ def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
 
 def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
     made: _Changes = ()
-    if not spec.gradient_checkpointing:
+    if not spec.gradient_checkpointing or spec.checkpoint_every > 1:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
-        made = (*made, _Change((("gradient_checkpointing", True),), ((field, True),)))
+        made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))
         yield made
     size = spec.batch_size
     smaller = made
@@ -256,16 +271,21 @@ def check(
 
 
 def before_training(
-    spec: JobSpec, dataset: Dataset, device: torch.device, writer: EventWriter | Silent | None
+    spec: JobSpec, share: Share, dataset: Dataset, device: torch.device, writer: EventWriter | Silent | None
 ) -> dict[str, Any] | None:
     """Check a job that is about to load its model; what was found is for its record.
+
+    Args:
+        spec: as this attempt's ranks train it.
+        share: how they share out each optimizer step.
+        dataset: prepared rows, packed where the job packs them, without a filler.
 
     Raises:
         JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the others end with rank 0
         return None
-    batch = plan(spec, row_lengths(dataset)).batch
+    batch = plan(spec, row_lengths(dataset), share).batch
     try:
         verdict = check(spec, batch, device.type, device_limit(device, spec.ranks), baseline=_baseline(device.type))
     except JobFailure:
@@ -302,7 +322,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
     spec = attempt.job
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
-    planned = plan(spec, lengths)
+    planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
     limit = asked.memory_bytes or machine_memory() // spec.ranks
     memory = check(
         spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
@@ -367,7 +387,7 @@ def _disk(spec: JobSpec, planned: Plan, device: str) -> dict[str, Any]:
 
 
 def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -> str:
-    parts = {name: value for name, value in asdict(memory).items() if value >= memory.total // 50}
+    parts = {name: value for name, value in memory.parts.items() if value >= memory.total // 50}
     largest = ", ".join(f"{name} {_gib(value)}" for name, value in sorted(parts.items(), key=lambda part: -part[1]))
     text = (
         f"the job needs about {_gib(memory.total)} per {'process' if device == 'cpu' else 'GPU'} ({largest}), "

@@ -122,7 +122,7 @@ def build_trainer(
     if spec.packed:
         train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
     packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
-    memory = before_training(spec, train, device, writer)
+    memory = before_training(spec, share, train, device, writer)
     if share.needs_filler:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)

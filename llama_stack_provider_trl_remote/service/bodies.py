@@ -98,7 +98,7 @@ class MemoryVerdict(BaseModel):
     devices: int
     """Ranks of the job; the numbers are those of each."""
     estimate_bytes: int
-    """The sum of the parts that follow."""
+    """The sum of the parts that follow, up to loading."""
     limit_bytes: int
     largest_batch: dict[str, int]
     """Sequences, and tokens of each with padding."""
@@ -109,7 +109,10 @@ class MemoryVerdict(BaseModel):
     logits_bytes: int
     reference_bytes: int
     overhead_bytes: int
+    checkpoint_copy_bytes: int
     loading_bytes: int
+    host_bytes: int
+    """Of CPU memory, for each device; not in the estimate."""
     nearest: Nearest | None = None
     """Where it does not fit: the changes after which it does; null: there are none."""
     message: str | None = None

@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes import memory
 from llama_stack_provider_trl.recipes.memory import Batch, estimate, trace
+from llama_stack_provider_trl.recipes.models import quantize
 from llama_stack_provider_trl.recipes.preflight import check, nearest
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.spec import (
+    DpoSpec,
+    JobSpec,
+    OptimizerSpec,
+    QatSpec,
+    ReferenceSpec,
+    ShardingSpec,
+)
 from llama_stack_provider_trl.requests import SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import resolve
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -47,15 +55,28 @@ def shaped(root: Path, layers: int, **more: Any) -> Path:
     return root
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, checkpointing: bool) -> None:
-    spec = job_spec(tmp_path, tiny_model(), algorithm, gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("sft", {}),
+        ("sft", {"gradient_checkpointing": True}),
+        ("sft", {"gradient_checkpointing": True, "checkpoint_every": 2}),
+        ("sft", {"packed": True}),
+        ("sft", {"qat": QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)}),
+        ("dpo", {}),
+        ("dpo", {"gradient_checkpointing": True}),
+    ],
+)
+def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    spec = job_spec(tmp_path, tiny_model(), algorithm, **settings)
     batch = Batch(8, 64)
     model = AutoModelForCausalLM.from_pretrained(spec.model)
     model.train()
-    if checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    quantize(spec, model)
+    if spec.gradient_checkpointing:
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
+        )
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
     live = memory._Live(1.0)
     for weight in model.parameters():
@@ -70,12 +91,20 @@ def most(windows: Sequence[memory.Window]) -> float:
     return max(window.activations + window.logits + window.gradients for window in windows)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "settings"),
+    [
+        (8, {}),
+        (8, {"lora": LORA}),
+        (8, {"gradient_checkpointing": True}),
+        (8, {"gradient_checkpointing": True, "lora": LORA}),
+        (13, {"gradient_checkpointing": True, "checkpoint_every": 2}),
+    ],
+)
 def test_two_shallow_traces_tell_what_the_whole_depth_takes(
-    tmp_path: Path, lora: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8), lora=lora, gradient_checkpointing=checkpointing)
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", layers), **settings)
     told = trace(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
     memory._TRACES.clear()
@@ -97,6 +126,73 @@ def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
     assert lora.reference == 0
     assert lora.weights == 2 * traced.frozen + 4 * traced.trainable
     assert lora.optimizer == 8 * traced.trainable
+
+
+def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    for settings in ({}, {"lora": LORA}, {"ranks": 2, "sharding": ShardingSpec()}):
+        fp16, bf16 = (
+            estimate(job_spec(tmp_path, model, dtype=dtype, **settings), batch, "cuda") for dtype in ("fp16", "bf16")
+        )
+        assert fp16 == bf16
+
+
+def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
+    cpu, cuda = (estimate(job_spec(tmp_path, model), batch, device) for device in ("cpu", "cuda"))
+    assert (cpu.checkpoint_copy, cpu.host) == (12 * parameters, 0)
+    assert (cuda.checkpoint_copy, cuda.host) == (0, 12 * parameters)
+    assert sum(cuda.parts.values()) == cuda.total
+    shared = estimate(job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec()), batch, "cpu")
+    assert shared.checkpoint_copy == 3 * parameters
+
+
+def test_offloaded_activations_wait_in_cpu_memory(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 6), Batch(4, 64)
+    here, away = (
+        estimate(job_spec(tmp_path, model, activation_offloading=offloading), batch, "cuda")
+        for offloading in (False, True)
+    )
+    assert away.activations < here.activations / 2
+    assert away.host - here.host > here.activations / 2
+
+
+def test_blocks_that_are_not_recomputed_keep_their_activations(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 6), Batch(4, 64)
+    some, all_of_them = (
+        estimate(job_spec(tmp_path, model, gradient_checkpointing=True, checkpoint_every=every), batch, "cpu")
+        for every in (2, 1)
+    )
+    none = estimate(job_spec(tmp_path, model), batch, "cpu")
+    assert all_of_them.activations < some.activations < none.activations
+
+
+def test_the_reference_is_there_when_it_is_asked(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(2, 16)
+    larger = shaped(tmp_path / "larger", 8, hidden_size=256, intermediate_size=512)
+    size = sum(4 * weight.numel() for weight in LlamaForCausalLM(LlamaConfig.from_pretrained(larger)).parameters())
+
+    def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.Memory:
+        asked = DpoSpec(reference=ReferenceSpec(**reference))
+        sharding = ShardingSpec() if ranks > 1 else None
+        return estimate(
+            job_spec(tmp_path, model, "dpo", lora=lora, dpo=asked, ranks=ranks, sharding=sharding), batch, device
+        )
+
+    # Another model is loaded under LoRA, too; asked before training, it is there without what training takes.
+    assert of(lora=LORA).reference == 0
+    assert of(lora=LORA, model=str(larger)).reference == size
+    before = of(model=str(larger), precompute=True)
+    assert (before.reference, before.optimizer, before.gradients) == (size, 0, 0)
+    assert of(precompute=True).reference == 0
+    assert of(precompute=True).optimizer > 0
+    # Ranks share it out block by block.
+    assert size // 8 < of(model=str(larger), ranks=8).reference < size // 2
+    # The policy is not shared out yet.
+    policy = 4 * trace(job_spec(tmp_path, model), batch, "cpu").trainable
+    placed = of("cpu", ranks=8, model=str(larger), precompute=True)
+    assert placed.total > policy + size
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
@@ -177,6 +273,16 @@ def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
     assert less.spec.batch_size * less.spec.gradient_accumulation_steps == 8
     assert less.spec.lora is None
     assert nearest(spec, batch, "cpu", 1000) is None
+
+
+def test_what_trains_every_weight_is_not_told_to_train_adapters(tmp_path: Path) -> None:
+    qat = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
+    wanted = estimate(spec.model_copy(update={"checkpoint_every": 1}), Batch(4, 256), "cpu").total
+    found = nearest(spec, Batch(4, 256), "cpu", int(wanted * 1.101))
+    assert found is not None
+    assert (found.spec.checkpoint_every, found.spec.batch_size) == (1, 4)
+    assert nearest(spec, Batch(4, 256), "cpu", 1000) is None
 
 
 def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from llama_stack_provider_trl.recipes.events import (
     Warned,
     iter_events,
 )
-from llama_stack_provider_trl.recipes.preflight import histogram
+from llama_stack_provider_trl.recipes.memory import Batch
+from llama_stack_provider_trl.recipes.preflight import histogram, plan
+from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
 from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec, PreflightSpec
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
@@ -44,8 +46,9 @@ def ask(root: Path, spec: JobSpec, **asked: Any) -> list[Event]:
         {"n_epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4},
         {"n_epochs": 2, "batch_size": 2, "max_steps_per_epoch": 2},
         {"algorithm": "dpo", "batch_size": 3, "max_seq_length": 40},
+        {"batch_size": 2, "packed": True, "max_seq_length": 100},
     ],
-    ids=["batches", "accumulation", "capped", "pairs-cut"],
+    ids=["batches", "accumulation", "capped", "pairs-cut", "packed"],
 )
 def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = job_spec(tmp_path, tiny_model(), changes.pop("algorithm", "sft"), **changes)
@@ -58,6 +61,27 @@ def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, 
     assert found.data["trained"] == prepared.num_rows == sum(bucket["rows"] for bucket in found.data["histogram"])
     assert found.data["truncated"] == prepared.effective["data"]["truncated"]
     assert found.memory["largest_batch"] == prepared.effective["memory"]["largest_batch"]
+
+
+@pytest.mark.parametrize(
+    ("rows_per_step", "batch_size", "ranks", "largest"), [(8, 4, 3, 3), (8, 4, 1, 4), (6, 4, 1, 4), (8, 8, 2, 4)]
+)
+def test_the_plan_of_an_attempt_is_that_of_its_share(
+    tmp_path: Path, rows_per_step: int, batch_size: int, ranks: int, largest: int
+) -> None:
+    share = Share.of(rows_per_step, batch_size, ranks)
+    shared = {"batch_size": share.batch_size, "gradient_accumulation_steps": share.accumulation_steps, "ranks": ranks}
+    planned = plan(job_spec(tmp_path, tiny_model(), n_epochs=2, **shared), [5, 9, *[7] * 19], share)
+    sampler = EpochSampler(21, None, shuffle=True, seed=0, share=share)
+    assert (planned.steps_per_epoch, planned.global_batch) == (sampler.steps_per_epoch, rows_per_step)
+    assert planned.total_steps == 2 * sampler.steps_per_epoch
+    assert planned.batch == Batch(largest, 9)
+
+
+def test_fewer_rows_than_a_batch_are_filled_up_where_ranks_take_equal_shares(tmp_path: Path) -> None:
+    alone = job_spec(tmp_path, tiny_model(), batch_size=8)
+    assert plan(alone, [5, 9]).batch == Batch(2, 9)
+    assert plan(alone.model_copy(update={"ranks": 2}), [5, 9]).batch == Batch(8, 9)
 
 
 def test_the_largest_batch_is_as_long_as_the_longest_row_that_is_trained_on(tmp_path: Path) -> None:
