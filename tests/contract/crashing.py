@@ -219,9 +219,13 @@ def die_at(server: Crashing, job: str, acts: Mapping[str, JobState]) -> None:
 def kill_while_held(server: Crashing, point: str) -> None:
     """Kill the server and start it again while a training is held at a point. It stays held."""
     server.wait_taken(point, server.patience)
+    poll(
+        lambda: [path.name for path in census(server.data_dir).staged] == server.held[point],
+        f"at {point}, and once the checkpoint before is written, staged is {server.held[point]}",
+        timeout=30,
+    )
     before = census(server.data_dir)
     assert before.running, point
-    assert [path.name for path in before.staged] == server.held[point], point
     server.kill()
     assert census(server.data_dir) == before, point
     server.restart()

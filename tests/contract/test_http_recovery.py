@@ -72,7 +72,8 @@ def test_of_two_workers_that_were_killed_one_supervises_again_and_the_other_foll
         jobs = _queue_two_and_die(stack)
         stack.arm("step-3", "hold")
         stack.launch()
-        stack.wait_taken("step-3")
+        stack.wait_taken("step-3", 120)
+        poll(lambda: not census(stack.data_dir).staged, "the checkpoint before is written", timeout=30)
         before = census(stack.data_dir)
 
         worker = _supervising_pid(stack)

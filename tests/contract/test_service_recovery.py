@@ -140,6 +140,7 @@ def test_the_promised_payload_trains_on_two_ranks_and_its_record_says_how_it_was
     sharding = found["sharding"]
     assert sharding.pop("local_elements") == total / 2, "each rank holds half of it"
     assert sharding.pop("units") > 2, "the two blocks are gathered one after the other"
+    assert sharding.pop("reference")["placements"] == {"Shard(0)": len(parameters)}
     assert sharding == {
         "strategy": "FULL_SHARD",
         "ranks": 2,
