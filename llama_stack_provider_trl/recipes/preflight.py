@@ -323,7 +323,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
     planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
-    limit = asked.memory_bytes or machine_memory() // spec.ranks
+    limit = asked.memory_bytes or _device_memory(asked.device) or machine_memory() // spec.ranks
     memory = check(
         spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
     )
@@ -403,6 +403,13 @@ def _say_unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
     if writer:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         writer.write(Warned(message=f"the memory of this job could not be estimated ({what}); it is trained unchecked"))
+
+
+def _device_memory(device: str) -> int:
+    """What a GPU of this machine has in all, in bytes: a preflight takes nothing of it. 0: it is none."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _baseline(device: str) -> int:
