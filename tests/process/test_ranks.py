@@ -187,8 +187,8 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
     spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True)
     events = trained(ranks, tmp_path, spec)
     assert [event.kind for event in of_kind(events, CheckpointSaved)][-2:] == ["final", "merged"]
-    # The policy is the reference still: log 2, which bf16 does not have.
-    assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(0.693147, abs=1e-5)
+    # The policy is the reference still: log 2, for which bf16 has only 0.69141.
+    assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(0.693147, abs=5e-4)
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16)
     adapted = PeftModel.from_pretrained(base, spec.checkpoint_dir / "final").eval()
     merged = AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "merged", dtype=torch.bfloat16).eval()
