@@ -106,7 +106,7 @@ def running_service(work: Path) -> Iterator[TrainingService]:
         yield service
     finally:
         service.stop()
-        service.end_jobs()
+        service.kill_tasks()
 
 
 @contextmanager
