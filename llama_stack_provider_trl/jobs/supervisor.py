@@ -365,7 +365,10 @@ class Supervisor:
             self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
-            self._launcher.start(replace(task, master_port=self._master_port()) if task.ranks > 1 else task)
+            if task.ranks > 1:
+                first, count = self._master_ports
+                task = replace(task, master_port=self._master_port(), last_port=first + count - 1)
+            self._launcher.start(task)
         except JobConflict as error:
             self._move(job, JobState.failed, Reason.invalid_request, str(error))
         except OSError as error:

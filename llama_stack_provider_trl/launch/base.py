@@ -26,7 +26,9 @@ class TaskSpec:
     ranks: int = 1
     """Processes that train together."""
     master_port: int = 0
-    """Port at which they meet; nothing listens there while there is one."""
+    """Port at which they meet; nobody listened there when it was chosen."""
+    last_port: int = 0
+    """Where somebody does by then, they meet at the first free one up to this."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
     time_limit: float | None = None

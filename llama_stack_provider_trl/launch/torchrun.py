@@ -39,7 +39,8 @@ def training_argv(task: TaskSpec) -> list[str]:
     return [
         *(python, "-m", TORCHRUN),
         *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
-        *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--local-addr={LOOPBACK}"),
+        *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--last-port={task.last_port}"),
+        f"--local-addr={LOOPBACK}",
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
         *trainer,
     ]

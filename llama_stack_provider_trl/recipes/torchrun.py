@@ -1,14 +1,21 @@
 """torchrun whose store listens at the master address only.
 
-    python -m llama_stack_provider_trl.recipes.torchrun ARGUMENTS OF torchrun
+    python -m llama_stack_provider_trl.recipes.torchrun --last-port=PORT ARGUMENTS OF torchrun
 
 torch's own takes every address of the machine, and asks nobody who reads and writes there for a password. torchrun has
 no option for that, but the store takes a socket that listens already.
+
+--master-port was free when the supervisor looked. Seconds go by until torch is imported, and another service of this
+machine may have looked as well: the ports after it, up to --last-port, are tried then.
 """
 
 from __future__ import annotations
 
+import argparse
+import errno
 import socket
+import sys
+from typing import ClassVar
 
 from torch.distributed import Store, TCPStore, run
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
@@ -17,12 +24,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rend
 class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     """The static rendezvous; the ranks are clients of the store that torchrun itself holds."""
 
+    listener: ClassVar[socket.socket]
     _store: Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None and self.rank == 0:
-            family = socket.AF_INET6 if ":" in self.master_addr else socket.AF_INET
-            listener = socket.create_server((self.master_addr, self.master_port), family=family)
+        if self._store is None:
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,
@@ -30,11 +36,34 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
                 is_master=True,
                 timeout=self.timeout,
                 multi_tenant=True,
-                master_listen_fd=listener.detach(),
+                master_listen_fd=self.listener.detach(),
             )
         return super().next_rendezvous()
 
 
-if __name__ == "__main__":
+def listener(address: str, port: int, last_port: int) -> socket.socket:
+    """A socket that listens at the first of these ports that nobody else listens at."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port >= last_port:
+                raise
+        port += 1
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("--master-port", type=int, required=True)
+    parser.add_argument("--last-port", type=int, default=0)
+    ours, others = parser.parse_known_args(argv)
+    ConfinedRendezvous.listener = listener(ours.master_addr, ours.master_port, ours.last_port)
+    port = ConfinedRendezvous.listener.getsockname()[1]
     static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
-    run.main()
+    run.main([f"--master-addr={ours.master_addr}", f"--master-port={port}", *others])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

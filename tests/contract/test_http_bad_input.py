@@ -418,7 +418,8 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def disk(kind: type[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for each server: a checkpoint directory belongs to the data directory of the job that made it."""
     with mounted(tmp_path_factory.mktemp("disk"), "size=6m") as path:
         yield path
 
@@ -533,9 +534,9 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_try_and_not_the_job(other_serv
     status = poll(tried, "the job is queued again", SECONDS)
     assert status is not None
     assert status["status"] == "scheduled"
-    assert_kept(status, "moment")
     (first,) = status["resources_allocated"]["attempts"]
-    assert first["reason"] == Reason.disk_full
+    assert first["reason"] == Reason.disk_full, first
+    assert_kept(status, "moment")
     assert "disk_full" in status["resources_allocated"]["detail"]
     assert other_server.cancel(job).status_code == 200
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.torchrun import TORCHRUN
 from llama_stack_provider_trl.process import ProcessId
 from llama_stack_provider_trl.recipes.events import Reason, Started, iter_events
 from llama_stack_provider_trl.recipes.spec import ShardingSpec
@@ -71,6 +75,30 @@ def test_no_socket_of_a_job_listens_beyond_this_machine(world: World) -> None:
     assert set().union(*listening.values()) == {"127.0.0.1"}
     world.store.request_cancel("job")
     world.until(lambda: world.state("job") is JobState.cancelled, 10)
+
+
+def test_ranks_meet_at_the_next_port_where_somebody_took_the_first_meanwhile(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 0:\n"
+        "    print(dist.get_world_size(), os.environ['MASTER_PORT'])\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        begin = [sys.executable, "-m", TORCHRUN, "--master-addr=127.0.0.1", f"--master-port={port}"]
+        argv = [*begin, f"--last-port={port + 20}", "--nnodes=1", "--nproc-per-node=2", str(script)]
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environ)
+        assert ran.returncode == 0, ran.stderr
+        world_size, met_at = map(int, ran.stdout.split())
+        assert world_size == 2
+        assert port < met_at <= port + 20
+        refused = subprocess.run([*begin, str(script)], capture_output=True, text=True, timeout=120, env=environ)
+        assert refused.returncode != 0
+        assert "Address already in use" in refused.stderr
 
 
 def test_whatever_of_torchrun_is_killed_the_job_goes_on_from_its_checkpoint(world: World) -> None:

@@ -28,10 +28,10 @@ def test_one_process_is_started_directly_with_its_spec_file() -> None:
 
 
 def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
-    task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507)
+    task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507, last_port=29599)
     argv = training_argv(task)
     assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
-    assert {"--nproc-per-node=2", "--master-port=29507", "--max-restarts=0"} <= set(argv)
+    assert {"--nproc-per-node=2", "--master-port=29507", "--last-port=29599", "--max-restarts=0"} <= set(argv)
     assert argv[-3:] == ["-m", "llama_stack_provider_trl.recipes.train", "/r/spec.json"]
     environ = training_environment(task, {"OMP_NUM_THREADS": "3"})
     assert environ["OMP_NUM_THREADS"] == "3"
