@@ -220,8 +220,7 @@ class _Placed:
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
-            whole_grads = spec.gradient_accumulation_steps > 1  # accelerate reduces them at the last micro step only
-            gradients = gradients / self.shards if not whole_grads else max(gradients, model.trainable * 4)
+            gradients /= self.shards
             blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
             trained = 0 if spec.lora else model.block
             gathered = self._gathered(model, blocks) + trained * (self.compute + 4)

@@ -187,6 +187,8 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
         made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))
         yield made
+    if spec.has_batch_means:
+        return
     size = spec.batch_size
     smaller = made
     for micro in (size // parts for parts in range(2, size + 1) if size % parts == 0):

@@ -238,10 +238,15 @@ class JobSpec(_Frozen):
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
+    @property
+    def has_batch_means(self) -> bool:
+        """Whether the loss has means over the pairs of a batch, so that other batches are another loss."""
+        return self.dpo is not None and self.dpo.loss_type == "kto_pair"
+
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
         every evaluation sees the same rows. None: batch_size is 1, or the loss has means over the batch (kto_pair)."""
-        if self.batch_size == 1 or (self.dpo is not None and self.dpo.loss_type == "kto_pair"):
+        if self.batch_size == 1 or self.has_batch_means:
             return None
         smaller = max(size for size in range(1, self.batch_size // 2 + 1) if self.batch_size % size == 0)
         times = self.batch_size // smaller

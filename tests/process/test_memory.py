@@ -205,9 +205,10 @@ def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path:
 def test_ranks_share_out_what_the_strategy_says(tmp_path: Path) -> None:
     model, batch = shaped(tmp_path / "model", 8), Batch(1, 16)
 
-    def of(strategy: str, **more: Any) -> memory.Memory:
+    def of(strategy: str, steps: int = 1, **more: Any) -> memory.Memory:
         sharding = ShardingSpec(strategy=strategy, **more)  # type: ignore[arg-type]
-        return estimate(job_spec(tmp_path, model, ranks=4, sharding=sharding), batch, "cuda")
+        spec = job_spec(tmp_path, model, ranks=4, sharding=sharding, gradient_accumulation_steps=steps)
+        return estimate(spec, batch, "cuda")
 
     alone = estimate(job_spec(tmp_path, model), batch, "cuda")
     assert of("NO_SHARD").optimizer == alone.optimizer
@@ -215,6 +216,7 @@ def test_ranks_share_out_what_the_strategy_says(tmp_path: Path) -> None:
     assert of("FULL_SHARD").optimizer == alone.optimizer // 4
     assert of("FULL_SHARD").weights < of("SHARD_GRAD_OP").weights
     assert of("FULL_SHARD", cpu_offload=True).optimizer == 0
+    assert of("FULL_SHARD", steps=2).gradients == alone.weights // 4
 
 
 def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
@@ -272,6 +274,19 @@ def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
     assert less.spec.batch_size * less.spec.gradient_accumulation_steps == 8
     assert less.spec.lora is None
     assert nearest(spec, batch, "cpu", 1000) is None
+
+
+def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> None:
+    sharding = ShardingSpec()
+    for loss_type, micro in (("sigmoid", 4), ("kto_pair", 8)):
+        dpo = DpoSpec(loss_type=loss_type)  # type: ignore[arg-type]
+        settings = {"dpo": dpo, "gradient_checkpointing": True, "ranks": 2, "sharding": sharding, "batch_size": 8}
+        spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), "dpo", **settings)
+        batch = Batch(16, 1024)
+        limit = int(estimate(spec, batch, "cpu").total * 1.09)
+        found = nearest(spec, batch, "cpu", limit, max_ranks=4)
+        assert found is not None
+        assert (found.spec.batch_size, found.spec.ranks) == (micro, 2)
 
 
 def test_what_trains_every_weight_is_not_told_to_train_adapters(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.runner import PAUSE
+from llama_stack_provider_trl.recipes.arguments import sft_arguments
 from llama_stack_provider_trl.recipes.events import (
     CheckpointSaved,
     Evaluated,
@@ -108,16 +109,7 @@ def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, 
 CASES = [
     pytest.param(algorithm, strategy, changes, id=f"{algorithm}-{strategy}-{name}")
     for algorithm, strategy, name, changes in (
-        ("sft", "FULL_SHARD", "tied", {}),
-        ("sft", "SHARD_GRAD_OP", "untied", {"tied": False}),
-        ("sft", "NO_SHARD", "tied", {}),
-        ("sft", "FULL_SHARD", "lora", {"lora": LORA}),
-        ("dpo", "FULL_SHARD", "untied", {"tied": False}),
-        ("dpo", "SHARD_GRAD_OP", "tied", {}),
-        ("dpo", "NO_SHARD", "tied", {}),
         ("dpo", "FULL_SHARD", "promised", {"dpo": DpoSpec(reward_scale=1.0, reward_clip=5.0), "n_epochs": 7}),
-        ("dpo", "FULL_SHARD", "lora", {"lora": LORA}),
-        ("dpo", "NO_SHARD", "lora", {"lora": LORA}),
         ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
         ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),
         ("sft", "FULL_SHARD", "packed", {"packed": True, "max_seq_length": 96}),
@@ -125,6 +117,7 @@ CASES = [
 ]
 
 
+# tests/matrix has the plain ones.
 @pytest.mark.parametrize(("algorithm", "strategy", "changes"), CASES)
 def test_two_ranks_train_what_one_process_trains(
     ranks: Ranks, alone: Alone, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
@@ -161,6 +154,12 @@ def test_what_saves_memory_or_time_changes_no_number(
     _, expected = alone("sft", validation_rows=ROWS["sft"][:5])
     spec = spec_of(tmp_path, "sft", 2, sharding=sharding, validation_rows=ROWS["sft"][:5])
     assert_same_numbers(numbers(trained(ranks, tmp_path, spec)), numbers(expected))
+
+
+def test_ranks_keep_their_share_of_accumulated_gradients_and_no_more(tmp_path: Path) -> None:
+    accumulating = spec_of(tmp_path, "sft", 2, "FULL_SHARD", gradient_accumulation_steps=2)
+    config = sft_arguments(accumulating, torch.device("cpu")).accelerator_config
+    assert config.gradient_accumulation_kwargs["sync_each_batch"]
 
 
 def test_hybrid_sharding_over_two_nodes_has_parts_within_and_copies_across(
