@@ -117,6 +117,6 @@ class JobFailure(TrlError, RuntimeError):
         super().__init__(message)
 
 
-def _shown(value: Any, limit: int = 80) -> str:
+def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
