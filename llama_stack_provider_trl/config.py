@@ -55,8 +55,8 @@ class TrlConfig(BaseModel):
     priority: Priority = "normal"
     """Priority of a job that does not say."""
     hang_timeout: float = Field(1800.0, gt=0)
-    """Seconds without any progress after which a training is ended as `hung`. Loading a large model from a slow disk
-    counts as one step."""
+    """Seconds without any progress after which a training is ended as `hung`. A step is progress; before the first
+    one, and while a checkpoint is written or read, so are CPU time and bytes."""
     min_free_disk_mb: int = Field(512, ge=0)
     """MiB that a job's checkpoints must leave free on their disk: it fails, or waits for its next try, before that."""
 

@@ -49,6 +49,7 @@ from ..files import (
 )
 from . import ranks, shards
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
+from .liveness import shown_alive
 from .sharding import reshard
 from .spec import JobSpec
 
@@ -151,7 +152,8 @@ class Saver:
         if self._thread is None:
             return
         began = time.monotonic()
-        self._thread.join()
+        with shown_alive(self.writer):
+            self._thread.join()
         self._thread = None
         if self._error is not None:
             error, self._error = self._error, None

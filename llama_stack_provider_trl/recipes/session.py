@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -27,6 +28,7 @@ from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .isolation import expect_isolation
+from .liveness import shown_alive
 from .models import (
     check_length,
     choose_device,
@@ -63,15 +65,11 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
-    trainer, effective = build_trainer(spec, device, writer, share)
     control = RunDir(attempt.run_dir).control
-    resume_from = first_undamaged(attempt.resume_candidates, writer)
-    if resume_from is None and spec.resume_from is not None:
-        raise JobFailure(
-            Reason.invalid_request,
-            f"checkpoint {spec.resume_from.checkpoint} of job {spec.resume_from.job_uuid!r} is damaged: name another",
-        )
-    start_step = trainer.take_up(resume_from) if resume_from else 0
+    with shown_alive(writer):
+        trainer, effective = build_trainer(spec, device, writer, share)
+        resume_from = _resume_point(attempt, writer)
+        start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
     if ranks.rank() == 0:
@@ -99,6 +97,16 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     _export(spec, trainer, callback, _take_best(spec, trainer, callback))
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
+
+
+def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent) -> Path | None:
+    found, given = first_undamaged(attempt.resume_candidates, writer), attempt.job.resume_from
+    if found is None and given is not None:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"checkpoint {given.checkpoint} of job {given.job_uuid!r} is damaged: name another",
+        )
+    return found
 
 
 def build_trainer(
