@@ -1,4 +1,5 @@
-"""The only importer of Llama Stack, and all that knows how its releases differ: 0.2.14 to 0.6.1.
+"""The only importer of Llama Stack, and all that knows how its releases differ: 0.2.14 to 0.7, and OGX. What only an
+external API sees of them is in `external`.
 
 What differs is found by looking (where a name is imported from, what a signature asks for), not by version numbers:
 
@@ -12,7 +13,7 @@ What differs is found by looking (where a name is imported from, what a signatur
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from importlib import metadata
 from typing import Any, get_type_hints
 
@@ -24,12 +25,18 @@ from . import errors
 try:
     from llama_stack.providers.datatypes import Api, InlineProviderSpec, ProviderSpec, RemoteProviderSpec
 except ImportError:
-    from llama_stack_api import Api, InlineProviderSpec, ProviderSpec, RemoteProviderSpec
+    try:
+        from llama_stack_api import Api, InlineProviderSpec, ProviderSpec, RemoteProviderSpec
+    except ImportError:
+        from ogx_api import Api, InlineProviderSpec, ProviderSpec, RemoteProviderSpec
 
 try:
     from llama_stack.core.request_headers import NeedsRequestProviderData
 except ImportError:
-    from llama_stack.distribution.request_headers import NeedsRequestProviderData  # up to 0.2.16
+    try:
+        from llama_stack.distribution.request_headers import NeedsRequestProviderData  # up to 0.2.16
+    except ImportError:
+        from ogx.core.request_headers import NeedsRequestProviderData
 
 AdapterSpec: Any = None
 with contextlib.suppress(ImportError):
@@ -45,6 +52,9 @@ except ImportError:
     with contextlib.suppress(ImportError):
         from llama_stack_api.common.errors import ConflictError as Conflict
         from llama_stack_api.common.errors import ResourceNotFoundError as NotFound
+    with contextlib.suppress(ImportError):
+        from ogx_api.common.errors import ConflictError as Conflict
+        from ogx_api.common.errors import ResourceNotFoundError as NotFound
 
 __all__ = [
     "Api",
@@ -56,6 +66,10 @@ __all__ = [
     "remote_spec",
     "to_http",
 ]
+
+
+_DATASETS = tuple(getattr(Api, name) for name in ("datasetio", "datasets") if hasattr(Api, name))
+"""Where rows come from; OGX has neither."""
 
 
 def _takes_status_codes() -> bool:
@@ -129,8 +143,8 @@ def answers_requests[Answer](
     return call
 
 
-async def read_rows(datasets: Any, datasetio: Any, dataset_id: str) -> list[dict[str, Any]]:
-    """All rows of a registered dataset.
+async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, Any]]:
+    """All rows of a dataset that is registered with Llama Stack; `deps` is what it has given the provider.
 
     Rows that were registered as such are taken as they are: localfs would make a data frame of them, which costs the
     first call 0.4 s for pandas and turns whole numbers with gaps into fractions. Others are read in one call, since
@@ -140,9 +154,13 @@ async def read_rows(datasets: Any, datasetio: Any, dataset_id: str) -> list[dict
         InvalidRequest: Llama Stack knows no such dataset, or cannot read it.
     """
     field = "training_config.data_config.dataset_id"
+    if not _DATASETS:
+        hint = "no dataset of this name is registered: POST /v1/datasets registers one"
+        raise errors.InvalidRequest(field, dataset_id, hint)
+    datasetio, datasets = (deps[api] for api in _DATASETS)
     try:
         source = (await _ask(datasets.get_dataset, dataset_id=dataset_id)).source
-    except ValueError as error:
+    except (ValueError, NotFound) as error:
         raise errors.InvalidRequest(field, dataset_id, str(error)) from error
     if source.type == "rows":
         registered: list[dict[str, Any]] = source.rows
@@ -164,22 +182,26 @@ async def _ask(method: Callable[..., Coroutine[Any, Any, Any]], **fields: Any) -
     return await method(get_type_hints(method)["request"](**fields))
 
 
-def inline_spec(module: str, config_class: str, pip_packages: list[str], validator: str) -> ProviderSpec:
-    """The inline provider's registration."""
+def inline_spec(
+    module: str, config_class: str, pip_packages: list[str], validator: str, api: str = "post_training"
+) -> ProviderSpec:
+    """The inline provider's registration; `api` is another name where it serves an external API."""
     return InlineProviderSpec(
-        api=Api.post_training,
+        api=Api(api),
         provider_type="inline::trl",
         module=module,
         config_class=config_class,
         pip_packages=pip_packages,
-        api_dependencies=[Api.datasetio, Api.datasets],
+        api_dependencies=[*_DATASETS],
         provider_data_validator=validator,
         description="Supervised fine-tuning and DPO with TRL, on one device beside Llama Stack",
     )
 
 
-def remote_spec(module: str, config_class: str, pip_packages: list[str], validator: str) -> ProviderSpec:
-    """The remote provider's registration."""
+def remote_spec(
+    module: str, config_class: str, pip_packages: list[str], validator: str, api: str = "post_training"
+) -> ProviderSpec:
+    """The remote provider's registration; `api` as in `inline_spec`."""
     adapter = {
         "adapter_type": "trl_remote",
         "module": module,
@@ -191,9 +213,9 @@ def remote_spec(module: str, config_class: str, pip_packages: list[str], validat
     # Flat since 0.2.23; before, what is flat there is ignored but for `config_class`.
     nested = {} if AdapterSpec is None else {"adapter": AdapterSpec(**adapter)}
     return RemoteProviderSpec(
-        api=Api.post_training,
+        api=Api(api),
         provider_type="remote::trl_remote",
-        api_dependencies=[Api.datasetio, Api.datasets],
+        api_dependencies=[*_DATASETS],
         **adapter,
         **nested,
     )

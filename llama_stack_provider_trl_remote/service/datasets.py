@@ -82,6 +82,9 @@ class Datasets:
             raise _unknown(dataset_id)
         return shown(entry)
 
+    def holds(self, dataset_id: str) -> bool:
+        return self._path(dataset_id).exists()
+
     def all(self) -> list[Dataset]:
         """Oldest first."""
         entries = (self._parsed(path) for path in self._directory.glob("*.json"))
