@@ -214,3 +214,29 @@ def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
 def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
     jobs: Any = stack.jobs()
     assert len(jobs) == len({*jobs}) > 0
+
+
+@pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
+def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directory(tmp_path: Path) -> None:
+    with running_release(ReleaseStack(tmp_path, "0.3.5")) as before:
+        before.register("rows", QUESTIONS)
+        done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
+        under_way, waiting = long_job(before, "under-way"), before.submit(SFT, sft("waiting", "rows"))
+        before.wait_for_checkpoint(under_way)
+        trainers = [process.pid for process in before.processes(under_way)]
+        jobs = before.jobs()
+        before.stop()
+        after = ReleaseStack(tmp_path, "0.6.1")
+        with running_release(after):
+            assert after.jobs() == jobs == ["done", under_way, waiting]
+            assert after.status("done") == done
+            assert after.status(under_way)["status"] == "in_progress"
+            assert [process.pid for process in after.processes(under_way)] == trainers
+            # Sent again by a client that does not know of the upgrade, it is the same job.
+            assert after.submit(SFT, sft("done", "rows")) == "done"
+            assert after.cancel(under_way).status_code == 200
+            after.wait(under_way, "cancelled")
+            assert after.wait(waiting, "completed")["resources_allocated"]["attempt"] == 1
+            after.submit(SFT, sft("new", "rows"))  # the registered dataset is there, too
+            after.wait("new", "completed")
+        before.start()
