@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
+from .documented import Documented
 from .options import Priority
 
 DEFAULT_DATA_DIR = "~/.llama/trl"
@@ -23,10 +24,10 @@ def _trusted(entry: str) -> str:
 TrustedModel = Annotated[str, AfterValidator(_trusted)]
 
 
-class TrlConfig(BaseModel):
+class TrlConfig(Documented):
     """Every knob of `inline::trl`; unknown keys are refused when Llama Stack starts."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     data_dir: Path = Path(DEFAULT_DATA_DIR)
     """Everything the provider writes: job database, datasets, run directories, checkpoints."""
