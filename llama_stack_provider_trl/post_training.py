@@ -12,6 +12,7 @@ from .config import TrlConfig
 from .devices import usable_devices
 from .jobs.store import DATABASE, Store
 from .jobs.supervisor import Supervisor
+from .launch.interpreter import check_interpreter
 from .launch.local import LocalLauncher
 from .options import ProviderOptions
 from .protocol import SubmittingCalls, answers_clearly
@@ -34,6 +35,7 @@ class TrlPostTraining(SubmittingCalls):
     def __init__(self, config: TrlConfig, deps: dict[Any, Any]) -> None:
         self.deps = deps
         devices = usable_devices(config.device)
+        check_interpreter(config.train_python)
         self.settings = Settings(
             data_dir=config.data_dir,
             devices=tuple(devices),
@@ -54,6 +56,7 @@ class TrlPostTraining(SubmittingCalls):
             LocalLauncher(),
             devices,
             config.data_dir,
+            python=str(config.train_python) if config.train_python else None,
             hang_timeout=config.hang_timeout,
             blob_retention=config.blob_retention,
         )
