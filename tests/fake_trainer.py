@@ -33,8 +33,8 @@ def main(spec_path: Path) -> None:
     total, directory = job["n_epochs"] * STEPS, Path(job["checkpoint_dir"])
     with open(run_dir / "events.jsonl", "a", buffering=1) as events:
 
-        def say(kind: str, **fields: Any) -> None:
-            events.write(json.dumps({"type": kind, "time": time.time(), **fields}) + "\n")
+        def say(event: str, /, **fields: Any) -> None:
+            events.write(json.dumps({"type": event, "time": time.time(), **fields}) + "\n")
 
         def save(kind: str, name: str, step: int) -> None:
             (directory / name).mkdir(parents=True)

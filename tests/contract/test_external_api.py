@@ -42,7 +42,7 @@ def test_the_promised_payload_is_a_job_and_both_styles_and_prefixes_say_the_same
     stack: ExternalStack, done: Json
 ) -> None:
     effective = done["resources_allocated"]["effective_config"]
-    assert (effective["algorithm"], effective["reward_clip"], effective["n_epochs"]) == ("dpo", 5.0, 3)
+    assert (effective["algorithm"], effective["dpo"]["reward_clip"], effective["n_epochs"]) == ("dpo", 5.0, 3)
     names = ["my-dpo-model-checkpoint-2", "my-dpo-model-final"]
     assert [checkpoint["identifier"] for checkpoint in done["checkpoints"]] == names
     assert Path(done["checkpoints"][-1]["path"]) == stack.data_dir / "results" / "promised" / "final"
