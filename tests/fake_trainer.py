@@ -1,60 +1,63 @@
-"""A training program without training, for tests of what stands before it: real events, small checkpoints.
+"""Plays the program that trains, for servers whose environment has no torch: `train_python` is `fake_trainer(directory)`.
 
-`python` stands in for an interpreter (`train_python`) whose trainings are this file. A job whose name begins with
-`held` stops before its third step until its run directory has a file `go`.
+The real supervisor starts it by the real launcher; it writes real events and a directory per checkpoint, a step every
+0.02 s, one step per epoch. Jobs whose name contains `held` stop before their last step until their run directory has a
+file `go`. Those whose name contains `real` are trained by this environment's own interpreter, and so is
+everything else that an interpreter is asked.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-TRAINER = "llama_stack_provider_trl.recipes.train"
-STEPS = 4
-"""Of one epoch."""
+TRAINS = ("llama_stack_provider_trl.recipes.train", "llama_stack_provider_trl.recipes.torchrun")
+STEP = 0.02
 
 
-def python(directory: Path) -> Path:
-    """An executable in `directory` that is this interpreter, but for the trainings."""
-    path = directory / "fake-python"
-    fake = f'if [ "$1 $2" = "-m {TRAINER}" ]; then exec "{sys.executable}" -S "{__file__}" "$3"; fi'
-    path.write_text(f'#!/bin/sh\n{fake}\nexec "{sys.executable}" "$@"\n')
-    path.chmod(0o755)
-    return path
+def fake_trainer(directory: Path) -> Path:
+    """Write the interpreter that plays."""
+    program = directory / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
-def main(spec_path: Path) -> None:
-    spec = json.loads(spec_path.read_text())
-    job, run_dir = spec["job"], spec_path.parent
-    total, directory = job["n_epochs"] * STEPS, Path(job["checkpoint_dir"])
-    with open(run_dir / "events.jsonl", "a", buffering=1) as events:
+def main(arguments: list[str]) -> None:
+    spec = Path(arguments[-1])
+    if arguments[:1] != ["-m"] or arguments[1] not in TRAINS or "real" in spec.parts[-4]:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    from llama_stack_provider_trl.files import RunDir
+    from llama_stack_provider_trl.recipes.events import EventWriter, Finished, Prepared, Progress, Started
+    from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
-        def say(event: str, /, **fields: Any) -> None:
-            events.write(json.dumps({"type": event, "time": time.time(), **fields}) + "\n")
+    attempt = AttemptSpec.model_validate_json(spec.read_text())
+    job, steps = attempt.job, attempt.job.n_epochs
+    events = EventWriter(RunDir(spec.parent).events)
+    events.write(Started(pid=os.getpid(), device=job.device, versions={}))
+    rows = job.dataset.num_rows
+    events.write(Prepared(total_steps=steps, num_rows=rows, trainable_parameters=1, total_parameters=1))
+    for step in range(1, steps + 1):
+        while step == steps and "held" in job.job_uuid and not (spec.parent / "go").exists():
+            time.sleep(STEP)
+        time.sleep(STEP)
+        events.write(Progress(step=step, epoch=float(step), metrics={"loss": 1.0 / step}, peak_memory_bytes=0))
+        if step == 1:
+            events.write(_checkpoint(job.checkpoint_dir, "step", step, f"checkpoint-{step}"), durable=True)
+    events.write(_checkpoint(job.checkpoint_dir, "final", steps, "final"), durable=True)
+    events.write(Finished(step=steps), durable=True)
 
-        def save(kind: str, name: str, step: int) -> None:
-            (directory / name).mkdir(parents=True)
-            (directory / name / "config.json").write_text("{}")
-            path = str(directory / name)
-            say("checkpoint", kind=kind, step=step, epoch=-(-step // STEPS), path=path, train_loss=1 / step)
 
-        say("started", pid=os.getpid(), device="cpu", versions={})
-        parameters = {"num_rows": 8, "trainable_parameters": 1, "total_parameters": 1}
-        say("prepared", total_steps=total, **parameters)
-        for step in range(1, total + 1):
-            while step == 3 and job["job_uuid"].startswith("held") and not (run_dir / "go").exists():
-                time.sleep(0.02)
-            metrics = {"loss": 1 / step, "tokens_per_second": 100.0}
-            say("progress", step=step, epoch=step / STEPS, metrics=metrics, peak_memory_bytes=1 << 20)
-            if step == 2:
-                save("step", "checkpoint-2", step)
-        save("final", "final", total)
-        say("finished", step=total)
+def _checkpoint(home: Path, kind: str, step: int, name: str):  # type: ignore[no-untyped-def]
+    from llama_stack_provider_trl.recipes.events import CheckpointSaved
+
+    path = home / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+    return CheckpointSaved(kind=kind, step=step, epoch=step, path=path, train_loss=1.0 / step)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

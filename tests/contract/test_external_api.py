@@ -1,8 +1,13 @@
-"""The external API on real servers: both providers, on every release that takes external APIs."""
+"""The external API on real servers, from the shipped files: both providers, on every release that takes external APIs.
+
+What trains is played by tests/fake_trainer.py, but for one job under OGX. `TRL_RELEASES` says which releases
+(scripts/test-matrix.sh sets it); CI runs OGX.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,20 +15,44 @@ from typing import Any
 import pytest
 import requests
 
-from tests.contract.external import EXTERNAL, ExternalStack, running_external_stack, sentence
+from tests.contract.external import EXTERNAL, ExternalStack, running_external
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
-from tests.contract.stack import DPO, SFT, Json, poll
+from tests.contract.release_stack import ReleaseStack, sentence
+from tests.contract.service import TrainingService, running
+from tests.contract.stack import DPO, SFT, Json
+from tests.fake_trainer import fake_trainer
+from tests.releases import OGX
+from tests.tiny import tiny_model
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+# Making a release's environment takes a minute, once.
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+ASKED = [release for release in os.environ.get("TRL_RELEASES", OGX).split() if release in EXTERNAL]
 
 
 @pytest.fixture(
-    scope="module", params=[(release, kind) for release in EXTERNAL for kind in ("inline", "remote")], ids="-".join
+    scope="module", params=[(release, kind) for release in ASKED for kind in ("inline", "remote")], ids="-".join
 )
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalStack]:
     release, kind = request.param
-    with running_external_stack(tmp_path_factory.mktemp(f"external-{release}-{kind}"), release, kind) as stack:
+    root = tmp_path_factory.mktemp(f"external-{release}-{kind}")
+    if kind == "inline":
+        with running_external(ExternalStack(root, release)) as stack:
+            yield stack
+        return
+    (root / "service").mkdir()
+    with (
+        running(TrainingService(root / "service", train_python=str(fake_trainer(root)))) as service,
+        running_external(ExternalStack(root, release, service)) as stack,
+    ):
         yield stack
+
+
+def held(job_uuid: str, dataset_id: str) -> Json:
+    """A job of four steps that waits before its last one."""
+    body = sft(job_uuid, dataset_id)
+    body["training_config"]["n_epochs"] = 4
+    return body
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +72,7 @@ def test_the_promised_payload_is_a_job_and_both_styles_and_prefixes_say_the_same
 ) -> None:
     effective = done["resources_allocated"]["effective_config"]
     assert (effective["algorithm"], effective["dpo"]["reward_clip"], effective["n_epochs"]) == ("dpo", 5.0, 3)
-    names = ["my-dpo-model-checkpoint-2", "my-dpo-model-final"]
+    names = ["my-dpo-model-checkpoint-1", "my-dpo-model-final"]
     assert [checkpoint["identifier"] for checkpoint in done["checkpoints"]] == names
     assert Path(done["checkpoints"][-1]["path"]) == stack.data_dir / "results" / "promised" / "final"
     for prefix in ("/v1", "/v1alpha"):
@@ -112,7 +141,7 @@ def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questi
         ("held-1", lambda: stack.cancel("held-1")),
         ("held-2", lambda: stack.post("/post-training/jobs/held-2/cancel", None, prefix="/v1alpha")),
     ):
-        stack.submit(SFT, sft(name, questions))
+        stack.submit(SFT, held(name, questions))
         stack.wait_for_checkpoint(name)
         answer = cancel()
         assert (answer.status_code, answer.json()) == (200, None), answer.text
@@ -120,7 +149,7 @@ def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questi
 
 
 def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: ExternalStack, questions: str) -> None:
-    stack.submit(SFT, sft("held-over", questions))
+    stack.submit(SFT, held("held-over", questions))
     before = stack.wait_for_checkpoint("held-over")
     (trainer, *_) = stack.processes("held-over")
     stack.stop()
@@ -137,8 +166,6 @@ def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: Extern
 def test_datasets_that_are_ours(stack: ExternalStack) -> None:
     if not stack.has_datasets:
         pytest.skip("Llama Stack's own take every purpose")
-    if stack.service is not None:
-        stack.files = stack.service.files
     prefixes = ("/v1",) if stack.release == "0.7.3" else ("/v1", "/v1beta")
     for prefix in prefixes:
         stack.register("one", PAIRS, metadata={"source": "us"})
@@ -163,8 +190,35 @@ def test_datasets_that_are_ours(stack: ExternalStack) -> None:
 def test_rows_of_llama_stacks_own_datasets_are_read_where_it_refuses_the_purpose(stack: ExternalStack) -> None:
     if stack.release != "0.7.3":
         pytest.skip("0.7.3 alone has datasets that are not for post-training")
-    source = {"type": "rows", "rows": QUESTIONS}
-    body = {"dataset_id": "evaluation", "purpose": "eval/question-answer", "source": source}
+    body = {"dataset_id": "theirs", "purpose": "eval/question-answer", "source": {"type": "rows", "rows": QUESTIONS}}
     assert stack.post("/datasets", body, prefix="/v1beta").status_code == 200
-    job = stack.submit(SFT, sft("on-evaluation", "evaluation"))
-    poll(lambda: stack.status(job)["status"] == "completed", "the job completes", timeout=30)
+    stack.wait(stack.submit(SFT, sft("on-theirs", "theirs")), "completed", timeout=30)
+
+
+@pytest.mark.skipif(OGX not in ASKED, reason="upgrades from 0.3.5 end at OGX")
+def test_jobs_of_llama_stack_are_listed_and_followed_by_ogx_and_one_really_trains_there(tmp_path: Path) -> None:
+    before, after = ReleaseStack(tmp_path, "0.3.5"), ExternalStack(tmp_path, OGX)
+    before.start()
+    try:
+        rows = before.register("rows", QUESTIONS)
+        done = before.wait(before.submit(SFT, sft("done", rows)), "completed")
+        before.submit(SFT, held("held", rows))
+        before.wait_for_checkpoint("held")
+        before.submit(DPO, promised("waits-and-is-real", before.register("pairs", PAIRS)))
+        (trainer, *_) = before.processes("held")
+        before.stop()
+        # Not only the server is another one now, but its environment and its run file.
+        with running_external(after):
+            assert after.jobs() == ["done", "held", "waits-and-is-real"]
+            assert after.status("done") == done
+            assert trainer.is_running()
+            after.let_go("held")
+            assert after.wait("held", "completed")["resources_allocated"]["attempt"] == 1
+            trained = after.wait("waits-and-is-real", "completed")
+            assert trained["resources_allocated"]["progress"]["step"] == 6
+            assert (Path(trained["checkpoints"][-1]["path"]) / "model.safetensors").exists()
+            other = {**sft("done", rows), "model": str(tiny_model(tied=False))}
+            after.register("rows", QUESTIONS)
+            assert "exists already" in sentence(after.post(SFT, other), 409)
+    finally:
+        before.kill_tasks()
