@@ -7,7 +7,7 @@ import llama_stack_client
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 asked = json.load(sys.stdin)
-client = LlamaStackClient(base_url=asked["url"], max_retries=0, provider_data={"trl": {"seed": 7}})
+client = LlamaStackClient(base_url=asked["url"], provider_data={"trl": {"seed": 7}})
 post_training = (getattr(client, asked["post_training"]) if asked["post_training"] else client).post_training
 datasets = (getattr(client, asked["datasets"]) if asked["datasets"] else client).datasets
 
@@ -46,5 +46,6 @@ if asked["job_calls"]:
     else:
         raise AssertionError("a job that is not there has a status")
 else:
-    client.post(f"/v1alpha/post-training/jobs/{asked['name']}/cancel", cast_to=object)
+    status = client.get(f"/v1alpha/post-training/jobs/{asked['name']}/status", cast_to=object)
+    seed = status["resources_allocated"]["effective_config"]["seed"]
 print(json.dumps({"client": llama_stack_client.__version__, "seed": seed}))
