@@ -6,9 +6,8 @@ differences that only an external API sees.
     provider data  X-LlamaStack-Provider-Data, in OGX X-OGX-Provider-Data
 """
 
-import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .compat import Api
@@ -18,14 +17,16 @@ __all__ = ["DATASET_LEVELS", "NAME", "OWN_DATASETS", "STACK_DATASETS", "request_
 NAME = "trl_post_training"
 """Of the API. `post_training` would be ignored in favour of Llama Stack's own one in 0.5 and 0.6."""
 
-webmethod: Any = None
-"""Marks a method of the protocol class with a route; None: routes come from `create_router`."""
 try:
-    from llama_stack.schema_utils import webmethod  # up to 0.3
+    from llama_stack import schema_utils as _marks  # up to 0.3
 except ImportError:
-    with contextlib.suppress(ImportError):
-        from llama_stack_api import webmethod  # 0.4 to 0.6
+    try:
+        import llama_stack_api as _marks  # 0.4 to 0.7
+    except ImportError:
+        import ogx_api as _marks
 
+webmethod: Any = getattr(_marks, "webmethod", None)
+"""Marks a method of the protocol class with a route; None: routes come from `create_router`."""
 OWN_DATASETS = webmethod is None
 """Whether we serve datasets: 0.7 refuses to register any for post-training, and OGX has no datasets at all."""
 STACK_DATASETS = hasattr(Api, "datasets")
@@ -33,16 +34,15 @@ STACK_DATASETS = hasattr(Api, "datasets")
 DATASET_LEVELS = ("v1",) if STACK_DATASETS else ("v1", "v1beta")
 """Where ours are served: 0.7 has its own under /v1beta."""
 
-_context: Any = None
-with contextlib.suppress(ImportError):
-    from ogx.core.request_headers import request_provider_data_context as _context
-    from ogx.core.request_headers import user_from_scope
+try:
+    from ogx.core import request_headers as _ogx
+except ImportError:
+    _ogx = None
 
 
 def request_context(headers: Mapping[str, str], scope: Any) -> AbstractContextManager[None]:
     """Has OGX take Llama Stack's header too: a script that sends it need not know what it talks to."""
     theirs, ours = "X-OGX-Provider-Data", headers.get("X-LlamaStack-Provider-Data")
-    if _context is None or ours is None or theirs in headers:
-        return contextlib.nullcontext()
-    found: AbstractContextManager[None] = _context({theirs: ours}, user_from_scope(scope))
-    return found
+    if _ogx is None or ours is None or theirs in headers:
+        return nullcontext()
+    return _ogx.request_provider_data_context({theirs: ours}, _ogx.user_from_scope(scope))

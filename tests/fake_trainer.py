@@ -1,7 +1,8 @@
 """Plays the program that trains, for servers whose environment has no torch: `train_python` is `fake_trainer(directory)`.
 
 The real supervisor starts it by the real launcher; it writes real events and a directory per checkpoint, a step every
-0.02 s, one step per epoch. Jobs whose name contains `real` are trained by this environment's own interpreter, and so is
+0.02 s, one step per epoch. Jobs whose name contains `held` stop before their last step until their run directory has a
+file `go`. Those whose name contains `real` are trained by this environment's own interpreter, and so is
 everything else that an interpreter is asked.
 """
 
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> None:
     rows = job.dataset.num_rows
     events.write(Prepared(total_steps=steps, num_rows=rows, trainable_parameters=1, total_parameters=1))
     for step in range(1, steps + 1):
+        while step == steps and "held" in job.job_uuid and not (spec.parent / "go").exists():
+            time.sleep(STEP)
         time.sleep(STEP)
         events.write(Progress(step=step, epoch=float(step), metrics={"loss": 1.0 / step}, peak_memory_bytes=0))
         if step == 1:

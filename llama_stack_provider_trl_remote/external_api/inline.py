@@ -40,6 +40,7 @@ class ExternalTrl(TrlPostTraining):
         settings = ServiceSettings(
             data_dir=config.data_dir,
             dataset_roots=tuple(config.dataset_roots),
+            train_python=config.train_python,
             min_free_disk_mb=config.min_free_disk_mb,
         )
         self.blobs = Blobs(settings)

@@ -88,9 +88,7 @@ def create_router(impl: Any) -> APIRouter:
     return router
 
 
-def _endpoint(
-    call: Callable[..., Coroutine[Any, Any, Any]], route: Route
-) -> Callable[..., Coroutine[Any, Any, Any]]:
+def _endpoint(call: Callable[..., Coroutine[Any, Any, Any]], route: Route) -> Callable[..., Coroutine[Any, Any, Any]]:
     """A provider's method with the annotations that put its parameters into the body, as Llama Stack does up to 0.6."""
 
     async def endpoint(**fields: Any) -> Any:
