@@ -163,9 +163,9 @@ class CrashingStack(Crashing, LlamaStack):
     def __init__(self, root: Path, workers: int = 1) -> None:
         super().__init__(root)
         if workers > 1:
-            text = self.config.read_text()
+            text = self._config.read_text()
             assert text.count("\nserver:\n") == 1
-            self.config.write_text(text.replace("\nserver:\n", f"\nserver:\n  workers: {workers}\n"))
+            self._config.write_text(text.replace("\nserver:\n", f"\nserver:\n  workers: {workers}\n"))
 
     def request(self, job_uuid: str) -> Json:
         body = sft(job_uuid, "rows")

@@ -63,13 +63,15 @@ class ReleaseStack(LlamaStack):
         else:
             self.service, self.data_dir = service, service.data_dir
             self.environ = {"TRL_SERVICE_URL": service.url, "TRL_SERVICE_DATA_DIR": str(root / "data")}
-            self.config.write_text((REPOSITORY / "run_fsdp.yaml").read_text())
+            self._config.write_text((REPOSITORY / "run_fsdp.yaml").read_text())
         if not self.surface.module:
-            config = yaml.safe_load(self.config.read_text())
-            self.config.write_text(yaml.safe_dump({**config, "external_providers_dir": str(REPOSITORY / "providers.d")}))
+            config = yaml.safe_load(self._config.read_text())
+            self._config.write_text(
+                yaml.safe_dump({**config, "external_providers_dir": str(REPOSITORY / "providers.d")})
+            )
 
     def command(self) -> list[str]:
-        return [str(self.python), "-m", "llama_stack.cli.llama", "stack", "run", str(self.config)]
+        return [str(self.python), "-m", "llama_stack.cli.llama", "stack", "run", str(self._config)]
 
     def launch(self) -> None:
         with pytest.MonkeyPatch.context() as environ:

@@ -38,7 +38,7 @@ class RemoteStack(LlamaStack):
         super().__init__(root)
         self.service = service
         self.data_dir = service.data_dir  # where the processes of its jobs are looked for
-        self.config = service.config
+        self._config = service.config
 
     def launch(self) -> None:
         with pytest.MonkeyPatch.context() as environ:

@@ -209,22 +209,22 @@ class LlamaStack(Server):
         shipped = (REPOSITORY / "run.yaml").read_text()
         # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
         assert shipped.count("device: auto\n") == 1
-        self.config = root / "run.yaml"
-        self.config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
+        self._config = root / "run.yaml"
+        self._config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
 
     def configure(self, **settings: Any) -> None:
         """Change settings of our provider; what Llama Stack reads at its next start."""
-        config = yaml.safe_load(self.config.read_text())
+        config = yaml.safe_load(self._config.read_text())
         (provider,) = config["providers"]["post_training"]
         provider["config"] |= settings
-        self.config.write_text(yaml.safe_dump(config))
+        self._config.write_text(yaml.safe_dump(config))
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        return [str(LLAMA), "stack", "run", str(self.config)]
+        return [str(LLAMA), "stack", "run", str(self._config)]
 
     def launch(self) -> None:
         self.data_dir.mkdir(exist_ok=True)

@@ -59,7 +59,7 @@ def test_list_deps_ends_in_an_environment_that_starts(
     stack = ReleaseStack(tmp_path, release)
     stack.python = python
     stack.environ |= {"TRL_SERVICE_URL": NOWHERE, "TRL_SERVICE_DATA_DIR": str(tmp_path / "data")}
-    stack.config.write_text((REPOSITORY / run).read_text())
+    stack._config.write_text((REPOSITORY / run).read_text())
     stack.start()
     try:
         answer = stack.get("/post-training/jobs")

@@ -41,7 +41,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[TrainingServi
         yield service
 
 
-@pytest.fixture(scope="module", params=[f"{release}-{kind}" for release in ASKED for kind in ("inline", "remote") if release in NATIVE])
+@pytest.fixture(
+    scope="module",
+    params=[f"{release}-{kind}" for release in ASKED for kind in ("inline", "remote") if release in NATIVE],
+)
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ReleaseStack]:
     release, _, kind = request.param.partition("-")
     service = request.getfixturevalue("service") if kind == "remote" else None
@@ -100,7 +103,11 @@ def test_the_promised_payload(stack: ReleaseStack) -> None:
     assert answer.status_code == 200, answer.text
     stack.wait(body["job_uuid"], "completed")
     used = effective(stack, body["job_uuid"])
-    assert (used["dpo"]["reward_scale"], used["dpo"]["reward_clip"], used["optimizer"]["learning_rate"]) == (1.0, 5.0, 5e-5)
+    assert (used["dpo"]["reward_scale"], used["dpo"]["reward_clip"], used["optimizer"]["learning_rate"]) == (
+        1.0,
+        5.0,
+        5e-5,
+    )
 
 
 def test_cancel(stack: ReleaseStack) -> None:
@@ -132,7 +139,10 @@ def test_duplicate(stack: ReleaseStack) -> None:
     ("changes", "field"),
     [
         ({"training_config": {}}, "n_epochs"),
-        ({"training_config": {"n_epochs": 0, "data_config": sft("", "rows")["training_config"]["data_config"]}}, "n_epochs"),
+        (
+            {"training_config": {"n_epochs": 0, "data_config": sft("", "rows")["training_config"]["data_config"]}},
+            "n_epochs",
+        ),
         ({"logger_config": {"type": "wandb"}}, "logger_config="),
         ({"model": "/nowhere"}, "model='/nowhere' is not supported"),
         ({"algorithm_config": {**LORA, "apply_lora_to_output": True}}, "algorithm_config.apply_lora_to_output"),
