@@ -10,7 +10,6 @@ What differs is found by looking (where a name is imported from, what a signatur
     errors              what the server makes of an exception (`to_http`)
 """
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,23 +37,22 @@ except ImportError:
     except ImportError:
         from ogx.core.request_headers import NeedsRequestProviderData
 
-AdapterSpec: Any = None
-with contextlib.suppress(ImportError):
-    from llama_stack.providers.datatypes import AdapterSpec  # up to 0.2.22
-
-# Up to 0.2.17 there are neither: ValueError is the nearest that is shown with its text, as a 400.
-NotFound: type[Exception] = ValueError
-Conflict: type[Exception] = ValueError
 try:
-    from llama_stack.apis.common.errors import ConflictError as Conflict
-    from llama_stack.apis.common.errors import ResourceNotFoundError as NotFound
+    from llama_stack.providers.datatypes import AdapterSpec  # up to 0.2.22
 except ImportError:
-    with contextlib.suppress(ImportError):
-        from llama_stack_api.common.errors import ConflictError as Conflict
-        from llama_stack_api.common.errors import ResourceNotFoundError as NotFound
-    with contextlib.suppress(ImportError):
-        from ogx_api.common.errors import ConflictError as Conflict
-        from ogx_api.common.errors import ResourceNotFoundError as NotFound
+    AdapterSpec = None
+
+try:
+    from llama_stack.apis.common.errors import ConflictError, ResourceNotFoundError
+except ImportError:
+    try:
+        from llama_stack_api.common.errors import ConflictError, ResourceNotFoundError
+    except ImportError:
+        try:
+            from ogx_api.common.errors import ConflictError, ResourceNotFoundError
+        except ImportError:
+            # Up to 0.2.17 there are neither: this is the nearest that is shown with its text, as a 400.
+            ConflictError = ResourceNotFoundError = ValueError
 
 __all__ = [
     "Api",
@@ -73,21 +71,21 @@ _DATASETS = tuple(getattr(Api, name) for name in ("datasetio", "datasets") if ha
 
 
 def _takes_status_codes() -> bool:
-    """Whether a `status_code` of an exception's own is what Llama Stack answers; 0.2 makes it a 500 without its text."""
+    """Whether Llama Stack answers with an exception's own `status_code`; 0.2 makes of it a 500 without its text."""
     try:
         return not metadata.version("llama_stack").startswith("0.2.")
     except metadata.PackageNotFoundError:
         return True
 
 
-class _JobNotFound(NotFound):
+class _JobNotFound(ResourceNotFoundError):
     """Llama Stack answers 404; up to 0.2.17, 400."""
 
     def __init__(self, text: str) -> None:
         Exception.__init__(self, text)  # the base classes' own constructors differ between releases
 
 
-class _JobConflict(Conflict):
+class _JobConflict(ConflictError):
     """Llama Stack answers 409; up to 0.2.17, 400."""
 
     def __init__(self, text: str) -> None:
@@ -160,7 +158,7 @@ async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, 
     datasetio, datasets = (deps[api] for api in _DATASETS)
     try:
         source = (await _ask(datasets.get_dataset, dataset_id=dataset_id)).source
-    except (ValueError, NotFound) as error:
+    except (ValueError, ResourceNotFoundError) as error:
         raise errors.InvalidRequest(field, dataset_id, str(error)) from error
     if source.type == "rows":
         registered: list[dict[str, Any]] = source.rows

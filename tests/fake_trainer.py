@@ -1,4 +1,4 @@
-"""Plays the program that trains, for servers whose environment has no torch: `train_python` is `fake_trainer(directory)`.
+"""Plays the program that trains, for servers without torch: their `train_python` is `fake_trainer(directory)`.
 
 The real supervisor starts it by the real launcher; it writes real events and a directory per checkpoint, a step every
 0.02 s, one step per epoch. Jobs whose name contains `held` stop before their last step until their run directory has a

@@ -73,8 +73,8 @@ def _trouble(python: str) -> str | None:
         return f"{python} has {has}, and this is {__version__}; run there: {INSTALL}"
     if missing := [name for name in NEEDED if name not in found]:
         return (
-            f"{python} has no {', '.join(missing)}; run there: {INSTALL}, or set train_python to an interpreter that has "
-            "them (in the shipped run files, TRL_TRAIN_PYTHON)"
+            f"{python} has no {', '.join(missing)}; run there: {INSTALL}, or set train_python to an interpreter "
+            "that has them (in the shipped run files, TRL_TRAIN_PYTHON)"
         )
     others = [f"{name} {found[name]}" for name, prefix in NEEDED.items() if not found[name].startswith(prefix)]
     if others:

@@ -1,5 +1,5 @@
-"""What `llama stack list-deps` prints for the shipped build files ends in an environment that starts: from a directory of
-wheels, on each release that has the command. Runs where `TRL_RELEASES` asks for it (scripts/test-matrix.sh)."""
+"""What `llama stack list-deps` prints for the shipped build files ends in an environment that starts, from a directory
+of wheels, on each release that has the command. Runs where `TRL_RELEASES` asks for it (scripts/test-matrix.sh)."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
