@@ -43,7 +43,7 @@ class ExternalStack(LlamaStack):
         else:
             self.data_dir, self.files = service.data_dir, service.files
             self.environ |= {"TRL_SERVICE_URL": service.url, "TRL_SERVICE_DATA_DIR": str(root / "data")}
-        self._config.write_text(yaml.safe_dump(config))
+        self.config.write_text(yaml.safe_dump(config))
 
     @property
     def has_datasets(self) -> bool:
@@ -53,8 +53,8 @@ class ExternalStack(LlamaStack):
     def command(self) -> list[str]:
         python = python_of(self.release)
         if self.release == OGX:
-            return [str(python.with_name("ogx")), "run", str(self._config), "--insecure"]
-        return [str(python.with_name("llama")), "stack", "run", str(self._config)]
+            return [str(python.with_name("ogx")), "run", str(self.config), "--insecure"]
+        return [str(python.with_name("llama")), "stack", "run", str(self.config)]
 
     def launch(self) -> None:
         with pytest.MonkeyPatch.context() as environ:
