@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
+from .documented import Documented
 from .options import Priority
 
 DEFAULT_DATA_DIR = "~/.llama/trl"
@@ -23,10 +24,10 @@ def _trusted(entry: str) -> str:
 TrustedModel = Annotated[str, AfterValidator(_trusted)]
 
 
-class TrlConfig(BaseModel):
+class TrlConfig(Documented):
     """Every knob of `inline::trl`; unknown keys are refused when Llama Stack starts."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     data_dir: Path = Path(DEFAULT_DATA_DIR)
     """Everything the provider writes: job database, datasets, run directories, checkpoints."""
@@ -36,7 +37,8 @@ class TrlConfig(BaseModel):
     """Tokens per sequence where a job does not say."""
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
-
+    train_python: Path | None = None
+    """Interpreter that trains; unset: Llama Stack's own. Checked when Llama Stack starts."""
     trust_remote_code: list[TrustedModel] = Field(default_factory=list)
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
 
@@ -63,9 +65,11 @@ class TrlConfig(BaseModel):
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds for which rows that no job refers to any more are kept; none: for ever."""
 
-    @field_validator("data_dir", "checkpoint_roots", mode="after")
+    @field_validator("data_dir", "checkpoint_roots", "train_python", mode="after")
     @classmethod
     def _absolute(cls, value: Any) -> Any:
+        if value is None:
+            return None
         paths = value if isinstance(value, list) else [value]
         absolute = [path.expanduser().absolute() for path in paths]
         return absolute if isinstance(value, list) else absolute[0]
@@ -75,7 +79,16 @@ class TrlConfig(BaseModel):
     def _default_when_empty(cls, value: Any) -> Any:
         return DEFAULT_DATA_DIR if value in (None, "") else value
 
+    @field_validator("train_python", mode="before")
+    @classmethod
+    def _own_when_empty(cls, value: Any) -> Any:
+        return value or None
+
     @classmethod
     def sample_run_config(cls, __distro_dir__: str = "", **kwargs: Any) -> dict[str, Any]:
         """What `llama stack build` writes into a generated run.yaml."""
-        return {"data_dir": "${env.TRL_OUTPUT_DIR:=~/.llama/trl}", "device": "auto"}
+        return {
+            "data_dir": "${env.TRL_OUTPUT_DIR:=~/.llama/trl}",
+            "device": "auto",
+            "train_python": "${env.TRL_TRAIN_PYTHON:=}",
+        }

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .documented import Documented
 from .errors import InvalidRequest
 from .recipes.spec import PreflightMode
 from .requests import LoraFinetuningConfig
@@ -22,10 +23,10 @@ class ProviderData(BaseModel):
     trl: Any = None
 
 
-class EarlyStopping(BaseModel):
+class EarlyStopping(Documented):
     """When to end a job before its last step."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     patience: int = Field(gt=0, le=10**6)
     """Evaluations in a row that are not better."""
@@ -35,10 +36,10 @@ class EarlyStopping(BaseModel):
     """What is looked at."""
 
 
-class ProviderOptions(BaseModel):
+class ProviderOptions(Documented):
     """One job's options; unknown names are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     lora: LoraFinetuningConfig | None = None
     """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""

@@ -7,11 +7,12 @@ strings would turn every POST into a 500.
 import asyncio
 from typing import Any
 
-from .compat import Api, read_rows
+from .compat import read_rows
 from .config import TrlConfig
 from .devices import usable_devices
 from .jobs.store import DATABASE, Store
 from .jobs.supervisor import Supervisor
+from .launch.interpreter import check_interpreter
 from .launch.local import LocalLauncher
 from .options import ProviderOptions
 from .protocol import SubmittingCalls, answers_clearly
@@ -32,8 +33,9 @@ class TrlPostTraining(SubmittingCalls):
     """The provider object inside Llama Stack. Training happens in processes of its own; this imports no torch."""
 
     def __init__(self, config: TrlConfig, deps: dict[Any, Any]) -> None:
-        self.datasets, self.datasetio = deps[Api.datasets], deps[Api.datasetio]
+        self.deps = deps
         devices = usable_devices(config.device)
+        check_interpreter(config.train_python)
         self.settings = Settings(
             data_dir=config.data_dir,
             devices=tuple(devices),
@@ -54,6 +56,7 @@ class TrlPostTraining(SubmittingCalls):
             LocalLauncher(),
             devices,
             config.data_dir,
+            python=str(config.train_python) if config.train_python else None,
             hang_timeout=config.hang_timeout,
             blob_retention=config.blob_retention,
         )
@@ -107,7 +110,7 @@ class TrlPostTraining(SubmittingCalls):
     async def _dataset(
         self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        rows = await read_rows(self.datasets, self.datasetio, dataset_id)
+        rows = await read_rows(self.deps, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
         directory = self.settings.data_dir / "datasets"
         return await asyncio.to_thread(keep_rows, directory, dataset_id, rows, algorithm, data_format)

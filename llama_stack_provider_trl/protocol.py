@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from .compat import NeedsRequestProviderData, to_http
-from .errors import TrlError
+from pydantic import ValidationError
+
+from .compat import NeedsRequestProviderData, answers_requests, to_http
+from .errors import InvalidRequest, TrlError
 from .requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
 from .responses import PostTrainingJob
 
@@ -18,7 +20,8 @@ from .responses import PostTrainingJob
 def answers_clearly[Answer](
     method: Callable[..., Coroutine[Any, Any, Answer]],
 ) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """Turn our errors into those that Llama Stack maps to a status code and a readable text."""
+    """Turn our errors into those that Llama Stack maps to a status code and a readable text, in either of the styles
+    in which it calls providers."""
 
     @functools.wraps(method)
     async def call(*args: Any, **kwargs: Any) -> Answer:
@@ -26,8 +29,13 @@ def answers_clearly[Answer](
             return await method(*args, **kwargs)
         except TrlError as error:
             raise to_http(error) from error
+        except ValidationError as error:
+            # Where Llama Stack checks a body against its own models only, ours look at it here.
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise to_http(InvalidRequest(field, first["input"], first["msg"])) from error
 
-    return call
+    return answers_requests(call)
 
 
 class SubmittingCalls(NeedsRequestProviderData, ABC):

@@ -12,13 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .documented import Documented
+
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
 JOB_UUID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), use_attribute_docstrings=True)
+class _Body(Documented):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
 class DataConfig(_Body):

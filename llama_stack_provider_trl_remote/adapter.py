@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from llama_stack_provider_trl.compat import Api, read_rows
+from llama_stack_provider_trl.compat import read_rows
 from llama_stack_provider_trl.errors import InvalidRows, ServiceUnreachable, StoreError
 from llama_stack_provider_trl.files import Blob, put_rows
 from llama_stack_provider_trl.protocol import SubmittingCalls, answers_clearly
@@ -31,7 +31,7 @@ class TrlRemotePostTraining(SubmittingCalls):
     """The provider object inside Llama Stack. It keeps nothing: the jobs are the service's."""
 
     def __init__(self, config: TrlRemoteConfig, deps: dict[Any, Any]) -> None:
-        self.datasets, self.datasetio = deps[Api.datasets], deps[Api.datasetio]
+        self.deps = deps
         token = config.api_token.get_secret_value() if config.api_token else None
         timeouts = Timeouts(config.connect_timeout, config.read_timeout, config.total_timeout, config.submit_timeout)
         self.client = ServiceClient(config.url, token, timeouts)
@@ -75,10 +75,15 @@ class TrlRemotePostTraining(SubmittingCalls):
         """Give the service the rows that a request names, as far as it does not have them: dataset id -> digest."""
         data = request.training_config.data_config
         named = (data.dataset_id, data.validation_dataset_id) if data is not None else ()
-        return {name: await self._upload(name) for name in dict.fromkeys(named) if name is not None}
+        names = [name for name in dict.fromkeys(named) if name is not None]
+        return {name: await self._upload(name) for name in names if await self._is_ours(name)}
+
+    async def _is_ours(self, dataset_id: str) -> bool:
+        """Whether this Llama Stack has the rows; of others, the service does."""
+        return True
 
     async def _upload(self, dataset_id: str) -> str:
-        rows = await read_rows(self.datasets, self.datasetio, dataset_id)
+        rows = await read_rows(self.deps, dataset_id)
         with tempfile.TemporaryDirectory(prefix="trl-remote-") as directory:
             # In a thread: writing 10,000 rows takes a third of a second, and other requests should not wait for them.
             blob = await asyncio.to_thread(_write, Path(directory), dataset_id, rows)

@@ -109,6 +109,9 @@ class ServiceClient:
         # Without a body aiohttp would call it application/octet-stream, which the service refuses.
         return _json(self.url, await self._call("POST", path, json={} if body is None else body))
 
+    async def delete(self, path: str) -> None:
+        await self._call("DELETE", path)
+
     async def status(self, job_uuid: str) -> Any:
         return await self.get("/v1/post-training/job/status", job_uuid=job_uuid)
 

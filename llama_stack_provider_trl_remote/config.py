@@ -6,7 +6,9 @@ import math
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
+
+from llama_stack_provider_trl.documented import Documented
 
 DEFAULT_URL = "http://127.0.0.1:8322"
 
@@ -29,10 +31,10 @@ def checked_url(url: str) -> str:
     return url.strip().rstrip("/").removesuffix("/v1")
 
 
-class TrlRemoteConfig(BaseModel):
+class TrlRemoteConfig(Documented):
     """What `remote::trl_remote` needs. Other keys belong to the service, which refuses those that it does not know."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     url: str = DEFAULT_URL
     """Address of the service."""

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
+from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
@@ -45,6 +46,7 @@ class Service:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.devices = settings.devices()
+        check_interpreter(settings.train_python)
         self.for_jobs = settings.for_jobs(self.devices)
         self.store = Store(settings.data_dir / DATABASE)
         self.blobs = Blobs(settings)

@@ -82,6 +82,9 @@ class Datasets:
             raise _unknown(dataset_id)
         return shown(entry)
 
+    def holds(self, dataset_id: str) -> bool:
+        return self._path(dataset_id).exists()
+
     def all(self) -> list[Dataset]:
         """Oldest first."""
         entries = (self._parsed(path) for path in self._directory.glob("*.json"))
@@ -190,7 +193,7 @@ class Datasets:
             raise InvalidRequest("source.uri", uri, f"it cannot be looked up: {error}") from error
         if not any(real.is_relative_to(root) for root in self._roots):
             roots = ", ".join(map(str, self._roots)) or "none is configured"
-            hint = f"files must lie below one of the service's dataset_roots ({roots}); or upload the rows"
+            hint = f"files must lie below one of the configured dataset_roots ({roots}); or upload the rows"
             raise InvalidRequest("source.uri", uri, hint)
         if real.suffix.lower() not in READERS:
             raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(READERS)}")

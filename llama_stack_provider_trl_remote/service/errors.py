@@ -14,7 +14,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, JobFailure, JobNotFound, TrlError
+from llama_stack_provider_trl.errors import (
+    InvalidRequest,
+    JobConflict,
+    JobFailure,
+    JobNotFound,
+    ServiceUnreachable,
+    TrlError,
+)
 from llama_stack_provider_trl.recipes.events import Reason
 
 log = logging.getLogger(__name__)
@@ -60,6 +67,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (Conflict, 409),
     (TooLarge, 413),
     (OutOfRange, 416),
+    (ServiceUnreachable, 502),
 )
 _REQUEST_AT_FAULT = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model, Reason.timed_out}
 """Why a preflight can fail that another request mends."""
@@ -99,12 +107,22 @@ def handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _bug)
 
 
+async def answer_to(request: Request, error: Exception) -> Response | None:
+    """The answer to an error of ours, or to a body that is not what a route takes; None: it is neither."""
+    if isinstance(error, RequestValidationError):
+        return await _invalid(request, error)
+    # Providers raise what Llama Stack can show, from the error of ours that it stands for.
+    cause = error if isinstance(error, TrlError) else error.__cause__
+    return await _ours(request, cause) if isinstance(cause, TrlError) else None
+
+
 async def _ours(request: Request, error: Exception) -> Response:
     if isinstance(error.__cause__, OSError) and _disk_full(error.__cause__):
         return answer(507, f"the disk is full: {error}; free some space and send it again")
     if isinstance(error, JobFailure) and error.reason in _REQUEST_AT_FAULT:
         return answer(400, error.message)
-    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    of_its_own = getattr(error, "status_code", 500)
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), of_its_own)
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None

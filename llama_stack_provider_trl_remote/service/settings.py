@@ -154,7 +154,7 @@ class ServiceSettings(_Block):
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
     train_python: Path | None = None
-    """Interpreter that trains and converts datasets; null: the service's own."""
+    """Interpreter that trains and converts datasets; null: the service's own. Checked when the service starts."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
 
@@ -183,6 +183,11 @@ class ServiceSettings(_Block):
     @classmethod
     def _default_address(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value in (None, "") else value
+
+    @field_validator("train_python", mode="before")
+    @classmethod
+    def _own_python(cls, value: Any) -> Any:
+        return None if value == "" else value
 
     @field_validator("api_token", mode="before")
     @classmethod

@@ -223,6 +223,9 @@ class LlamaStack(Server):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def command(self) -> list[str]:
+        return [str(LLAMA), "stack", "run", str(self._config)]
+
     def launch(self) -> None:
         self.data_dir.mkdir(exist_ok=True)
         environ = {
@@ -237,7 +240,7 @@ class LlamaStack(Server):
         }
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                [str(LLAMA), "stack", "run", str(self._config)],
+                self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -316,7 +317,7 @@ def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     ports = free_range()
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec "{sys.executable}" "$@"\nsleep 600\n')
     python.chmod(0o755)
     torchrun = {"nproc_per_node": 2, "master_port": ports.start}
     (tmp_path / "service").mkdir()

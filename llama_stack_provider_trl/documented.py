@@ -1,0 +1,40 @@
+"""Models whose fields are described by the strings below them, in the schemas that they give."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+
+class Documented(BaseModel):
+    """The strings are read when somebody asks for a schema. pydantic's `use_attribute_docstrings` reads them when the
+    class is made, which takes 0.3 s of CPU time at every start of Llama Stack."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for kind in cls.__mro__:
+            if issubclass(kind, Documented) and kind is not Documented:
+                for name, text in _strings_below_fields(kind).items():
+                    if name in properties:
+                        properties[name].setdefault("description", text)
+        return schema
+
+
+@cache
+def _strings_below_fields(model: type) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found

@@ -1,0 +1,86 @@
+"""Whether an interpreter can train: looked at before anything is queued, without importing the libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .. import __version__
+from ..errors import InvalidRequest
+from ..process import child_environment
+
+NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
+"""Distribution -> what its version begins with; the releases that `recipes` is written against."""
+INSTALL = f"pip install 'llama_stack_provider_trl[train]=={__version__}'"
+_OLDEST = (3, 12)
+_TIMEOUT = 60.0
+"""Seconds. It takes 0.1; a cold network disk takes longer."""
+_LOOK = """
+import sys
+found = {}
+if sys.version_info >= (3, 12):
+    import importlib.metadata, importlib.util
+    for name in sys.argv[1:]:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                pass
+    try:
+        import llama_stack_provider_trl
+        found["ours"] = llama_stack_provider_trl.__version__
+    except ImportError:
+        pass
+import json
+print(json.dumps([list(sys.version_info[:2]), found]))
+"""
+
+
+def check_interpreter(python: Path | None) -> None:
+    """Look whether an interpreter can train; None: this process's own.
+
+    Raises:
+        InvalidRequest: it is not there, is too old, or lacks what training needs; says what to do.
+    """
+    if (trouble := _trouble(str(python or sys.executable))) is not None:
+        raise InvalidRequest("train_python", None if python is None else str(python), trouble)
+
+
+def _trouble(python: str) -> str | None:
+    try:
+        done = subprocess.run(
+            [python, "-c", _LOOK, *NEEDED],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            cwd="/",  # as in a run directory, the server's own place is not looked into
+            env=child_environment(os.environ, {}),
+        )
+        version, found = json.loads(done.stdout.splitlines()[-1])
+    except OSError as error:
+        return f"{python} cannot be started ({error.strerror}); name the Python of an environment made with {INSTALL}"
+    except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError):
+        return f"{python} is no working Python; name that of an environment made with {INSTALL}"
+    if tuple(version) < _OLDEST:
+        return f"{python} is Python {version[0]}.{version[1]}; training needs 3.12 or later, and there {INSTALL}"
+    ours = found.pop("ours", None)
+    if ours != __version__:
+        has = f"llama_stack_provider_trl {ours}" if ours else "no llama_stack_provider_trl"
+        return f"{python} has {has}, and this is {__version__}; run there: {INSTALL}"
+    if missing := [name for name in NEEDED if name not in found]:
+        return (
+            f"{python} has no {', '.join(missing)}; run there: {INSTALL}, or set train_python to an interpreter "
+            "that has them (in the shipped run files, TRL_TRAIN_PYTHON)"
+        )
+    others = [f"{name} {found[name]}" for name, prefix in NEEDED.items() if not found[name].startswith(prefix)]
+    if others:
+        fitting = ", ".join(f"{name} {prefix}*" for name, prefix in NEEDED.items() if prefix)
+        return (
+            f"{python} has {', '.join(others)}, and training needs {fitting}; set train_python to the Python of an "
+            f"environment of its own, made with {INSTALL}"
+        )
+    return None

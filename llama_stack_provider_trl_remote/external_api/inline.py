@@ -1,0 +1,79 @@
+"""`inline::trl` behind the external API: the provider as it is, with datasets of its own where the server has none.
+
+No `from __future__ import annotations` here: routes are made from these annotations.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from llama_stack_provider_trl.config import TrlConfig
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.post_training import TrlPostTraining
+from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
+
+from ..service.blobs import Blobs
+from ..service.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
+from ..service.datasets import Datasets
+from ..service.settings import ServiceSettings
+
+
+class ExternalTrlConfig(TrlConfig):
+    """Every knob of `inline::trl`, and one of its datasets."""
+
+    dataset_roots: list[Path] = Field(default_factory=list)
+    """Directories whose files may be named as a dataset's uri (POST /v1/datasets); none: no files."""
+
+    @field_validator("dataset_roots")
+    @classmethod
+    def _all_absolute(cls, value: list[Path]) -> list[Path]:
+        return [path.expanduser().absolute() for path in value]
+
+
+class ExternalTrl(TrlPostTraining):
+    """The provider object."""
+
+    def __init__(self, config: ExternalTrlConfig, deps: dict[Any, Any]) -> None:
+        super().__init__(config, deps)
+        settings = ServiceSettings(
+            data_dir=config.data_dir,
+            dataset_roots=tuple(config.dataset_roots),
+            train_python=config.train_python,
+            min_free_disk_mb=config.min_free_disk_mb,
+        )
+        self.blobs = Blobs(settings)
+        self.registered = Datasets(settings, self.blobs)
+
+    async def initialize(self) -> None:
+        """Make the directories, then start supervising."""
+        self.blobs.prepare()
+        self.registered.prepare()
+        await super().initialize()
+
+    async def register_dataset(self, body: RegisterDataset) -> Dataset:
+        """Register rows or a uri under a name. The same again changes nothing."""
+        if isinstance(body.source, BlobSource):
+            raise InvalidRequest("source.type", "blob", "nothing can be uploaded here: use rows, or a uri")
+        return await self.registered.register(body)
+
+    async def list_datasets(self) -> ListDatasetsResponse:
+        """Every registered dataset, oldest first."""
+        return ListDatasetsResponse(data=await asyncio.to_thread(self.registered.all))
+
+    async def get_dataset(self, dataset_id: str) -> Dataset:
+        """One dataset, without its rows."""
+        return await asyncio.to_thread(self.registered.get, dataset_id)
+
+    async def delete_dataset(self, dataset_id: str) -> None:
+        """Forget a dataset. Jobs that were queued with it keep their rows."""
+        await asyncio.to_thread(self.registered.delete, dataset_id)
+
+    async def _dataset(
+        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        # Ours first: the server's own, where it has any, are asked for what nobody has registered here.
+        if await asyncio.to_thread(self.registered.holds, dataset_id):
+            return await self.registered.fetch(dataset_id, algorithm, data_format)
+        return await super()._dataset(dataset_id, algorithm, data_format)

@@ -1,0 +1,106 @@
+"""Which call is answered where, as marks on a protocol class or as a router: whichever the server takes."""
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Body, Request, Response
+from fastapi.routing import APIRoute
+
+from llama_stack_provider_trl.external import DATASET_LEVELS, OWN_DATASETS, request_context, webmethod
+
+from ..service.errors import answer_to
+
+
+class Route(NamedTuple):
+    call: str
+    """Method of the provider."""
+    method: str
+    path: str
+    """Below each of the levels; what is in braces is a parameter, as is the rest of the call's: of a POST in the body,
+    else in the query."""
+    levels: tuple[str, ...] = ("v1", "v1alpha")
+
+
+ROUTES = (
+    Route("supervised_fine_tune", "POST", "/post-training/supervised-fine-tune"),
+    Route("preference_optimize", "POST", "/post-training/preference-optimize"),
+    Route("get_training_jobs", "GET", "/post-training/jobs"),
+    Route("get_training_job_status", "GET", "/post-training/job/status"),
+    Route("get_training_job_status", "GET", "/post-training/jobs/{job_uuid}/status"),
+    Route("cancel_training_job", "POST", "/post-training/job/cancel"),
+    Route("cancel_training_job", "POST", "/post-training/jobs/{job_uuid}/cancel"),
+    Route("get_training_job_artifacts", "GET", "/post-training/job/artifacts"),
+    Route("get_training_job_artifacts", "GET", "/post-training/jobs/{job_uuid}/artifacts"),
+)
+DATASET_ROUTES = (
+    Route("register_dataset", "POST", "/datasets", DATASET_LEVELS),
+    Route("list_datasets", "GET", "/datasets", DATASET_LEVELS),
+    Route("get_dataset", "GET", "/datasets/{dataset_id:path}", DATASET_LEVELS),
+    Route("delete_dataset", "DELETE", "/datasets/{dataset_id:path}", DATASET_LEVELS),
+)
+"""Where the server's own datasets cannot be trained on, or there are none."""
+
+
+def _declared(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def call(self: Any) -> None:
+        """What it takes and answers is for the provider's own method of this name to say."""
+
+    call.__name__ = name
+    for route in ROUTES:
+        if route.call == name and webmethod is not None:
+            for level in route.levels:
+                call = webmethod(route=route.path, method=route.method, level=level)(call)
+    return call
+
+
+PostTrainingApi = type("PostTrainingApi", (), {route.call: _declared(route.call) for route in ROUTES})
+"""The protocol: what a provider of this API must have."""
+
+
+class _Route(APIRoute):
+    """Answers errors as our service does, `{"detail": ...}`. What is no error of ours is the server's to answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            with request_context(request.headers, request.scope):
+                try:
+                    return await handle(request)
+                except Exception as error:
+                    answer = await answer_to(request, error)
+                    if answer is None:
+                        raise
+                    return answer
+
+        return handler
+
+
+def create_router(impl: Any) -> APIRouter:
+    """The routes of a provider, for servers from 0.7 on."""
+    router = APIRouter(route_class=_Route, tags=["post-training"])
+    for route in (*ROUTES, *(DATASET_ROUTES if OWN_DATASETS else ())):
+        endpoint = _endpoint(getattr(impl, route.call), route)
+        for level in route.levels:
+            code = 204 if route.method == "DELETE" else 200
+            router.add_api_route(f"/{level}{route.path}", endpoint, methods=[route.method], status_code=code)
+    return router
+
+
+def _endpoint(call: Callable[..., Coroutine[Any, Any, Any]], route: Route) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A provider's method with the annotations that put its parameters into the body, as Llama Stack does up to 0.6."""
+
+    async def endpoint(**fields: Any) -> Any:
+        return await call(**fields)
+
+    signature = inspect.signature(call)
+    parameters = [
+        parameter.replace(annotation=Annotated[parameter.annotation, Body(embed=True)])
+        if route.method == "POST" and f"{{{name}}}" not in route.path and name != "body"
+        else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+    endpoint.__name__, endpoint.__doc__ = route.call, call.__doc__
+    endpoint.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return endpoint

@@ -1,0 +1,35 @@
+"""Both providers cost a Llama Stack under 0.3 s and 30 MiB beyond what it takes itself, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+MEASURE = """
+import json, resource, sys, time
+import llama_stack.core.server.server, llama_stack.core.stack
+def mib():
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+before, started = mib(), time.process_time()
+import llama_stack_provider_trl.provider, llama_stack_provider_trl.post_training
+import llama_stack_provider_trl_remote.provider, llama_stack_provider_trl_remote.adapter
+heavy = {"torch", "trl", "transformers", "datasets", "peft", "accelerate", "pandas"} & set(sys.modules)
+print(json.dumps([time.process_time() - started, mib() - before, sorted(heavy)]))
+"""
+
+
+def test_importing_both_providers_is_cheap_and_imports_no_torch() -> None:
+    """CPU time, so that other people's work does not count; the best of three."""
+    runs = [
+        json.loads(subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds for seconds, _, _ in runs) < 0.3, runs
+    assert min(mib for _, mib, _ in runs) < 30, runs
+    assert runs[0][2] == []

@@ -1,0 +1,71 @@
+"""What `llama stack list-deps` prints for the shipped build files ends in an environment that starts, from a directory
+of wheels, on each release that has the command. Runs where `TRL_RELEASES` asks for it (scripts/test-matrix.sh)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract.release_stack import SURFACES, ReleaseStack, sentence
+from tests.releases import constraints_of, python_of
+from tests.tiny import REPOSITORY
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+ASKED = [name for name in os.environ.get("TRL_RELEASES", "").split() if name in SURFACES and not name.startswith("0.2")]
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our distribution, built from the checkout."""
+    directory = tmp_path_factory.mktemp("wheels")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", directory, REPOSITORY]
+    subprocess.run(command, check=True, timeout=300)
+    return directory
+
+
+@pytest.mark.parametrize("release", ASKED)
+@pytest.mark.parametrize(("build", "run"), [("build.yaml", "run.yaml"), ("build_fsdp.yaml", "run_fsdp.yaml")])
+def test_list_deps_ends_in_an_environment_that_starts(
+    release: str, build: str, run: str, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "environment"
+    python = home / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    # The release itself, without our checkout: a .pth in a directory that a .pth names is not read.
+    (site,) = home.glob("lib/python*/site-packages")
+    (release_site,) = python_of(release).parents[1].glob("lib/python*/site-packages")
+    (site / "release.pth").write_text(f"{release_site}\n")
+
+    listed = subprocess.run(
+        [python, "-m", "llama_stack.cli.llama", "stack", "list-deps", REPOSITORY / build],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--find-links", str(wheels)]
+    for line in listed.stdout.splitlines():
+        subprocess.run([*pip, "--constraint", str(constraints_of(release)), *line.split()], check=True, cwd=tmp_path)
+    where = "import llama_stack_provider_trl as ours; print(ours.__file__)"
+    found = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert found.stdout.startswith(str(home)), "our packages come from the wheel"
+
+    stack = ReleaseStack(tmp_path, release)
+    stack.python = python
+    stack.environ |= {"TRL_SERVICE_URL": NOWHERE, "TRL_SERVICE_DATA_DIR": str(tmp_path / "data")}
+    stack._config.write_text((REPOSITORY / run).read_text())
+    stack.start()
+    try:
+        answer = stack.get("/post-training/jobs")
+        if run == "run_fsdp.yaml":
+            assert NOWHERE in sentence(answer, 502)
+        else:
+            assert answer.json() == {"data": []}
+    finally:
+        stack.stop()

@@ -1,0 +1,252 @@
+"""Both providers on every Llama Stack release that has post-training, each a real server of it, from the shipped files.
+
+What trains is played by tests/fake_trainer.py, but for one job on releases whose name stands in `TRAINED`.
+`TRL_RELEASES` says which releases (scripts/test-matrix.sh sets it); CI runs the oldest that needs no second environment
+and the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
+from tests.contract.release_stack import ReleaseStack, full_dpo, running_release, sentence
+from tests.contract.service import TrainingService, running
+from tests.contract.stack import DPO, SFT, Json, poll
+from tests.fake_trainer import fake_trainer
+from tests.releases import NATIVE
+from tests.tiny import tiny_model
+
+# Making a release's environment takes a minute, once.
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+ASKED = os.environ.get("TRL_RELEASES", "0.3.5 0.6.1").split()
+TRAINED = ("0.2.23", "0.3.5", "0.6.1")
+CLIENT = Path(__file__).with_name("release_client.py")
+LONG = 5000
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[TrainingService]:
+    """What remote::trl_remote calls, whichever release it is in."""
+    root = tmp_path_factory.mktemp("service")
+    with running(TrainingService(root, train_python=str(fake_trainer(root)))) as service:
+        yield service
+
+
+@pytest.fixture(
+    scope="module",
+    params=[f"{release}-{kind}" for release in ASKED for kind in ("inline", "remote") if release in NATIVE],
+)
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ReleaseStack]:
+    release, _, kind = request.param.partition("-")
+    service = request.getfixturevalue("service") if kind == "remote" else None
+    with running_release(ReleaseStack(tmp_path_factory.mktemp(request.param), release, service)) as stack:
+        stack.register("rows", QUESTIONS)
+        stack.register("pairs", PAIRS, dataset_type="preference")
+        yield stack
+
+
+def named(stack: ReleaseStack, name: str) -> str:
+    """A job's name that no other release has on the service that they share."""
+    return f"{name}-{stack.release}"
+
+
+def long_job(stack: ReleaseStack, name: str) -> str:
+    body = sft(named(stack, name), "rows")
+    body["training_config"] |= {"n_epochs": LONG, "max_steps_per_epoch": 1}
+    return stack.submit(SFT, body)
+
+
+def effective(stack: ReleaseStack, job: str) -> Json:
+    return dict(stack.status(job)["resources_allocated"]["effective_config"])
+
+
+def test_sft(stack: ReleaseStack) -> None:
+    job = stack.submit(SFT, sft(named(stack, "sft"), "rows", algorithm_config=LORA, checkpoint_dir="results"))
+    done = stack.wait(job, "completed")
+    assert done["job_uuid"] == job
+    assert done["scheduled_at"] <= done["started_at"] <= done["completed_at"]
+    used = effective(stack, job)
+    assert (used["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
+    assert job in stack.jobs()
+    artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
+    assert artifacts == {"job_uuid": job, "checkpoints": done["checkpoints"]}
+    assert done["checkpoints"][-1]["path"] == str(stack.data_dir / "results" / job / "final")
+    # A validation loss that there is not is null on every release, also where its schema demands a number.
+    assert done["checkpoints"][-1]["training_metrics"]["train_loss"] > 0
+    assert done["checkpoints"][-1]["training_metrics"]["validation_loss"] is None
+
+
+def test_dpo(stack: ReleaseStack) -> None:
+    job = stack.submit(DPO, full_dpo(promised(named(stack, "dpo"), "pairs")))
+    stack.wait(job, "completed")
+    used = effective(stack, job)
+    assert (used["model"], used["dpo"]["beta"], used["dpo"]["loss_type"]) == (str(tiny_model()), 0.2, "hinge")
+
+
+def test_the_promised_payload(stack: ReleaseStack) -> None:
+    """Taken as it stands where the provider's annotations are the schema, else a 400 that names what is missing."""
+    body = promised(named(stack, "promised"), "pairs")
+    answer = stack.post(DPO, body)
+    if not stack.surface.lenient:
+        said = sentence(answer)
+        assert all(name in said for name in ("beta", "data_format", "hyperparam_search_config", "logger_config")), said
+        return
+    assert answer.status_code == 200, answer.text
+    stack.wait(body["job_uuid"], "completed")
+    used = effective(stack, body["job_uuid"])
+    assert (used["dpo"]["reward_scale"], used["dpo"]["reward_clip"], used["optimizer"]["learning_rate"]) == (
+        1.0,
+        5.0,
+        5e-5,
+    )
+
+
+def test_cancel(stack: ReleaseStack) -> None:
+    job = long_job(stack, "cancelled")
+    poll(lambda: stack.status(job)["status"] == "in_progress", "the job trains", timeout=30)
+    assert stack.cancel(job).status_code in (200, 204)
+    stack.wait(job, "cancelled")
+    assert not stack.processes(job)
+    assert stack.cancel(job).status_code in (200, 204)  # what a client may repeat
+
+
+def test_unknown_job(stack: ReleaseStack) -> None:
+    answers = [stack.get(f"/post-training/job/{call}", job_uuid="nobody") for call in ("status", "artifacts")]
+    for answer in [*answers, stack.cancel("nobody")]:
+        assert "job 'nobody' not found" in sentence(answer, stack.surface.unknown_job)
+
+
+def test_duplicate(stack: ReleaseStack) -> None:
+    body = sft(named(stack, "twice"), "rows")
+    job = stack.submit(SFT, body)
+    assert stack.submit(SFT, body) == job
+    other = {**body, "training_config": {**body["training_config"], "n_epochs": 2}}
+    assert f"{job!r}" in sentence(stack.post(SFT, other), stack.surface.taken_job)
+    stack.wait(job, "completed")
+    assert "completed already" in sentence(stack.cancel(job), stack.surface.taken_job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"training_config": {}}, "n_epochs"),
+        (
+            {"training_config": {"n_epochs": 0, "data_config": sft("", "rows")["training_config"]["data_config"]}},
+            "n_epochs",
+        ),
+        ({"logger_config": {"type": "wandb"}}, "logger_config="),
+        ({"model": "/nowhere"}, "model='/nowhere' is not supported"),
+        ({"algorithm_config": {**LORA, "apply_lora_to_output": True}}, "algorithm_config.apply_lora_to_output"),
+    ],
+)
+def test_bad_body(stack: ReleaseStack, changes: Json, field: str) -> None:
+    job = named(stack, "bad")
+    assert field in sentence(stack.post(SFT, {**sft(job, "rows"), **changes}))
+    assert job not in stack.jobs()
+
+
+def test_bad_dataset(stack: ReleaseStack) -> None:
+    assert "dataset_id='nowhere'" in sentence(stack.post(SFT, sft(named(stack, "none"), "nowhere")))
+    stack.register("bad", [*QUESTIONS, {"what": "ever"}])
+    assert "row 8: " in sentence(stack.post(SFT, sft(named(stack, "bad-rows"), "bad")))
+
+
+def test_provider_data(stack: ReleaseStack) -> None:
+    job = stack.submit(SFT, sft(named(stack, "options"), "rows"), options={"seed": 7, "max_seq_length": 96})
+    used = effective(stack, job)
+    assert (used["seed"], used["max_seq_length"]) == (7, 96)
+    answer = stack.post(SFT, sft(named(stack, "refused"), "rows"), options={"sead": 7})
+    assert "provider_options.sead=7 is not supported: there is no such option" in sentence(answer)
+    stack.wait(job, "completed")
+
+
+def test_client(stack: ReleaseStack) -> None:
+    """The release's own llama-stack-client, as far as it can: from 0.6 on it asks for a job's status where there is
+    none any more."""
+    surface = stack.surface
+    asked = {
+        "url": stack.url,
+        "model": str(tiny_model()),
+        "name": named(stack, "client"),
+        "rows": QUESTIONS,
+        "post_training": surface.client,
+        "datasets": surface.client_datasets,
+        "job_calls": not surface.job_in_path,
+    }
+    done = subprocess.run(
+        [stack.python, CLIENT], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seed"] == 7
+    if not asked["job_calls"]:
+        assert stack.cancel(asked["name"]).status_code == 200
+    stack.wait(asked["name"], "cancelled")
+
+
+def test_restart_in_mid_job(stack: ReleaseStack) -> None:
+    job = long_job(stack, "survivor")
+    poll(lambda: stack.status(job)["resources_allocated"]["progress"]["step"] > 1, "the job trains", timeout=30)
+    trainers = stack.processes(job)
+    stack.stop()
+    assert all(process.is_running() for process in trainers), "the training ended with Llama Stack"
+    stack.start()
+    after = stack.wait_for_checkpoint(job)
+    assert after["status"] == "in_progress"
+    assert after["resources_allocated"]["attempt"] == 1
+    assert [process.pid for process in stack.processes(job)] == [process.pid for process in trainers]
+    assert stack.cancel(job).status_code in (200, 204)
+    stack.wait(job, "cancelled")
+
+
+def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
+    if stack.service is not None or stack.release not in TRAINED:
+        pytest.skip("trained once per release, by the inline provider")
+    from safetensors.torch import load_file
+
+    body = full_dpo(promised("real", "pairs"))
+    body["training_config"] |= {"n_epochs": 1, "max_steps_per_epoch": 2}
+    done = stack.wait(stack.submit(DPO, body), "completed", timeout=120)
+    final = Path(done["checkpoints"][-1]["path"])
+    tuned, base = (load_file(path / "model.safetensors") for path in (final, tiny_model()))
+    name = "model.embed_tokens.weight"
+    assert not tuned[name].equal(base[name])
+
+
+def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
+    jobs: Any = stack.jobs()
+    assert len(jobs) == len({*jobs}) > 0
+
+
+@pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
+def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directory(tmp_path: Path) -> None:
+    with running_release(ReleaseStack(tmp_path, "0.3.5")) as before:
+        before.register("rows", QUESTIONS)
+        done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
+        under_way, waiting = long_job(before, "under-way"), before.submit(SFT, sft("waiting", "rows"))
+        before.wait_for_checkpoint(under_way)
+        trainers = [process.pid for process in before.processes(under_way)]
+        jobs = before.jobs()
+        before.stop()
+        after = ReleaseStack(tmp_path, "0.6.1")
+        with running_release(after):
+            assert after.jobs() == jobs == ["done", under_way, waiting]
+            assert after.status("done") == done
+            assert after.status(under_way)["status"] == "in_progress"
+            assert [process.pid for process in after.processes(under_way)] == trainers
+            # Sent again by a client that does not know of the upgrade, it is the same job.
+            assert after.submit(SFT, sft("done", "rows")) == "done"
+            assert after.cancel(under_way).status_code == 200
+            after.wait(under_way, "cancelled")
+            assert after.wait(waiting, "completed")["resources_allocated"]["attempt"] == 1
+            after.submit(SFT, sft("new", "rows"))  # the registered dataset is there, too
+            after.wait("new", "completed")
+        before.start()

@@ -1,0 +1,98 @@
+"""`train_python` is looked at before anything is queued, and what it lacks is said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.config import TrlConfig
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.launch.interpreter import NEEDED, check_interpreter
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOOD = {
+    "torch": "2.13.0",
+    "trl": "1.16.0",
+    "transformers": "5.23.0",
+    "peft": "0.21",
+    "accelerate": "1",
+    "datasets": "5",
+}
+
+
+@pytest.fixture
+def python(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Write an interpreter that answers as if it were this version with these distributions."""
+
+    def write(version: tuple[int, int], **found: str) -> Path:
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\necho '{json.dumps([version, found])}'\n")
+        program.chmod(0o755)
+        return program
+
+    return write
+
+
+def refusal(python: Path) -> str:
+    with pytest.raises(
+        InvalidRequest, match=re.escape(f"train_python='{python}' is not supported: {python}")
+    ) as caught:
+        check_interpreter(python)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  # type: ignore[no-untyped-def]
+    check_interpreter(python((3, 12), ours=__version__, **GOOD))
+    check_interpreter(python((3, 13), ours=__version__, **GOOD))
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "said"),
+    [
+        ((3, 9), {}, "is Python 3.9; training needs 3.12 or later"),
+        ((3, 12), {}, f"has no llama_stack_provider_trl, and this is {__version__}"),
+        ((3, 12), {"ours": "0.0.1"}, f"has llama_stack_provider_trl 0.0.1, and this is {__version__}"),
+        (
+            (3, 12),
+            {"ours": __version__, "torch": "2.13.0"},
+            "has no trl, transformers, peft, accelerate, datasets; run",
+        ),
+        (
+            (3, 12),
+            {"ours": __version__, **GOOD, "transformers": "4.57.6"},
+            "has transformers 4.57.6, and training needs",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(python, version, found, said) -> None:  # type: ignore[no-untyped-def]
+    text = refusal(python(version, **found))
+    assert said in text
+    assert f"pip install 'llama_stack_provider_trl[train]=={__version__}'" in text
+
+
+def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
+    assert "cannot be started (No such file or directory)" in refusal(tmp_path / "nowhere")
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o755)
+    assert "is no working Python" in refusal(silent)
+
+
+def test_its_own_interpreter_is_what_an_unset_one_means() -> None:
+    assert TrlConfig.model_validate({"train_python": None}).train_python is None
+    assert TrlConfig.model_validate({"train_python": ""}).train_python is None
+    assert TrlConfig.model_validate({"train_python": sys.executable}).train_python == Path(sys.executable)
+
+
+def test_what_is_looked_for_is_what_the_extra_installs() -> None:
+    extra = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    assert {re.split(r"[<>=]", line)[0] for line in extra} == {*NEEDED}
+    assert "trl>=1.16,<1.17" in extra
+    assert "transformers>=5" in extra
