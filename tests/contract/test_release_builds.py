@@ -39,8 +39,9 @@ def test_list_deps_ends_in_an_environment_that_starts(
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     # The release itself, without our checkout: a .pth in a directory that a .pth names is not read.
     (site,) = home.glob("lib/python*/site-packages")
-    (release_site,) = python_of(release).parents[1].glob("lib/python*/site-packages")
-    (site / "release.pth").write_text(f"{release_site}\n")
+    where = "import llama_stack, pathlib; print(pathlib.Path(llama_stack.__file__).parents[1])"
+    shown = subprocess.run([python_of(release), "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
+    (site / "release.pth").write_text(shown.stdout)
 
     listed = subprocess.run(
         [python, "-m", "llama_stack.cli.llama", "stack", "list-deps", REPOSITORY / build],
