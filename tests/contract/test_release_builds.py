@@ -52,7 +52,10 @@ def test_list_deps_ends_in_an_environment_that_starts(
     )
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--find-links", str(wheels)]
     for line in listed.stdout.splitlines():
-        subprocess.run([*pip, "--constraint", str(constraints_of(release)), *line.split()], check=True, cwd=tmp_path)
+        # Where the release is that of the checkout's own environment, pip would take the checkout for installed.
+        ours = ["--ignore-installed", "--no-deps"] if line == "llama_stack_provider_trl" else []
+        command = [*pip, *ours, "--constraint", str(constraints_of(release)), *line.split()]
+        subprocess.run(command, check=True, cwd=tmp_path)
     where = "import llama_stack_provider_trl as ours; print(ours.__file__)"
     found = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert found.stdout.startswith(str(home)), "our packages come from the wheel"
