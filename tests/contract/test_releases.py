@@ -1,8 +1,8 @@
 """Both providers on every Llama Stack release that has post-training, each a real server of it, from the shipped files.
 
 What trains is played by tests/fake_trainer.py, but for one job on releases whose name stands in `TRAINED`.
-`TRL_RELEASES` says which releases (scripts/test-matrix.sh sets it); CI runs 0.3.5, which needs no second environment, and
-the newest.
+`TRL_RELEASES` says which releases (scripts/test-matrix.sh sets it); CI runs 0.3.5, which needs no second environment,
+and the newest.
 """
 
 from __future__ import annotations
