@@ -39,8 +39,9 @@ def test_list_deps_ends_in_an_environment_that_starts(
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     # The release itself, without our checkout: a .pth in a directory that a .pth names is not read.
     (site,) = home.glob("lib/python*/site-packages")
-    (release_site,) = python_of(release).parents[1].glob("lib/python*/site-packages")
-    (site / "release.pth").write_text(f"{release_site}\n")
+    where = "import llama_stack, pathlib; print(pathlib.Path(llama_stack.__file__).parents[1])"
+    shown = subprocess.run([python_of(release), "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
+    (site / "release.pth").write_text(shown.stdout)
 
     listed = subprocess.run(
         [python, "-m", "llama_stack.cli.llama", "stack", "list-deps", REPOSITORY / build],
@@ -51,7 +52,10 @@ def test_list_deps_ends_in_an_environment_that_starts(
     )
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--find-links", str(wheels)]
     for line in listed.stdout.splitlines():
-        subprocess.run([*pip, "--constraint", str(constraints_of(release)), *line.split()], check=True, cwd=tmp_path)
+        # Where the release is that of the checkout's own environment, pip would take the checkout for installed.
+        ours = ["--ignore-installed", "--no-deps"] if line == "llama_stack_provider_trl" else []
+        command = [*pip, *ours, "--constraint", str(constraints_of(release)), *line.split()]
+        subprocess.run(command, check=True, cwd=tmp_path)
     where = "import llama_stack_provider_trl as ours; print(ours.__file__)"
     found = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert found.stdout.startswith(str(home)), "our packages come from the wheel"
