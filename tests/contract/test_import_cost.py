@@ -12,15 +12,17 @@ pytestmark = pytest.mark.contract
 
 MEASURE = """
 import importlib, json, resource, sys, time
+started = time.process_time()
 import llama_stack.core.server.server, llama_stack.core.stack
 def mib():
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+stack = time.process_time() - started
 before, started = mib(), time.process_time()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 heavy = {"torch", "trl", "transformers", "datasets", "peft", "accelerate", "pandas"} & set(sys.modules)
-print(json.dumps([time.process_time() - started, mib() - before, sorted(heavy)]))
+print(json.dumps([stack, time.process_time() - started, mib() - before, sorted(heavy)]))
 """
 
 OURS = "llama_stack_provider_trl", "llama_stack_provider_trl_remote"
@@ -30,14 +32,14 @@ EXTERNAL = [f"{OURS[1]}.external_api{name}" for name in ("", ".inline", ".remote
 
 @pytest.mark.parametrize("modules", [NATIVE, EXTERNAL], ids=["native", "external"])
 def test_importing_both_providers_is_cheap_and_imports_no_torch(modules: list[str]) -> None:
-    """CPU time, so that waiting does not count; the best of five, since on a busy machine it grows too."""
+    """0.3 s of CPU time where Llama Stack takes 2 s itself, as on a quiet machine; on a busy one both grow."""
     runs = []
-    for _ in range(5):
+    for _ in range(3):
         done = subprocess.run([sys.executable, "-c", MEASURE, *modules], capture_output=True, text=True, check=True)
-        seconds, mib, heavy = json.loads(done.stdout)
+        stack, seconds, mib, heavy = json.loads(done.stdout)
         assert heavy == []
         assert mib < 30
-        runs.append(seconds)
-        if seconds < 0.3:
+        runs.append(seconds / max(1.0, stack / 2.0))
+        if runs[-1] < 0.3:
             break
     assert min(runs) < 0.3, runs
