@@ -29,7 +29,10 @@ NATIVE = {
     "restart in mid-job": ("test_restart_in_mid_job",),
     "llama-stack-client": ("test_client",),
     "a job really trains": ("test_a_job_that_really_trains",),
-    "`list-deps` ends in an environment that starts": ("test_list_deps_ends_in_an_environment_that_starts",),
+    "the build files end in an environment that starts": (
+        "test_list_deps_ends_in_an_environment_that_starts",
+        "test_build_ends_in_an_environment_that_starts",
+    ),
 }
 EXTERNAL = "the same through the external API"
 SPECIAL = {

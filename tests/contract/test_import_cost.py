@@ -31,9 +31,14 @@ EXTERNAL = [f"{OURS[1]}.external_api{name}" for name in ("", ".inline", ".remote
 
 @pytest.mark.parametrize("modules", [NATIVE, EXTERNAL], ids=["native", "external"])
 def test_importing_both_providers_is_cheap_and_imports_no_torch(modules: list[str]) -> None:
-    """CPU time, so that other people's work does not count; the best of three."""
-    command = [sys.executable, "-c", MEASURE, *modules]
-    runs = [json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
-    assert min(seconds for seconds, _, _ in runs) < 0.3, runs
-    assert min(mib for _, mib, _ in runs) < 30, runs
-    assert runs[0][2] == []
+    """CPU time, so that waiting does not count; the best of three, since on a busy machine it grows too."""
+    runs = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", MEASURE, *modules], capture_output=True, text=True, check=True)
+        seconds, mib, heavy = json.loads(done.stdout)
+        assert heavy == []
+        assert mib < 30
+        runs.append(seconds)
+        if seconds < 0.3:
+            break
+    assert min(runs) < 0.3, runs

@@ -4,6 +4,7 @@ of wheels, on each release that has the command. Runs where `TRL_RELEASES` asks 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +61,43 @@ def test_list_deps_ends_in_an_environment_that_starts(
     found = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert found.stdout.startswith(str(home)), "our packages come from the wheel"
 
-    stack = ReleaseStack(tmp_path, release)
+    assert_it_starts(release, python, run, tmp_path)
+
+
+@pytest.mark.skipif("0.2.23" not in os.environ.get("TRL_RELEASES", ""), reason="TRL_RELEASES leaves 0.2.23 out")
+@pytest.mark.skipif(shutil.which("uv") is None, reason="`llama stack build` installs with uv, which is not on the PATH")
+@pytest.mark.parametrize("release", ["0.2.23"])
+def test_build_ends_in_an_environment_that_starts(release: str, wheels: Path, tmp_path: Path) -> None:
+    """`llama stack build`, which 0.3 has no longer."""
+    home = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    command = [
+        "stack",
+        "build",
+        "--config",
+        REPOSITORY / "build_fsdp.yaml",
+        "--image-type",
+        "venv",
+        "--image-name",
+        home,
+    ]
+    environ = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "VIRTUAL_ENV": str(home),
+        "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+        "UV_CONSTRAINT": str(constraints_of(release)),
+        "UV_FIND_LINKS": str(wheels),
+    }
+    program = [python_of(release), "-m", "llama_stack.cli.llama"]
+    subprocess.run([*program, *command], check=True, cwd=tmp_path, env=environ, timeout=500)
+    assert_it_starts(release, home / "bin" / "python", "run_fsdp.yaml", tmp_path)
+
+
+def assert_it_starts(release: str, python: Path, run: str, root: Path) -> None:
+    stack = ReleaseStack(root, release)
     stack.python = python
-    stack.environ |= {"TRL_SERVICE_URL": NOWHERE, "TRL_SERVICE_DATA_DIR": str(tmp_path / "data")}
+    stack.environ |= {"TRL_SERVICE_URL": NOWHERE, "TRL_SERVICE_DATA_DIR": str(root / "data")}
     stack._config.write_text((REPOSITORY / run).read_text())
     stack.start()
     try:
