@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, StringConstraints
 
+from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.spec import Algorithm
 from llama_stack_provider_trl.requests import (
@@ -140,8 +141,8 @@ class PreflightResponse(BaseModel):
     warnings: list[str]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Body(Documented):
+    model_config = ConfigDict(extra="forbid")
 
 
 class JobName(_Body):

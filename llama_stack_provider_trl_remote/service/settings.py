@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
 from llama_stack_provider_trl.config import TrustedModel
 from llama_stack_provider_trl.devices import usable_devices
+from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.options import Priority
 from llama_stack_provider_trl.recipes.spec import Prefetch, ShardingSpec, ShardingStrategy
@@ -24,10 +25,8 @@ class SettingsError(TrlError, ValueError):
     """Raised when the service cannot start with its settings; says which one, and what to write instead."""
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, hide_input_in_errors=True
-    )
+class _Block(Documented):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
 
 class FsdpConfig(_Block):

@@ -33,8 +33,9 @@ class ExternalStack(LlamaStack):
         self.called = "OGX" if release == OGX else f"Llama Stack {release}"
         self.files = root / "files"
         self.environ = {"TRL_EXTERNAL_APIS": str(REPOSITORY / "external_apis.d"), "OGX_LOG_WIDTH": "1000"}
-        run_file = f"run_{'ogx' if release == OGX else 'external'}{'' if service is None else '_fsdp'}.yaml"
-        config = yaml.safe_load((REPOSITORY / run_file).read_text())
+        shipped = f"run_{'ogx' if release == OGX else 'external'}{'' if service is None else '_fsdp'}.yaml"
+        config = yaml.safe_load((REPOSITORY / shipped).read_text())
+        self.run_file = root / shipped
         if service is None:
             self.files.mkdir(exist_ok=True)
             self.environ["TRL_TRAIN_PYTHON"] = str(fake_trainer(root))
@@ -43,7 +44,7 @@ class ExternalStack(LlamaStack):
         else:
             self.data_dir, self.files = service.data_dir, service.files
             self.environ |= {"TRL_SERVICE_URL": service.url, "TRL_SERVICE_DATA_DIR": str(root / "data")}
-        self.config.write_text(yaml.safe_dump(config))
+        self.run_file.write_text(yaml.safe_dump(config))
 
     @property
     def has_datasets(self) -> bool:
@@ -53,8 +54,8 @@ class ExternalStack(LlamaStack):
     def command(self) -> list[str]:
         python = python_of(self.release)
         if self.release == OGX:
-            return [str(python.with_name("ogx")), "run", str(self.config), "--insecure"]
-        return [str(python.with_name("llama")), "stack", "run", str(self.config)]
+            return [str(python.with_name("ogx")), "run", str(self.run_file), "--insecure"]
+        return [str(python.with_name("llama")), "stack", "run", str(self.run_file)]
 
     def launch(self) -> None:
         with pytest.MonkeyPatch.context() as environ:
