@@ -1,6 +1,6 @@
 """Release x feature, from the results of the suite of releases, into docs/compatibility.md.
 
-    python -m tests.release_table RESULTS.xml      (scripts/test-matrix.sh does it)
+    python -m tests.release_table RESULTS.xml...      (scripts/test-matrix.sh does it)
 
 A cell says yes where every test of the feature passed, for both providers; other releases keep their column.
 """
@@ -46,9 +46,9 @@ SPECIAL = {
 """What yes means there; an empty release: everywhere else."""
 
 
-def main(results: Path) -> None:
+def main(results: list[Path]) -> None:
     outcomes: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for case in xml.parse(results).getroot().iter("testcase"):
+    for case in (case for path in results for case in xml.parse(path).getroot().iter("testcase")):
         name, _, parameters = case.attrib["name"].partition("[")
         release = next((release for release in RELEASES if release in parameters), None)
         if release is None:
@@ -91,4 +91,4 @@ def _cells(table: str) -> dict[tuple[str, str], str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(name) for name in sys.argv[1:]])
