@@ -128,6 +128,7 @@ class Saver:
                 self._write(snapshot, model, tokenizer, staging)
                 ranks.together(lambda: self._finish(staging, announce), self._group)
             except BaseException as error:
+                faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = _cause(error)
             finally:  # a full disk must not stay full because of us
                 if ranks.rank() == 0:
@@ -137,10 +138,13 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did. Waits for nothing else."""
-        # Not once the thread has ended: rank 0 still removes files then, and while it went on to the next step the
-        # others would end without a word, and with them the reason.
-        if self._error is not None or not self.busy:
+        """Raise what went wrong in the background, if anything did; every rank must call it after the same step.
+
+        Waits for nothing else.
+        """
+        # All ranks stop after the same step or none does. One that noticed a step later than the others would wait for
+        # them in that step's collectives while they end without a word, and with it the reason, which it alone knows.
+        if self._thread is not None and ranks.anywhere(self._error is not None or not self.busy):
             self.wait()
 
     def wait(self, due: int | None = None) -> None:

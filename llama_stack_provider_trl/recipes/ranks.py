@@ -69,6 +69,15 @@ def agree(number: int) -> int:
     return int(said)
 
 
+def anywhere(here: bool) -> bool:
+    """Whether any rank says so. Every rank must call it, in the same order as its other collectives."""
+    if world_size() == 1:
+        return here
+    said = torch.tensor([int(here)])
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=cpu_group())
+    return bool(said)
+
+
 def wait_for_all() -> None:
     """Return when every rank has come this far."""
     if world_size() > 1:

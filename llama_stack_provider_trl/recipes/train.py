@@ -25,7 +25,7 @@ from .spec import AttemptSpec, JobSpec
 _BALLAST = 64 << 10
 """Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""
 
-_WAIT_FOR_THE_END = 5.0
+_WAIT_FOR_THE_END = 15.0
 """Seconds. torchrun looks five times a second."""
 
 

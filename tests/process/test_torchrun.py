@@ -142,6 +142,16 @@ def test_the_rank_that_failed_is_named_with_the_end_of_its_traceback(world: Worl
     assert_clean(world.root)
 
 
+def test_the_rank_that_found_the_disk_full_is_believed_though_the_other_knows_first(world: World) -> None:
+    (world.root / "faults" / "saving-3").write_text("full")
+    (world.root / "faults" / "unsaved-0").write_text("delay 1")
+    world.add("job", "dpo-full", **TWO_RANKS, retries=0)
+    world.until(lambda: world.state("job") is JobState.failed)
+    job = world.store.get("job")
+    assert job.reason is Reason.disk_full, job.message
+    assert_clean(world.root)
+
+
 def test_a_pause_and_a_cancel_reach_every_rank(world: World) -> None:
     world.add("job", "dpo-full", **TWO_RANKS)
     world.until(lambda: world.store.get("job").progress.step > 1)
