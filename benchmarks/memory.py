@@ -75,9 +75,9 @@ class Case:
         return " ".join(part for part in parts if part)
 
 
-SMALL, MIDDLE, LARGE = Shape(512, 8, 4096), Shape(1024, 8), Shape(1536, 8)
+SMALL, MIDDLE, LARGE = Shape(512, 8, 4096), Shape(768, 8), Shape(1280, 6)
 DEEP, WIDE = Shape(640, 20, 4096, 2), Shape(768, 6, 32000)
-HUGE = Shape(2048, 8, 16384)
+HUGE = Shape(1536, 6, 16384)
 
 CASES = [
     Case("sft", LARGE, False, False, 2, 256),
