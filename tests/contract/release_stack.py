@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import requests
 import yaml
 
 from tests.contract.service import TrainingService
-from tests.contract.stack import DPO, Json, LlamaStack
+from tests.contract.stack import Json, LlamaStack
 from tests.fake_trainer import fake_trainer
 from tests.releases import python_of
 from tests.tiny import REPOSITORY
@@ -107,23 +105,6 @@ def sentence(answer: requests.Response, status_code: int = 400) -> str:
     return said if isinstance(said, str) else json.dumps(said)
 
 
-@contextmanager
-def running_release(stack: ReleaseStack) -> Iterator[ReleaseStack]:
-    """Fails the test where a process outlives its job or the server does not end properly."""
-    stack.start()
-    try:
-        yield stack
-        assert stack.runs(), f"{stack.called} ended by itself\n{stack.log_tail()}"
-        survivors = stack.end_jobs()
-        assert not survivors, f"processes outlived their jobs: {survivors}"
-    finally:
-        try:
-            if stack.runs():
-                stack.stop()
-        finally:
-            stack.kill_tasks()
-
-
 def full_dpo(body: Json) -> Json:
     """The promised payload with all that a release demands which has its own schema."""
     training = body["training_config"]
@@ -140,6 +121,3 @@ def full_dpo(body: Json) -> Json:
         "hyperparam_search_config": {},
         "logger_config": {},
     }
-
-
-__all__ = ["DPO", "SURFACES", "ReleaseStack", "Surface", "full_dpo", "running_release", "sentence"]

@@ -280,13 +280,13 @@ class LlamaStack(Server):
 
 
 @contextmanager
-def running_stack(root: Path) -> Iterator[LlamaStack]:
-    """A server for a test; fails it if a training process outlives its job or the server does not end properly."""
-    stack = LlamaStack(root)
+def serving[Stack: LlamaStack](stack: Stack) -> Iterator[Stack]:
+    """Run a server for a block; fails the test if a training process outlives its job or the server does not end
+    properly."""
     stack.start()
     try:
         yield stack
-        assert stack.runs(), f"Llama Stack ended by itself\n{stack.log_tail()}"
+        assert stack.runs(), f"{stack.called} ended by itself\n{stack.log_tail()}"
         survivors = stack.end_jobs()
         assert not survivors, f"processes outlived their jobs: {survivors}"
     finally:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import requests
 
-from tests.contract.external import EXTERNAL, ExternalStack, running_external
+from tests.contract.external import EXTERNAL, ExternalStack
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.release_stack import ReleaseStack, sentence
 from tests.contract.service import TrainingService, running
-from tests.contract.stack import DPO, SFT, Json
+from tests.contract.stack import DPO, SFT, Json, serving
 from tests.fake_trainer import fake_trainer
 from tests.releases import OGX
 from tests.tiny import tiny_model
@@ -37,13 +37,13 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     release, kind = request.param
     root = tmp_path_factory.mktemp(f"external-{release}-{kind}")
     if kind == "inline":
-        with running_external(ExternalStack(root, release)) as stack:
+        with serving(ExternalStack(root, release)) as stack:
             yield stack
         return
     (root / "service").mkdir()
     with (
         running(TrainingService(root / "service", train_python=str(fake_trainer(root)))) as service,
-        running_external(ExternalStack(root, release, service)) as stack,
+        serving(ExternalStack(root, release, service)) as stack,
     ):
         yield stack
 
@@ -216,7 +216,7 @@ def test_jobs_of_llama_stack_are_listed_and_followed_by_ogx_and_those_that_wait_
         (trainer, *_) = before.processes("held")
         before.stop()
         # Not only the server is another one now, but its environment and its run file.
-        with running_external(ExternalStack(tmp_path, OGX)) as after:
+        with serving(ExternalStack(tmp_path, OGX)) as after:
             assert after.jobs() == ["done", "held", "waits"]
             assert after.status("done") == done
             assert trainer.is_running()

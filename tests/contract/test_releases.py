@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
-from tests.contract.release_stack import ReleaseStack, full_dpo, running_release, sentence
+from tests.contract.release_stack import ReleaseStack, full_dpo, sentence
 from tests.contract.service import TrainingService, running
-from tests.contract.stack import DPO, SFT, Json, poll
+from tests.contract.stack import DPO, SFT, Json, poll, serving
 from tests.fake_trainer import fake_trainer
 from tests.releases import NATIVE
 from tests.tiny import tiny_model
@@ -49,7 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[TrainingServi
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ReleaseStack]:
     release, _, kind = request.param.partition("-")
     service = request.getfixturevalue("service") if kind == "remote" else None
-    with running_release(ReleaseStack(tmp_path_factory.mktemp(request.param), release, service)) as stack:
+    with serving(ReleaseStack(tmp_path_factory.mktemp(request.param), release, service)) as stack:
         stack.register("rows", QUESTIONS)
         stack.register("pairs", PAIRS, dataset_type="preference")
         yield stack
@@ -229,7 +229,7 @@ def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
 
 @pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
 def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directory(tmp_path: Path) -> None:
-    with running_release(ReleaseStack(tmp_path, "0.3.5")) as before:
+    with serving(ReleaseStack(tmp_path, "0.3.5")) as before:
         before.register("rows", QUESTIONS)
         done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
         under_way, waiting = long_job(before, "under-way"), before.submit(SFT, sft("waiting", "rows"))
@@ -238,7 +238,7 @@ def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directo
         jobs = before.jobs()
         before.stop()
         after = ReleaseStack(tmp_path, "0.6.1")
-        with running_release(after):
+        with serving(after):
             assert after.jobs() == jobs == ["done", under_way, waiting]
             assert after.status("done") == done
             assert after.status(under_way)["status"] == "in_progress"
