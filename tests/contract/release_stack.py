@@ -30,6 +30,8 @@ class Surface:
     """The provider's own annotations are the schema: the promised payload is taken as it stands."""
     unknown_job: int = 404
     taken_job: int = 409
+    unreachable: int = 502
+    """The service does not answer."""
     client: str = "alpha"
     """What of the SDK has `post_training`; the same for `datasets`."""
     client_datasets: str = "beta"
@@ -38,7 +40,9 @@ class Surface:
 
 
 SURFACES = {
-    "0.2.14": Surface("/v1", "/v1", unknown_job=400, taken_job=400, client="", client_datasets="", module=False),
+    "0.2.14": Surface(
+        "/v1", "/v1", unknown_job=400, taken_job=400, unreachable=504, client="", client_datasets="", module=False
+    ),
     "0.2.23": Surface("/v1", "/v1", client="", client_datasets=""),
     "0.3.5": Surface("/v1", "/v1", client_datasets=""),
     "0.4.7": Surface(),

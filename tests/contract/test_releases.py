@@ -179,6 +179,7 @@ def test_client(stack: ReleaseStack) -> None:
         "model": str(tiny_model()),
         "name": named(stack, "client"),
         "rows": QUESTIONS,
+        "dpo": full_dpo(promised(named(stack, "client-dpo"), "pairs")),
         "post_training": surface.client,
         "datasets": surface.client_datasets,
         "job_calls": not surface.job_in_path,
@@ -191,6 +192,20 @@ def test_client(stack: ReleaseStack) -> None:
     if not asked["job_calls"]:
         assert stack.cancel(asked["name"]).status_code == 200
     stack.wait(asked["name"], "cancelled")
+    stack.wait(asked["dpo"]["job_uuid"], "completed")
+
+
+def test_a_service_that_is_down_is_named(stack: ReleaseStack) -> None:
+    if stack.service is None:
+        pytest.skip("the inline provider calls no service")
+    stack.service.stop()
+    try:
+        answers = [stack.get("/post-training/jobs"), stack.post(SFT, sft(named(stack, "unheard"), "rows"))]
+        for answer in answers:
+            assert stack.service.url in sentence(answer, stack.surface.unreachable)
+    finally:
+        stack.service.start()
+    assert named(stack, "unheard") not in stack.jobs()
 
 
 def test_restart_in_mid_job(stack: ReleaseStack) -> None:
@@ -250,4 +265,19 @@ def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directo
             assert after.wait(waiting, "completed")["resources_allocated"]["attempt"] == 1
             after.submit(SFT, sft("new", "rows"))  # the registered dataset is there, too
             after.wait("new", "completed")
+        before.start()
+
+
+@pytest.mark.skipif(not {"0.2.23", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
+def test_jobs_of_0_2_are_listed_by_0_6_1_and_its_datasets_must_be_registered_anew(tmp_path: Path) -> None:
+    with serving(ReleaseStack(tmp_path, "0.2.23")) as before:
+        before.register("rows", QUESTIONS)
+        done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
+        before.stop()
+        after = ReleaseStack(tmp_path, "0.6.1")
+        with serving(after):
+            assert after.status("done") == done
+            assert "dataset_id='rows'" in sentence(after.post(SFT, sft("new", "rows")))
+            after.register("rows", QUESTIONS)
+            after.wait(after.submit(SFT, sft("new", "rows")), "completed")
         before.start()
