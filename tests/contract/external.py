@@ -49,6 +49,13 @@ class ExternalStack(LlamaStack):
         """Whether datasets are ours."""
         return self.release in ("0.7.3", OGX)
 
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Those for provider data that our own routes look at."""
+        if self.release == OGX:
+            return "X-LlamaStack-Provider-Data", "X-OGX-Provider-Data"
+        return ("X-LlamaStack-Provider-Data",) if self.has_datasets else ()
+
     def command(self) -> list[str]:
         python = python_of(self.release)
         if self.release == OGX:

@@ -32,6 +32,8 @@ class Surface:
     taken_job: int = 409
     unreachable: int = 502
     """The service does not answer."""
+    broken: int = 500
+    """The data directory cannot be written."""
     client: str = "alpha"
     """What of the SDK has `post_training`; the same for `datasets`."""
     client_datasets: str = "beta"
@@ -41,9 +43,17 @@ class Surface:
 
 SURFACES = {
     "0.2.14": Surface(
-        "/v1", "/v1", unknown_job=400, taken_job=400, unreachable=504, client="", client_datasets="", module=False
+        "/v1",
+        "/v1",
+        unknown_job=400,
+        taken_job=400,
+        unreachable=504,
+        broken=504,
+        client="",
+        client_datasets="",
+        module=False,
     ),
-    "0.2.23": Surface("/v1", "/v1", client="", client_datasets=""),
+    "0.2.23": Surface("/v1", "/v1", broken=502, client="", client_datasets=""),
     "0.3.5": Surface("/v1", "/v1", client_datasets=""),
     "0.4.7": Surface(),
     "0.6.1": Surface(job_in_path=True, lenient=False),
@@ -79,6 +89,8 @@ class ReleaseStack(LlamaStack):
         with pytest.MonkeyPatch.context() as environ:
             for name, value in self.environ.items():
                 environ.setenv(name, value)
+            # The environments are installed uncompiled: every start takes 6 s more where the first one leaves nothing.
+            environ.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
             super().launch()
 
     def get(self, path: str, *, prefix: str | None = None, **params: Any) -> requests.Response:

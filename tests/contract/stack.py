@@ -252,7 +252,7 @@ class LlamaStack(Server):
     def wait_until_it_answers(self) -> None:
         assert self.process is not None
         try:
-            poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
+            poll(self._healthy, "Llama Stack answers /v1/health", timeout=120)
         except AssertionError as error:
             self.process.kill()
             self.process.wait()

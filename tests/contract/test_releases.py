@@ -77,6 +77,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert done["scheduled_at"] <= done["started_at"] <= done["completed_at"]
     used = effective(stack, job)
     assert (used["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
+    assert used["max_steps_per_epoch"] is None, "one step per epoch, which 0.6 fills in, is nothing that was asked for"
     assert job in stack.jobs()
     artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
     assert artifacts == {"job_uuid": job, "checkpoints": done["checkpoints"]}
@@ -161,6 +162,22 @@ def test_bad_dataset(stack: ReleaseStack) -> None:
     assert "row 8: " in sentence(stack.post(SFT, sft(named(stack, "bad-rows"), "bad")))
 
 
+def test_rows_that_cannot_be_stored_are_an_error_with_its_text(stack: ReleaseStack) -> None:
+    if stack.service is not None:
+        pytest.skip("the service's own tests break its disk")
+    stack.register("unstored", [*QUESTIONS, {"prompt": "Anything else?", "completion": "No."}])
+    datasets = stack.data_dir / "datasets"
+    aside = datasets.rename(stack.root / "aside")
+    datasets.touch()
+    try:
+        said = sentence(stack.post(SFT, sft(named(stack, "unstored"), "unstored")), stack.surface.broken)
+    finally:
+        datasets.unlink()
+        aside.rename(datasets)
+    assert "dataset 'unstored' cannot be stored: " in said
+    assert named(stack, "unstored") not in stack.jobs()
+
+
 def test_provider_data(stack: ReleaseStack) -> None:
     job = stack.submit(SFT, sft(named(stack, "options"), "rows"), options={"seed": 7, "max_seq_length": 96})
     used = effective(stack, job)
@@ -235,6 +252,16 @@ def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
     tuned, base = (load_file(path / "model.safetensors") for path in (final, tiny_model()))
     name = "model.embed_tokens.weight"
     assert not tuned[name].equal(base[name])
+
+
+@pytest.mark.parametrize("release", [release for release in ASKED if release in NATIVE])
+def test_an_interpreter_that_cannot_train_is_named_at_the_start(release: str, tmp_path: Path) -> None:
+    stack = ReleaseStack(tmp_path, release)
+    stack.environ["TRL_TRAIN_PYTHON"] = "/nowhere/python"
+    with pytest.raises(AssertionError, match="ended by itself"):
+        stack.start()
+    said = "train_python='/nowhere/python' is not supported: /nowhere/python cannot be started"
+    assert said in " ".join(stack.log.read_text().split())
 
 
 def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
