@@ -241,6 +241,14 @@ def test_a_file_that_changes_is_read_again_and_one_that_vanishes_is_told(service
     assert service.post(SFT, sft("before", "changing")).status_code == 200  # a job that is there needs no rows
 
 
+def test_registered_rows_that_somebody_removed_are_asked_for_again(service: TrainingService) -> None:
+    rows = [{"prompt": "Whose rows are these?", "completion": "Nobody's any more."}]
+    service.register("removed", rows)
+    stored = json.dumps(rows[0], separators=(",", ":")).encode() + b"\n"
+    (service.data_dir / "datasets" / f"{hashlib.sha256(stored).hexdigest()}.jsonl").unlink()
+    assert "are gone: register it again" in refusal(service.post(SFT, sft("rowless", "removed")))
+
+
 def test_a_hub_dataset_that_is_not_at_hand_is_told_at_the_job(service: TrainingService) -> None:
     register(service, "hub", "huggingface://datasets/nobody/nothing?split=train")
     assert "dataset 'hub'" in refusal(service.post(SFT, sft("refused", "hub")))
