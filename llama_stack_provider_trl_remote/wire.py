@@ -181,3 +181,11 @@ class CheckpointAnswer(_Message):
     """Paths to upload; empty: it is in place."""
     path: str = ""
     """Where it is, once in place."""
+
+
+class Stored(_Message):
+    """The answer to events, logs and files of checkpoints: 200 where they were appended, 409 (with a `detail` beside
+    it) where the offset was another than `size`. A file of a checkpoint comes in pieces: PUT with `?sha256=&offset=`."""
+
+    size: int
+    """Bytes that the service has of the file now."""
