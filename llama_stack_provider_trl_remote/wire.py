@@ -184,8 +184,8 @@ class CheckpointAnswer(_Message):
 
 
 class Stored(_Message):
-    """The answer to events, logs and files of checkpoints: 200 where they were appended, 409 (with a `detail` beside
-    it) where the offset was another than `size`. A file of a checkpoint comes in pieces: PUT with `?sha256=&offset=`."""
+    """The answer to events, logs and files of checkpoints, which come in pieces that name their offset. Where a piece
+    does not fit to what is there, the answer is 409, with the size in the header Upload-Offset."""
 
     size: int
     """Bytes that the service has of the file now."""

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
 
-from ..client import ServiceClient, Timeouts, _Answer, job_path
+from ..client import Answer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
 from ..wire import (
     POLL_SECONDS,
@@ -85,7 +85,7 @@ class NodeClient(ServiceClient):
         # Little more than that: after a cut link, the sooner the next one goes out the better.
         limit = POLL_SECONDS + 2.0
         body = poll.model_dump(mode="json")
-        answer = await self._json("POST", f"{self._home}/poll", body, read=limit, total=limit)
+        answer = await self._json("POST", f"{self._home}/poll", body, limit)
         return Orders.model_validate(answer)
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:
@@ -102,9 +102,7 @@ class NodeClient(ServiceClient):
         size = sum(file.size for file in report.files)
         limit = 60.0 + size / (32 << 20)
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}"
-        return CheckpointAnswer.model_validate(
-            await self._json("POST", path, report.model_dump(mode="json"), read=limit, total=limit)
-        )
+        return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
 
     async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
         """Send a file of a checkpoint, from where the service has it on."""
@@ -159,8 +157,8 @@ class NodeClient(ServiceClient):
     def _task(self, task_id: str) -> str:
         return f"{self._home}/tasks/{quote(task_id)}"
 
-    async def _json(self, method: str, path: str, body: Any, **limits: float) -> Any:
-        return json.loads((await self._call(method, path, json=body, **limits)).body)
+    async def _json(self, method: str, path: str, body: Any, limit: float | None = None) -> Any:
+        return json.loads((await self._call(method, path, json=body, read=limit, total=limit)).body)
 
     async def _append(self, method: str, path: str, offset: int, data: bytes) -> int:
         try:
@@ -186,13 +184,10 @@ class NodeClient(ServiceClient):
                 size -= len(chunk)
                 yield chunk
 
-    def _refusal(self, path: str, answer: _Answer) -> Exception:
+    def _refusal(self, path: str, answer: Answer) -> Exception:
         error = super()._refusal(path, answer)
-        if isinstance(error, ServiceRefusal) and error.status == 409:
-            try:
-                return Behind(self.url, error.detail, int(json.loads(answer.body)["size"]))
-            except (ValueError, KeyError, TypeError):
-                pass
+        if isinstance(error, ServiceRefusal) and error.status == 409 and (answer.offset or "").isdigit():
+            return Behind(self.url, error.detail, int(answer.offset or 0))
         return error
 
 
@@ -203,5 +198,3 @@ def is_gone(error: BaseException) -> bool:
 
 def _checkpoint(job_uuid: str, checkpoint: str) -> str:
     return job_path(job_uuid, f"/checkpoints/{quote(checkpoint, safe='')}")
-
-

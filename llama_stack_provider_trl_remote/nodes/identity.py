@@ -30,7 +30,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPORTED = ("torch", "trl", "transformers", "peft")
 _QUERY = ("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
 _LOOK = (
-    "import json, sys; from importlib import metadata as m; found = dict(python='.'.join(map(str, sys.version_info[:3])))\n"
+    "import json, sys; from importlib import metadata as m\n"
+    "found = dict(python='.'.join(map(str, sys.version_info[:3])))\n"
     "for name in sys.argv[1:]:\n"
     "    try: found[name] = m.version(name)\n"
     "    except m.PackageNotFoundError: found[name] = ''\n"
@@ -96,7 +97,9 @@ def reachable_address(url: str, environ: Mapping[str, str]) -> str:
         try:
             address = ipaddress.ip_address(chosen)
         except ValueError as error:
-            raise NodeError(f"{ADDRESS}={chosen!r} is no IP address: give the one at which other nodes reach this one") from error
+            raise NodeError(
+                f"{ADDRESS}={chosen!r} is no IP address: give the one at which other nodes reach this one"
+            ) from error
         if address.is_loopback or address.is_unspecified:
             raise NodeError(f"{ADDRESS}={chosen!r}: other machines cannot reach this one there; give its own address")
         return chosen

@@ -95,8 +95,8 @@ class Places:
         job["checkpoint_dir"] = str(self.checkpoint_dir)
         for rows in (job[name] for name in ("dataset", "validation") if job.get(name)):
             rows["path"] = str(self.rows(rows["sha256"]))
-        first, *others = [str(self.here(path)) for path in (self.resumed_from() if resume is None else resume)] or [None]
-        spec["resume_from"], spec["fall_back_to"] = first, others
+        candidates = [str(self.here(path)) for path in (self.resumed_from() if resume is None else resume)]
+        spec["resume_from"], spec["fall_back_to"] = next(iter(candidates), None), candidates[1:]
         if (job.get("resume_from") or {}).get("path"):
             job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
         reference = (job.get("dpo") or {}).get("reference") or {}
@@ -117,5 +117,3 @@ def checkpoint_of(line: bytes) -> dict[str, Any] | None:
     """The `checkpoint` event that a line is; None: it is another."""
     event = json.loads(line)
     return event if event.get("type") == "checkpoint" else None
-
-

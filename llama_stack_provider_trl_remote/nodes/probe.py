@@ -69,8 +69,8 @@ def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) ->
             if error.errno != errno.EADDRINUSE:
                 raise OSError(
                     error.errno,
-                    f"cannot listen at {address} port {port} ({error.strerror}): TRL_NODE_ADDRESS must be an address of "
-                    "this machine",
+                    f"cannot listen at {address} port {port} ({error.strerror}): TRL_NODE_ADDRESS must be an "
+                    "address of this machine",
                 ) from error
     raise OSError(
         errno.EADDRINUSE,
@@ -94,9 +94,7 @@ async def probe(node: str, order: TaskOrder, limit: float = TIME) -> None:
 async def _reach(node: str, peer: Peer, order: TaskOrder, limit: float) -> None:
     first, count = order.ports
     where = f"node {node} cannot reach node {peer.node} at {peer.address} port {peer.port}"
-    advice = (
-        f"open TCP ports {first}-{first + count - 1} and, for gloo and NCCL, the ephemeral range between the nodes"
-    )
+    advice = f"open TCP ports {first}-{first + count - 1} and, for gloo and NCCL, the ephemeral range between the nodes"
     try:
         async with asyncio.timeout(limit):
             reader, writer = await asyncio.open_connection(peer.address, peer.port)

@@ -63,7 +63,7 @@ def test_the_versions_are_those_of_the_interpreter_that_trains(monkeypatch: pyte
 
 def test_another_interpreter_is_asked(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -I -S \"$@\"\n")  # without site-packages
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
     python.chmod(0o755)
     assert versions(str(python))["torch"] == ""
 

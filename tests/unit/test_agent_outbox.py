@@ -31,7 +31,12 @@ def progress(step: int) -> dict[str, Any]:
 
 
 def saved(places: Places, step: int) -> dict[str, Any]:
-    return {"type": "checkpoint", "kind": "step", "step": step, "path": str(places.checkpoint_dir / f"checkpoint-{step}")}
+    return {
+        "type": "checkpoint",
+        "kind": "step",
+        "step": step,
+        "path": str(places.checkpoint_dir / f"checkpoint-{step}"),
+    }
 
 
 def shipped(outbox: Outbox, have: int = 0, limit: int = 1 << 20) -> list[dict[str, Any]]:
