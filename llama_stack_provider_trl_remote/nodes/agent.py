@@ -142,6 +142,7 @@ class Agent:
             if _differs(await asyncio.to_thread(self._report), before):
                 await self._join()
         self._news.clear()
+        await self._forget()
         assert before is not None
         body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=self._seen)
         try:
@@ -196,7 +197,11 @@ class Agent:
             known = self._tasks[task_id]
             known.forgotten = True
             known.end("the service has no such task here")
-            if known.gone:
+
+    async def _forget(self) -> None:
+        """Let go of what has ended and is not asked for."""
+        for task_id, known in list(self._tasks.items()):
+            if known.forgotten and known.gone:
                 await known.leave()
                 await asyncio.to_thread(known.forget)
                 del self._tasks[task_id]
