@@ -23,6 +23,7 @@ from . import ranks
 from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback, Order
 from .checkpoints import first_undamaged, need_space, step_bytes
+from .contact import in_contact
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
@@ -62,6 +63,13 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     faults.reach("started")
+    with in_contact(device, attempt.run_dir):
+        _train(attempt, spec, share, device, writer)
+
+
+def _train(
+    attempt: AttemptSpec, spec: JobSpec, share: Share, device: torch.device, writer: EventWriter | Silent
+) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
