@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl.files import RunDir
-from llama_stack_provider_trl.recipes.events import Failed, Reason, iter_events
-from tests.ranks import REPOSITORY
+from llama_stack_provider_trl.files import RunDir, damage
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, Event, Failed, Prepared, Reason, iter_events
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec
+from tests.process.test_ranks import numbers, spec_of, trained
+from tests.ranks import REPOSITORY, Ranks, forked_ranks
 from tests.training import of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -55,6 +59,77 @@ def meeting(root: Path, port: int, rank: int, **environ: str) -> Iterator[subpro
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def at(root: Path, spec: JobSpec) -> JobSpec:
+    """The same job with a node's own paths."""
+    rows = root / "datasets" / spec.dataset.path.name
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(spec.dataset.path, rows)
+    paths = {"checkpoint_dir": root / "checkpoints", "dataset": spec.dataset.model_copy(update={"path": rows})}
+    return spec.model_copy(update=paths)
+
+
+def train_apart(
+    ranks: Ranks, root: Path, spec: JobSpec, checkpoint: Path | None = None
+) -> tuple[list[int], list[Event], list[JobSpec]]:
+    """Train on two nodes whose paths have nothing in common, each with its own copy of a checkpoint to go on from.
+
+    Returns:
+        Exit codes, node 0's events, and the job as each node has it.
+    """
+    nodes = [root / "node-0", root / "node-1"]
+    specs = [at(node, spec) for node in nodes]
+    copies = [checkpoint and node / "checkpoints" / checkpoint.name for node in nodes]
+    for copy in copies:
+        if checkpoint and copy and not copy.exists():
+            shutil.copytree(checkpoint, copy)
+    other = AttemptSpec(job=specs[1], attempt=1, run_dir=nodes[1] / "run", world_size=spec.ranks, resume_from=copies[1])
+    codes, events = ranks.run(nodes[0] / "run", specs[0], copies[0], elsewhere=[other])
+    return codes, events, specs
+
+
+@pytest.fixture(scope="module")
+def together(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, list[Event]]:
+    """The job on two ranks of one node."""
+    root = tmp_path_factory.mktemp("together")
+    spec = spec_of(root, "sft", 2, save_steps=2)
+    return spec, trained(ranks, root, spec)
+
+
+def below(directory: Path) -> list[str]:
+    return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_go_on(
+    ranks: Ranks, together: tuple[JobSpec, list[Event]], tmp_path: Path
+) -> None:
+    spec, expected = together
+    codes, events, (here, there) = train_apart(ranks, tmp_path / "whole", spec)
+    assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+    assert numbers(events) == numbers(expected)
+    saved = of_kind(events, CheckpointSaved)
+    assert [event.path for event in saved] == [
+        here.checkpoint_dir / name for name in ("checkpoint-2", "checkpoint-4", "final")
+    ]
+    assert below(there.checkpoint_dir) == []
+    for event in saved:
+        assert damage(event.path) is None
+        of_one = spec.checkpoint_dir / event.path.name
+        assert below(event.path) == below(of_one)
+        assert (event.path / "model.safetensors").read_bytes() == (of_one / "model.safetensors").read_bytes()
+    AutoModelForCausalLM.from_pretrained(here.checkpoint_dir / "final")
+
+    codes, resumed, _ = train_apart(ranks, tmp_path / "again", spec, here.checkpoint_dir / "checkpoint-4")
+    assert codes == [0, 0], [event.message for event in of_kind(resumed, Failed)]
+    assert of_kind(resumed, Prepared)[0].start_step == 4
+    assert numbers(resumed) == numbers(expected)[4:]
 
 
 @pytest.fixture
