@@ -11,11 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.files import write_manifest
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Prepared, Reason, Started
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, Finished, Prepared, Started
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running
-from tests.contract.stack import SFT, Json
+from tests.contract.stack import SFT, poll
 
 pytestmark = pytest.mark.contract
 
@@ -77,6 +77,10 @@ def submit(service: TrainingService, name: str, **resources: Any) -> str:
     return service.submit(SFT, sft(name, "questions"), provider_options=options)
 
 
+def detail(service: TrainingService, job: str) -> str:
+    return str(service.status(job)["resources_allocated"]["detail"])
+
+
 def checkpoint(directory: Path, name: str = "checkpoint-2", size: int = 1000) -> Path:
     path = directory / name
     (path / "shards").mkdir(parents=True)
@@ -133,7 +137,7 @@ def test_two_nodes_move_on_together_and_hear_of_each_other(service: TrainingServ
     a.say("pair-1", "prepare", port=29501)
     b.say("pair-1", "prepare", "working", detail="fetches rows")
     assert a.orders[0]["stage"] == "prepare"
-    assert "b: fetches rows" in service.wait_state("pair", "launching")["resources_allocated"]["detail"]
+    poll(lambda: "b: fetches rows" in detail(service, "pair"), "the job says what it waits for")
     b.say("pair-1", "prepare", port=29502)
     at_a, at_b = (
         {"node": "a", "address": "10.0.0.2", "port": 29501},
