@@ -1,7 +1,8 @@
 """What a worker node and the service say to each other. Plain models; both ends import them and nothing else of the
 other.
 
-The node always calls. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
+The node always calls. Events, logs and files of checkpoints are sent in pieces that name their offset; the answer says
+in the header Upload-Offset what there is then, with 409 where a piece did not fit. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
 and, for a moment, the probe.
 """
 
@@ -151,7 +152,7 @@ class Poll(_Message):
     boot_id: str
     tasks: tuple[TaskReport, ...] = ()
     seen: int = 0
-    """`Orders.revision` of the last answer: one comes at once if there is a newer one, else after POLL_SECONDS."""
+    """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
 
 
 class Orders(_Message):
@@ -181,11 +182,3 @@ class CheckpointAnswer(_Message):
     """Paths to upload; empty: it is in place."""
     path: str = ""
     """Where it is, once in place."""
-
-
-class Stored(_Message):
-    """The answer to events, logs and files of checkpoints, which come in pieces that name their offset. Where a piece
-    does not fit to what is there, the answer is 409, with the size in the header Upload-Offset."""
-
-    size: int
-    """Bytes that the service has of the file now."""

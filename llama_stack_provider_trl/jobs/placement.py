@@ -1,9 +1,42 @@
-"""Which queued job gets which device. Pure: a look at the queue in, assignments out."""
+"""Which queued job gets which devices of which nodes. Pure: a look at the queue and the nodes in, assignments out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from ..recipes.spec import JobSpec, ResourcesSpec
+
+
+class Demand(BaseModel):
+    """What a job asks of its nodes, as the queue keeps it."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    resources: ResourcesSpec = ResourcesSpec()
+    model: str | None = None
+    """It must be in a node's local cache; None: it need not."""
+    home: bool = False
+    """Only the service's own machine will do."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Demand:
+        if spec.resources is None:
+            return cls(home=True)
+        return cls(resources=spec.resources, model=spec.model if spec.resources.model_present else None)
+
+    def text(self) -> str:
+        """As `demand` reads it; what most jobs ask for is the empty string."""
+        return "" if self.home else self.model_dump_json(exclude_defaults=True)
+
+
+@cache
+def demand(text: str) -> Demand:
+    return Demand.model_validate_json(text) if text else Demand(home=True)
 
 
 class Queued(NamedTuple):
@@ -19,69 +52,137 @@ class Queued(NamedTuple):
     detail: str = ""
     """What its status says it waits for."""
     ranks: int = 1
-    """Processes that train together."""
+    """Processes that train together, over all nodes."""
     scheduled_at: float = 0.0
     """Seconds since the epoch."""
+    demand: str = ""
+    """`Demand.text`."""
+    tried: bool = False
+    """It has had an attempt: it may go on with fewer nodes than it asked for."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine as a job sees it."""
+
+    name: str
+    devices: tuple[str, ...]
+    """Best first, such as ("cpu",) or ("cuda:0", "cuda:1")."""
+    machine: str = ""
+    """Nodes with the same one are one machine, and share its devices. Empty: nobody shares it."""
+    head: bool = False
+    """The service's own machine; of the nodes it is always the first."""
+    joins: bool = True
+    """It has an agent, and can be one of several nodes of a job."""
+    why_closed: str = ""
+    """Why it takes no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it does."""
+    draining: bool = False
+    """What runs on it is to save and go on elsewhere."""
+    memory: Mapping[str, int] | None = None
+    """Bytes per GPU, as far as known."""
+    cpus: int = 0
+    memory_bytes: int = 0
+    labels: Mapping[str, str] | None = None
+    models: frozenset[str] = frozenset()
+
+    def place(self, device: str) -> str:
+        """The device as an attempt's record names it."""
+        return device if self.head else f"{self.name}/{device}"
+
+    def key(self, device: str) -> tuple[str, str]:
+        """The same for every name of one physical device."""
+        return self.machine or f"node {self.name}", device
 
 
 Placed = dict[str, tuple[str, ...]]
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
+_GIB = 1 << 30
 
 
 def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
-    """Give free devices to jobs: on GPUs one per rank, while a CPU (or mps) is one device whatever the ranks.
+    """`place` on a service's own machine alone."""
+    return place(queued, [Node("", tuple(devices), head=True)], running, now)
 
-    A job that finds too few devices does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds
-    the free devices that would serve it are kept for it, so that small jobs cannot starve a large one: from then on
-    it waits no longer than the jobs that run take to end.
+
+def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
+    """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
+    whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine.
+
+    Of the nodes that would do, the service's own comes first, then the one with the fewest free devices: large holes
+    stay whole. A job that finds too few devices does not hold up a younger one at first. Once it has waited for
+    `PATIENCE` seconds the free devices that would serve it are kept for it (of several nodes, on those that have most
+    of them free, so that their number only grows): small jobs cannot starve a large one.
 
     Args:
-        running: devices of the jobs that have some.
-        devices: what the node has, such as ("cpu",) or ("cuda:0", "cuda:1").
+        nodes: the service's own machine first.
+        running: places of the jobs that have some.
         now: seconds since the epoch.
 
     Returns:
-        job_uuid -> concrete devices, in the order in which the jobs should start.
+        job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
-    taken = set(running)
-    chosen: dict[str, tuple[str, ...]] = {}
+    taken = set(_keys(running, nodes))
+    chosen: Placed = {}
+    in_vain: set[tuple[str, int, str, bool]] = set()
+    offers: dict[tuple[str, int, str], list[_Offer]] = {}
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
-        fitting = suitable(job.device, devices)
-        needed = devices_needed(job, devices)
-        free = [device for device in fitting if device not in taken][:needed]
-        if len(free) == needed:
-            chosen[job.job_uuid] = tuple(free)
-            taken.update(free)
-        elif len(fitting) >= needed and now - job.scheduled_at > PATIENCE:
-            taken.update(free)
+        kind = (job.device, job.ranks, job.demand, job.tried)
+        patient = now - job.scheduled_at <= PATIENCE
+        if kind in in_vain and patient:
+            continue  # nothing has become free since a job that asks for the same found too little
+        if kind[:3] not in offers:
+            offers[kind[:3]] = list(_offers(job, nodes))
+        found = [
+            (offer, [device for device in offer.devices if offer.node.key(device) not in taken])
+            for offer in offers[kind[:3]]
+            if not offer.node.why_closed
+        ]
+        places = _gang(job, found)
+        if places:
+            chosen[job.job_uuid] = tuple(node.place(device) for node, devices in places for device in devices)
+            taken.update(node.key(device) for node, devices in places for device in devices)
+            continue
+        in_vain.add(kind)
+        if not patient:
+            taken.update(_kept(job, offers[kind[:3]], found))
     return chosen
 
 
 def devices_needed(job: Queued, devices: Sequence[str]) -> int:
-    """How many of the node's devices the job takes."""
-    fitting = suitable(job.device, devices)
-    return job.ranks if fitting and _kind(fitting[0]) == "cuda" else 1
+    """How many of a node's devices the job takes."""
+    return _needed(job, suitable(job.device, devices))
 
 
-def suitable(wanted: str, devices: Sequence[str]) -> list[str]:
+def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> list[str]:
     """The node's devices that serve a request, best first.
 
-    `auto` means the kind of the node's first device: a job never slides from a GPU to the CPU because the GPU is busy.
-    `cuda` means any of the node's cuda devices.
+    `auto` means the kind of the service's (or this node's) first device: a job never slides from a GPU to the CPU
+    because the GPU is busy. `cuda` means any of the node's cuda devices.
     """
-    kind = _kind(devices[0]) if wanted == "auto" else wanted
+    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
     return [device for device in devices if device == kind or _kind(device) == kind]
 
 
-def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) -> str:
-    """What a job that found no device waits for, for its status.
+def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
+    """`why_waits` for a service's own machine alone."""
+    return why_waits(job, holders, [Node("", tuple(devices), head=True)])
+
+
+def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    """What a job that found no devices waits for, for its status.
 
     Args:
-        holders: device -> job_uuid of the job that has it.
+        holders: place -> job_uuid of the job that has it.
     """
+    if (len(nodes) > 1 and not demand(job.demand).home) or _nodes(job) > 1:
+        return _why_waits_for_nodes(job, holders, nodes)
+    node = nodes[0]
+    devices = node.devices
     fitting = suitable(job.device, devices)
     needed = devices_needed(job, devices)
+    if node.why_closed:
+        return f"waiting for this node, which is {node.why_closed}"
     if not fitting:
         return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
     if len(fitting) < needed:
@@ -90,6 +191,124 @@ def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) ->
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
     return f"waiting for device {held}" if held else ""
+
+
+def unsuited(job: Queued, node: Node, auto: str) -> str:
+    """Why a node can never serve a job as it is, in a few words; empty: it can."""
+    asked, resources = demand(job.demand), demand(job.demand).resources
+    if asked.home and not node.head:
+        return "the job runs on the service's machine only"
+    if resources.nodes > 1 and not node.joins:
+        return "has no agent"
+    fitting = suitable(job.device, node.devices, auto)
+    if not fitting:
+        return f"has no {auto if job.device == 'auto' else job.device}"
+    needed = _needed(job, fitting)
+    if resources.gpu_memory_gb and _kind(fitting[0]) == "cuda":
+        fitting = [one for one in fitting if (node.memory or {}).get(one, 0) >= resources.gpu_memory_gb * _GIB]
+        if len(fitting) < needed:
+            return f"has {len(fitting)} GPUs with {resources.gpu_memory_gb:g} GiB"
+    if len(fitting) < needed:
+        return f"has {len(fitting)} of {needed} devices"
+    if resources.cpus and node.cpus < resources.cpus:
+        return f"has {node.cpus} CPUs"
+    if resources.memory_gb and node.memory_bytes < resources.memory_gb * _GIB:
+        return f"has {node.memory_bytes / _GIB:.0f} GiB of memory"
+    for name, value in resources.labels.items():
+        if (node.labels or {}).get(name) != value:
+            return f"has not the label {name}={value}"
+    if asked.model is not None and asked.model not in node.models:
+        return f"has no {asked.model}"
+    return ""
+
+
+class _Offer(NamedTuple):
+    """What a node has for a job once it is free."""
+
+    node: Node
+    devices: list[str]
+
+
+def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
+    auto = _kind(nodes[0].devices[0])
+    memory = demand(job.demand).resources.gpu_memory_gb or 0.0
+    for node in nodes:
+        if not unsuited(job, node, auto):
+            fitting = suitable(job.device, node.devices, auto)
+            large = [one for one in fitting if not memory or (node.memory or {}).get(one, 0) >= memory * _GIB]
+            yield _Offer(node, large if _kind(fitting[0]) == "cuda" else fitting)
+
+
+def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> list[tuple[Node, list[str]]]:
+    """Nodes and devices for the job; none: there are too few."""
+    fitting: dict[tuple[str, str], tuple[Node, list[str]]] = {}
+    for offer, free in sorted(found, key=lambda one: (not one[0].node.head, len(one[1]))):
+        needed = _needed(job, offer.devices)
+        if len(free) >= needed:
+            # The first of a machine counts: two agents on it do not make two machines of it.
+            fitting.setdefault(offer.node.key(""), (offer.node, free[:needed]))
+    wanted, fewest = _nodes(job), demand(job.demand).resources.min_nodes if job.tried else _nodes(job)
+    count = min(wanted, len(fitting))
+    return list(fitting.values())[:count] if count >= min(fewest, wanted) else []
+
+
+def _kept(
+    job: Queued, offers: Sequence[_Offer], found: Sequence[tuple[_Offer, list[str]]]
+) -> Iterator[tuple[str, str]]:
+    """Free devices that are kept for a job which has waited too long, if it can ever be placed."""
+    open_machines = {offer.node.key("") for offer in offers if not offer.node.why_closed}
+    if len(open_machines) < _nodes(job):
+        return
+    kept: set[tuple[str, str]] = set()
+    for offer, free in sorted(found, key=lambda one: -len(one[1])):
+        needed = _needed(job, offer.devices)
+        if len(kept) < _nodes(job) and offer.node.key("") not in kept:
+            kept.add(offer.node.key(""))
+            yield from (offer.node.key(device) for device in free[:needed])
+
+
+def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    count, auto = _nodes(job), _kind(nodes[0].devices[0])
+    fitting = [node for node in nodes if not unsuited(job, node, auto)]
+    machines = {node.key("") for node in fitting}
+    closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
+    others = [f"{node.name} {why}" for node in nodes if (why := unsuited(job, node, auto))]
+    held = [
+        f"{place} (held by job {holders[place]})"
+        for node in fitting
+        for place in map(node.place, suitable(job.device, node.devices, auto))
+        if not node.why_closed and place in holders
+    ]
+    what = f"{count} nodes" if count > 1 else "a node"
+    if len(machines) < count:
+        there = f"{len(machines)} of the {len(nodes)} that there are can serve it"
+        return f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}"
+    if held or closed:
+        return f"waiting for {what}{_listed(closed)}{_listed(held)}"
+    return f"waiting for {what}: older jobs come first" if count > 1 else ""
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return f"; {', '.join(items[:5])}{more}" if items else ""
+
+
+def _keys(places: Iterable[str], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    by_name = {node.name: node for node in nodes}
+    for place_ in places:
+        name, slash, device = place_.rpartition("/")
+        node = by_name.get(name) if slash else nodes[0]
+        if node is not None:
+            yield node.key(device)
+
+
+def _needed(job: Queued, fitting: Sequence[str]) -> int:
+    """How many of the devices that would serve it a job takes on one node."""
+    return job.ranks // _nodes(job) if fitting and _kind(fitting[0]) == "cuda" else 1
+
+
+def _nodes(job: Queued) -> int:
+    return demand(job.demand).resources.nodes
 
 
 def _kind(device: str) -> str:

@@ -152,22 +152,29 @@ class Agent:
             self._end_if_forgotten()
             await self._sleep(RETRY)
         except ServiceRefusal as refusal:
-            if refusal.status == 404:  # its database is another one
-                self._seen = 0
-                await self._join()
-            elif refusal.status >= 500:
+            if refusal.status >= 500:
                 self._say(str(refusal))
                 await self._sleep(RETRY)
             else:
-                for known in self._tasks.values():
-                    known.end(f"the service does not take this node any more: {refusal}")
-                for known in self._tasks.values():
-                    await known.settle()
-                raise
+                await self._join_again(refusal)
         else:
             self._hear()
             if orders is not None:
                 await self._follow(orders)
+
+    async def _join_again(self, refusal: ServiceRefusal) -> None:
+        """The service does not know us (any more): it has another database, or somebody has removed this node."""
+        try:
+            if refusal.status not in (404, 409):
+                raise refusal
+            self._seen = 0
+            await self._join()
+        except ServiceRefusal as final:
+            for known in self._tasks.values():
+                known.end(f"the service does not take this node any more: {final}")
+            for known in self._tasks.values():
+                await known.settle()
+            raise
 
     async def _ask(self, body: Poll) -> Orders | None:
         """The answer to a poll; None: there were news to tell before it came."""

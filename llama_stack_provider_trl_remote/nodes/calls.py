@@ -121,7 +121,7 @@ class NodeClient(ServiceClient):
                     total=0,
                     read=60.0 + step / (32 << 20),
                 )
-                have = int(json.loads(answer.body)["size"])
+                have = int(answer.offset or 0)
             except Behind as behind:
                 if behind.size > size:
                     raise
@@ -171,7 +171,7 @@ class NodeClient(ServiceClient):
             )
         except Behind as behind:
             return behind.size
-        return int(json.loads(answer.body)["size"])
+        return int(answer.offset or 0)
 
     async def _bytes(self, file: Path, start: int, size: int) -> AsyncIterator[bytes]:
         with open(file, "rb") as source:

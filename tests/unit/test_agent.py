@@ -468,12 +468,12 @@ def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> No
     assert world.launcher.tasks["job-1"].seen.exit_code == -9  # swept
 
 
-@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("poll", 409), ("poll", 410)])
+@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("poll", 403), ("both", 409)])
 def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, call: str, status: int) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        head.only, head.trouble = "poll", [refusal(status, "because")]
+        head.only, head.trouble = "", [refusal(status, "because")] * (1 if call == "poll" else 2)
         head.let_go()
         await asyncio.Event().wait()
 
@@ -482,13 +482,14 @@ def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, 
     with pytest.raises(ServiceRefusal, match="because"):
         world.run(play)
     assert all(task.seen.state is TaskState.exited for task in world.launcher.tasks.values())
-    assert len(world.launcher.tasks) == (call == "poll")
+    assert len(world.launcher.tasks) == (call != "join")
 
 
-def test_a_service_with_another_database_is_joined_again(world: World) -> None:
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_service_with_another_database_is_joined_again(world: World, status: int) -> None:
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
-        head.only, head.trouble = "poll", [refusal(404)]
+        head.only, head.trouble = "poll", [refusal(status)]
         head.let_go()
         await head.until(lambda: len(head.joined) == 2 and len(head.polls) > 1)
 
