@@ -1,9 +1,9 @@
 """What a worker node and the service say to each other. Plain models; both ends import them and nothing else of the
 other.
 
-The node always calls. Events, logs and files of checkpoints are sent in pieces that name their offset; the answer says
-in the header Upload-Offset what there is then, with 409 where a piece did not fit. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
-and, for a moment, the probe.
+The node always calls. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
+and, for a moment, the probe. Events, logs and files of checkpoints are sent in pieces that name their offset; the
+answer says in the header Upload-Offset what there is then, with 409 where a piece did not fit.
 """
 
 from __future__ import annotations

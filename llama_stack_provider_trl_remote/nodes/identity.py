@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -44,23 +47,15 @@ class NodeError(TrlError, ValueError):
 
 
 def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
-    """Of the physical machine: TRL_NODE_MACHINE_ID, else what the system gives itself at its installation.
-
-    Raises:
-        NodeError: there is neither.
-    """
+    """Of the physical machine: TRL_NODE_MACHINE_ID, else what the system gives itself at its installation; where it
+    does not, its name and the address of a network card."""
     if chosen := environ.get(MACHINE_ID, "").strip():
         return chosen
     for file in files:
-        try:
+        with suppress(OSError):
             if found := file.read_text().strip():
                 return found
-        except OSError:
-            continue
-    raise NodeError(
-        f"this machine has no /etc/machine-id: set {MACHINE_ID} to a text that is this machine's own, the same in all "
-        "of its containers"
-    )
+    return f"{platform.node()}-{uuid.getnode():012x}"
 
 
 def boot_id() -> str:
@@ -136,7 +131,7 @@ def node_report(
         python: interpreter that trains; None: this process's own.
 
     Raises:
-        NodeError: see `machine_id`.
+        NodeError: see `versions`.
     """
     return NodeReport(
         name=name,
@@ -196,8 +191,8 @@ def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
     if not device.startswith("cuda:"):
         return DeviceReport(name=device)
     entry = visible_entry(device, environ)
-    for index, uuid, memory, model in _gpus(environ):
-        if entry == index or uuid.startswith(entry):
+    for index, gpu_id, memory, model in _gpus(environ):
+        if entry == index or gpu_id.startswith(entry):
             return DeviceReport(name=device, memory_bytes=memory, model=model)
     return DeviceReport(name=device)
 
@@ -212,4 +207,4 @@ def _gpus(environ: Mapping[str, str]) -> list[tuple[str, str, int | None, str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = ([cell.strip() for cell in line.split(",", 3)] for line in done.stdout.splitlines() if line.count(",") >= 3)
-    return [(index, uuid, int(size) << 20 if size.isdigit() else None, model) for index, uuid, size, model in rows]
+    return [(index, gpu_id, int(size) << 20 if size.isdigit() else None, model) for index, gpu_id, size, model in rows]
