@@ -369,7 +369,7 @@ def test_a_silent_node_ends_the_attempt_and_a_spare_one_takes_its_place(pair: Wo
     pair.pass_time(4, "b", "d")
     assert pair.orders("b")["a-1"].stage is Stage.stop
     pair.gone("b")
-    pair.pass_time(4, "b", "d")
+    pair.pass_time(8, "b", "d")
     job = pair.job()
     assert (job.attempt, job.device, job.retries_used) == (2, "b/cpu,d/cpu", 0)
     (lost, _) = pair.store.attempts("a")
@@ -381,7 +381,7 @@ def test_without_a_spare_the_job_waits_says_for_whom_and_goes_on_when_it_is_back
     pair.say(STEP)
     pair.pass_time(SILENCE + 2, "b")
     pair.gone("b")
-    pair.pass_time(5, "b")
+    pair.pass_time(8, "b")
     assert pair.job().state is JobState.scheduled
     assert "waiting for 2 nodes; c is silent since" in pair.job().detail
     pair.pass_time(1, "b", "c")
@@ -400,7 +400,7 @@ def test_with_min_nodes_it_goes_on_with_fewer_and_the_same_rows_per_step(world: 
     world.say(STEP)
     world.pass_time(SILENCE + 2, "b")
     world.gone("b")
-    world.pass_time(5, "b")
+    world.pass_time(8, "b")
     assert (world.job().attempt, world.job().device) == (2, "b/cpu")
     spec = AttemptSpec.model_validate(world.orders("b")["a-2"].spec)
     assert (spec.world_size, spec.rows_per_step, world.orders("b")["a-2"].nodes) == (1, 4, 1)
@@ -538,7 +538,7 @@ def test_it_goes_on_from_the_checkpoint_that_is_on_the_service(pair: World) -> N
     pair.say(STEP, CheckpointSaved(kind="step", step=2, epoch=1, path=place, train_loss=2.0))
     pair.pass_time(SILENCE + 2, "b", "d")
     pair.gone("b")
-    pair.pass_time(4, "b", "d")
+    pair.pass_time(8, "b", "d")
     assert AttemptSpec.model_validate(pair.orders("d")["a-2"].spec).resume_from == place
 
 
