@@ -155,39 +155,7 @@ class ClusterLauncher:
         mark = spec.job.checkpoint_dir / MARK
         mark.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(mark, task.task_id.encode())
-        by_node: dict[str, list[str]] = {}
-        for place in task.devices:
-            by_node.setdefault(place.rpartition("/")[0] or self._cluster.head, []).append(place)
-        self._store.add_tasks(
-            NodeTaskRecord(
-                task_id=task.task_id,
-                node=node,
-                job_uuid=spec.job.job_uuid,
-                attempt=spec.attempt,
-                node_rank=rank,
-                places=tuple(places),
-                stage=Stage.prepare,
-                order=TaskOrder(
-                    task_id=task.task_id,
-                    job_uuid=spec.job.job_uuid,
-                    attempt=spec.attempt,
-                    stage=Stage.prepare,
-                    node_rank=rank,
-                    nodes=len(by_node),
-                    ranks=task.ranks,
-                    devices=tuple(place.rpartition("/")[2] for place in places),
-                    spec=spec.model_dump(mode="json"),
-                    ports=self._ports,
-                    time_limit=task.time_limit,
-                    hang_timeout=task.hang_timeout,
-                    shared_mark=str(mark),
-                ).model_dump_json(),
-                report=None,
-                ending=None,
-                gone=False,
-            )
-            for rank, (node, places) in enumerate(by_node.items())
-        )
+        self._order(task, spec.model_dump(mode="json"), mark)
 
     def poll(self, task: TaskSpec) -> Observation:
         """See `Launcher.poll`. Moves the nodes of an attempt on to the next stage, all of them together."""
@@ -221,15 +189,55 @@ class ClusterLauncher:
         if not is_remote(task.devices):
             return self._local.cancel(task)
         if not self._store.tasks(task.task_id):
-            self.start(task)  # for the record: it is told to stop before anybody can have heard of it
+            self._order(task, {})  # for the record: it is told to stop before anybody can have heard of it
         self._stop(task.task_id, Observation(TaskState.exited, detail="it was told to end"))
+
+    def _order(self, task: TaskSpec, spec: dict[str, Any], mark: Path | None = None) -> None:
+        """Record what each node is asked to do, unless that was done before."""
+        job_uuid, _, attempt = task.task_id.rpartition("-")
+        by_node: dict[str, list[str]] = {}
+        for place in task.devices:
+            by_node.setdefault(place.rpartition("/")[0] or self._cluster.head, []).append(place)
+        records = []
+        for rank, (node, places) in enumerate(by_node.items()):
+            order = TaskOrder(
+                task_id=task.task_id,
+                job_uuid=job_uuid,
+                attempt=int(attempt),
+                stage=Stage.prepare,
+                node_rank=rank,
+                nodes=len(by_node),
+                ranks=task.ranks,
+                devices=tuple(place.rpartition("/")[2] for place in places),
+                spec=spec,
+                ports=self._ports,
+                time_limit=task.time_limit,
+                hang_timeout=task.hang_timeout,
+                shared_mark=str(mark or ""),
+            )
+            records.append(
+                NodeTaskRecord(
+                    task_id=task.task_id,
+                    node=node,
+                    job_uuid=job_uuid,
+                    attempt=order.attempt,
+                    node_rank=rank,
+                    places=tuple(places),
+                    stage=order.stage,
+                    order=order.model_dump_json(),
+                    report=None,
+                    ending=None,
+                    gone=False,
+                )
+            )
+        self._store.add_tasks(records)
 
     def _stop(self, task_id: str, ending: Observation) -> None:
         self._store.stop_tasks(task_id, json.dumps(asdict(ending)))
 
     def _ending(self, task: TaskSpec, parts: Sequence[_Part]) -> Observation:
         """How an attempt ends that was told to, once nothing of it is left on the nodes that can be asked."""
-        left = [part.node for part in parts if not part.record.gone and not self._is_lost(part)]
+        left = [part.node for part in parts if not (part.record.gone or part.has_exited or self._is_lost(part))]
         if left:
             return Observation(TaskState.running, detail=f"it ends on {', '.join(left)}")
         self._take_last_words(task, parts)
@@ -268,7 +276,8 @@ class ClusterLauncher:
         if stage in (Stage.prepare, Stage.probe):
             if all(part.is_done(stage) for part in parts):
                 following = Stage.probe if stage is Stage.prepare and len(parts) > 1 else Stage.run
-                self._store.advance_tasks(self._introduced(parts), following)
+                known = [part.record for part in parts]
+                self._store.advance_tasks(self._introduced(parts) if stage is Stage.prepare else known, following)
             return Observation(TaskState.waiting, detail=_detail(parts, stage))
         observed = [part.observed for part in parts]
         if any(one.state is TaskState.waiting for one in observed):

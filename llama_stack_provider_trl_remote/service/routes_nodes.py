@@ -150,7 +150,9 @@ async def ask_for_checkpoint(
     service: Context, name: Name, task_id: TaskId, checkpoint: Checkpoint, body: CheckpointReport
 ) -> Response:
     """Which files of a checkpoint are missing here; once none is, it is in place."""
-    answer = await asyncio.to_thread(service.shipping.ask, task_id, _heard(service, name), checkpoint, body)
+    loop, ask = asyncio.get_running_loop(), service.shipping.ask
+    # It may read what is in place already: with the other readers, so that calls find a free thread.
+    answer = await loop.run_in_executor(service.digests.threads, ask, task_id, _heard(service, name), checkpoint, body)
     return as_json(answer)
 
 

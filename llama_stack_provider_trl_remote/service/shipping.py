@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,9 @@ class Shipping:
         self._store = store
         self._digests = digests
         self._lock = threading.Lock()
-        self._busy: set[Path] = set()
+        self._asked: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._senders: dict[Path, object] = {}
+        """Who writes a file: the last one to begin. Others may sit on connections that are dead."""
 
     def current(self, task_id: str, node: str) -> NodeTaskRecord:
         """A task of which the node may send something. Raises Gone."""
@@ -132,7 +135,9 @@ class Shipping:
         if self._is_in_place(target, report):
             return CheckpointAnswer(missing=(), path=str(target))
         staging = _staging(job, task, name)
-        with self._alone(staging):
+        with self._asked[staging]:  # asked again while the first one still forces files to disk
+            if self._is_in_place(target, report):
+                return CheckpointAnswer(missing=(), path=str(target))
             contents = staging / "files"
             contents.mkdir(parents=True, exist_ok=True)
             (staging / "report.json").write_text(report.model_dump_json())
@@ -166,29 +171,33 @@ class Shipping:
             raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
         whole = resolve_under(staging / "files", path)
         part = resolve_under(staging / "parts", path)
-        with self._alone(part):
-            if _size(whole) == wanted.size:
-                return wanted.size
-            part.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(part) as file:
-                size = os.fstat(file).st_size
-                if size != offset:
-                    raise WrongOffset(offset, size)
-                async for piece in pieces:
-                    if size + len(piece) > wanted.size:
-                        raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
-                    _append(file, size, piece)
-                    size += len(piece)
-                if size < wanted.size:
-                    return size
-                os.fsync(file)
-            found = await self._digest(part)
-            if found != sha256:
-                part.unlink()
-                raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
-            whole.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part, whole)
-            return size
+        if _size(whole) == wanted.size:
+            return wanted.size
+        part.parent.mkdir(parents=True, exist_ok=True)
+        us = self._senders[part] = object()
+        with _opened(part) as file:
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            async for piece in pieces:
+                if self._senders.get(part) is not us:
+                    raise WrongOffset(offset, _size(part) or 0)
+                if size + len(piece) > wanted.size:
+                    raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
+                _append(file, size, piece)
+                size += len(piece)
+            if size < wanted.size:
+                return size
+            await asyncio.to_thread(os.fsync, file)
+        found = await self._digest(part)
+        if self._senders.pop(part, None) is not us:
+            raise WrongOffset(offset, _size(part) or 0)
+        if found != sha256:
+            part.unlink()
+            raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, whole)
+        return size
 
     async def _digest(self, path: Path) -> str:
         loop = asyncio.get_running_loop()
@@ -221,19 +230,6 @@ class Shipping:
         if free < needed:
             text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
             raise OSError(errno.ENOSPC, text)
-
-    @contextmanager
-    def _alone(self, path: Path) -> Iterator[None]:
-        """One sender at a time: a call that is repeated while the first one still runs is told so."""
-        with self._lock:
-            if path in self._busy:
-                raise WrongOffset(0, _size(path) or 0)
-            self._busy.add(path)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy.discard(path)
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:

@@ -137,7 +137,7 @@ def test_two_nodes_move_on_together_and_hear_of_each_other(service: TrainingServ
     a.say("pair-1", "prepare", port=29501)
     b.say("pair-1", "prepare", "working", detail="fetches rows")
     assert a.orders[0]["stage"] == "prepare"
-    poll(lambda: "b: fetches rows" in detail(service, "pair"), "the job says what it waits for")
+    poll(lambda: "b: fetches rows" in detail(service, "pair"), "the job says what it waits for", timeout=20)
     b.say("pair-1", "prepare", port=29502)
     at_a, at_b = (
         {"node": "a", "address": "10.0.0.2", "port": 29501},
