@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -70,6 +71,7 @@ class ServiceClient:
         url: address of the service, as `config.checked_url` returns it.
         token: sent as a bearer token.
         pauses: seconds before each repetition.
+        tls: whom to trust at an https address; None: whom the system trusts.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class ServiceClient:
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (a tuple)
         pauses: Sequence[float] = (0.25, 0.5, 1.0),
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeouts = timeouts
         self._pauses = tuple(pauses)
+        self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._identified = False
 
     async def submit(self, path: str, body: dict[str, Any]) -> Any:
@@ -204,7 +208,7 @@ class ServiceClient:
             async with (
                 ClientSession(headers=self._headers, timeout=timeout) as session,
                 # Redirects would carry the token to whoever they name.
-                session.request(method, self.url + path, allow_redirects=False, **request) as response,
+                session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
             ):
                 yield response
         except ConnectionTimeoutError as error:

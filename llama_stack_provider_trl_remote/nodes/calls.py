@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ class NodeClient(ServiceClient):
         pace: of uploads.
     """
 
-    def __init__(self, url: str, token: str | None, name: str, pace: Pace) -> None:
-        super().__init__(url, token, _TIMEOUTS)
+    def __init__(self, url: str, token: str | None, name: str, pace: Pace, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(url, token, _TIMEOUTS, tls=tls)
         self.name, self._pace = name, pace
 
     async def join(self, report: NodeReport) -> Joined:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,6 +40,8 @@ class NodeSettings:
     upload_mb_per_s: float | None = None
     python: str | None = None
     """Interpreter that trains; None: this process's own."""
+    tls: ssl.SSLContext | None = None
+    """Whom to trust at an https address; None: whom the system trusts."""
 
 
 def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Agent:
@@ -55,7 +58,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         labels=settings.labels,
         python=settings.python,
     )
-    client = NodeClient(settings.url, settings.token, settings.name, pace)
+    client = NodeClient(settings.url, settings.token, settings.name, pace, settings.tls)
     return Agent(client, report, settings.data_dir, python=settings.python)
 
 

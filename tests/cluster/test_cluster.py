@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def prepared(bed: Bed, *workers: str) -> None:
     tiny_model()
     head.serve()
     for name in workers:
-        bed.machine(name).join(head)
+        bed.machine(name).join(head, "--label", "rack=7")
     bed.wait(lambda: bed.session.get(f"{bed.url}/health", timeout=5).ok, "the service answers", 60)
     body = {"dataset_id": "pairs", "purpose": "post-training/messages", "source": {"type": "rows", "rows": PAIRS}}
     assert bed.post("/datasets", body).ok
@@ -55,7 +56,7 @@ def submit(bed: Bed, body: Json) -> str:
 def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     prepared(bed, "a", "b")
     head, a, b = bed.machines
-    submit(bed, dpo("pair", 20, resources={"nodes": 2, "labels": {}}, nproc_per_node=1))
+    submit(bed, dpo("pair", 20, resources={"nodes": 2, "labels": {"rack": "7"}}))
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", (status, a.log_tail(), b.log_tail())
     placed = status["resources_allocated"]["device"].split(",")
@@ -78,3 +79,68 @@ def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     assert not list(a.root.rglob("*.safetensors")) + list(b.root.rglob("*.safetensors"))  # nothing stays on the workers
     assert (head.data_dir / "jobs" / "pair" / "attempts" / "1" / "rank-1.log").exists()
     bed.nothing_trains()
+
+
+def test_a_blocked_port_is_named_before_anything_is_imported(bed: Bed) -> None:
+    prepared(bed, "a", "b")
+    _, a, b = bed.machines
+    a.block("29500-29599")
+    submit(bed, dpo("pair", 4, resources={"nodes": 2, "labels": {"rack": "7"}}, retries=0))
+    status = bed.wait_for_end("pair", 60)
+    assert status["status"] == "failed"
+    error = status["resources_allocated"]["error"]
+    assert error["reason"] == "launch_failed"
+    pair = rf"node a cannot reach node b at {re.escape(b.address)} port 29\d\d\d .*: open TCP ports 29500-29599"
+    assert re.search(pair, error["message"]), error
+    assert not [path for machine in (a, b) for path in machine.root.rglob("rank-*.log")]
+    bed.nothing_trains()
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"TRL_SERVICE_NODE_TOKEN": "wrong"}, "answered 401"),
+        ({"TRL_SERVICE_NODE_TOKEN": ""}, "a worker needs a token of the service"),
+        ({"TRL_NODE_NAME": "a"}, "the node 'a' is there already"),
+        ({"TRL_NODE_ADDRESS": "127.0.0.1"}, "other machines cannot reach this one there"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "where no other machine reaches it"),
+        ({"MASTER_ADDR": ""}, "set MASTER_ADDR to the address"),
+    ],
+)
+def test_a_worker_that_is_not_taken_ends_with_a_sentence(bed: Bed, environ: dict[str, str], said: str) -> None:
+    prepared(bed, "a")
+    other = bed.machine("other")
+    other.join(bed.machines[0], **environ)
+    assert other.process is not None
+    assert other.process.wait(60) in (1, 2)
+    assert said in other.log.read_text()
+    assert "Traceback" not in other.log.read_text()
+
+
+def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
+    """The spare is the service's own machine, or rank 0's partner was: whichever is left over."""
+    prepared(bed, "a", "b")
+    bed.wait_for_nodes("head", "a", "b")
+    submit(bed, dpo("pair", 40, resources={"nodes": 2}))
+    resources = bed.wait(lambda: _trains(bed, "pair", beyond=5), "the job has a checkpoint", 420)
+    placed = [place.rpartition("/")[0] for place in resources["device"].split(",")]
+    victim = next(machine for machine in bed.machines if machine.name in placed and machine.name != "head")
+    victim.turn_off()
+    resources = bed.wait(lambda: _trains(bed, "pair", attempt=2), "it trains again", 420)
+    assert f"{victim.name}/" not in resources["device"]
+    status = bed.wait_for_end("pair")
+    assert status["status"] == "completed", status
+    first, second = status["resources_allocated"]["attempts"]
+    assert victim.name in first["message"]
+    assert second["start_step"] >= 4
+    assert first["step"] - second["start_step"] < 8  # a checkpoint every 4 steps, and the last one may be on its way
+    assert sorted(bed.losses("pair")) == list(range(1, 41))
+    bed.nothing_trains()
+
+
+def _trains(bed: Bed, job_uuid: str, attempt: int = 1, beyond: int = 0) -> Json | None:
+    resources: Json = bed.status(job_uuid)["resources_allocated"]
+    step = (resources.get("progress") or {}).get("step") or 0
+    return (
+        resources if resources["state"] == "in_progress" and resources["attempt"] == attempt and step > beyond else None
+    )
