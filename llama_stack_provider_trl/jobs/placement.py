@@ -124,28 +124,30 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     """
     taken = set(_keys(running, nodes))
     chosen: Placed = {}
-    in_vain: set[tuple[str, int, str, bool]] = set()
     offers: dict[tuple[str, int, str], list[_Offer]] = {}
+    in_vain: set[tuple[str, int, str, bool]] = set()
+    served: set[tuple[str, int, str, bool]] = set()
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
         kind = (job.device, job.ranks, job.demand, job.tried)
         patient = now - job.scheduled_at <= PATIENCE
-        if kind in in_vain and patient:
+        if kind in in_vain and (patient or kind in served):
             continue  # nothing has become free since a job that asks for the same found too little
         if kind[:3] not in offers:
             offers[kind[:3]] = list(_offers(job, nodes))
         found = [
-            (offer, [device for device in offer.devices if offer.node.key(device) not in taken])
+            (offer, [device for device, key in offer.devices if key not in taken])
             for offer in offers[kind[:3]]
             if not offer.node.why_closed
         ]
-        places = _gang(job, found)
-        if places:
-            chosen[job.job_uuid] = tuple(node.place(device) for node, devices in places for device in devices)
-            taken.update(node.key(device) for node, devices in places for device in devices)
+        gang = _gang(job, found)
+        if gang:
+            chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
+            taken.update(node.key(device) for node, devices in gang for device in devices)
             continue
         in_vain.add(kind)
         if not patient:
-            taken.update(_kept(job, offers[kind[:3]], found))
+            served.add(kind)  # one job of a kind at a time
+            taken.update(_kept(job, found))
     return chosen
 
 
@@ -223,10 +225,12 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
 
 
 class _Offer(NamedTuple):
-    """What a node has for a job once it is free."""
+    """What a node has for jobs of a kind once it is free."""
 
     node: Node
-    devices: list[str]
+    devices: list[tuple[str, tuple[str, str]]]
+    """Each with its `Node.key`."""
+    needed: int
 
 
 def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
@@ -235,44 +239,43 @@ def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
     for node in nodes:
         if not unsuited(job, node, auto):
             fitting = suitable(job.device, node.devices, auto)
-            large = [one for one in fitting if not memory or (node.memory or {}).get(one, 0) >= memory * _GIB]
-            yield _Offer(node, large if _kind(fitting[0]) == "cuda" else fitting)
+            if memory and _kind(fitting[0]) == "cuda":
+                fitting = [device for device in fitting if (node.memory or {}).get(device, 0) >= memory * _GIB]
+            yield _Offer(node, [(device, node.key(device)) for device in fitting], _needed(job, fitting))
 
 
 def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> list[tuple[Node, list[str]]]:
     """Nodes and devices for the job; none: there are too few."""
+    wanted = _nodes(job)
+    fewest = min(demand(job.demand).resources.min_nodes, wanted) if job.tried else wanted
+    enough = [(offer, free) for offer, free in found if len(free) >= offer.needed]
+    if len(enough) < fewest:
+        return []
     fitting: dict[tuple[str, str], tuple[Node, list[str]]] = {}
-    for offer, free in sorted(found, key=lambda one: (not one[0].node.head, len(one[1]))):
-        needed = _needed(job, offer.devices)
-        if len(free) >= needed:
-            # The first of a machine counts: two agents on it do not make two machines of it.
-            fitting.setdefault(offer.node.key(""), (offer.node, free[:needed]))
-    wanted, fewest = _nodes(job), demand(job.demand).resources.min_nodes if job.tried else _nodes(job)
-    count = min(wanted, len(fitting))
-    return list(fitting.values())[:count] if count >= min(fewest, wanted) else []
+    for offer, free in sorted(enough, key=lambda one: (not one[0].node.head, len(one[1]))):
+        # The first of a machine counts: two agents on it do not make two machines of it.
+        fitting.setdefault(offer.node.key(""), (offer.node, free[: offer.needed]))
+    return list(fitting.values())[:wanted] if len(fitting) >= fewest else []
 
 
-def _kept(
-    job: Queued, offers: Sequence[_Offer], found: Sequence[tuple[_Offer, list[str]]]
-) -> Iterator[tuple[str, str]]:
+def _kept(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> Iterator[tuple[str, str]]:
     """Free devices that are kept for a job which has waited too long, if it can ever be placed."""
-    open_machines = {offer.node.key("") for offer in offers if not offer.node.why_closed}
-    if len(open_machines) < _nodes(job):
+    if len({offer.node.key("") for offer, _ in found}) < _nodes(job):
         return
     kept: set[tuple[str, str]] = set()
     for offer, free in sorted(found, key=lambda one: -len(one[1])):
-        needed = _needed(job, offer.devices)
         if len(kept) < _nodes(job) and offer.node.key("") not in kept:
             kept.add(offer.node.key(""))
-            yield from (offer.node.key(device) for device in free[:needed])
+            yield from (offer.node.key(device) for device in free[: offer.needed])
 
 
 def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
     count, auto = _nodes(job), _kind(nodes[0].devices[0])
-    fitting = [node for node in nodes if not unsuited(job, node, auto)]
+    why_not = {node.name: unsuited(job, node, auto) for node in nodes}
+    fitting = [node for node in nodes if not why_not[node.name]]
     machines = {node.key("") for node in fitting}
     closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
-    others = [f"{node.name} {why}" for node in nodes if (why := unsuited(job, node, auto))]
+    others = [f"{name} {why}" for name, why in why_not.items() if why]
     held = [
         f"{place} (held by job {holders[place]})"
         for node in fitting
