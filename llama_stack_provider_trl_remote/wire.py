@@ -151,7 +151,7 @@ class Poll(_Message):
     boot_id: str
     tasks: tuple[TaskReport, ...] = ()
     seen: int = 0
-    """`Orders.revision` of the last answer: an answer comes at once if there is a newer one, else after POLL_SECONDS."""
+    """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
 
 
 class Orders(_Message):
