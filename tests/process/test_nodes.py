@@ -8,21 +8,37 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import RunDir, damage
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Event, Failed, Prepared, Reason, iter_events
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec
-from tests.process.test_ranks import numbers, spec_of, trained
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointDamaged,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    Prepared,
+    Reason,
+    iter_events,
+)
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
+from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import REPOSITORY, Ranks, forked_ranks
-from tests.training import of_kind
+from tests.training import LORA, SFT_ROWS, of_kind
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MEETS = """
 import sys
@@ -72,7 +88,13 @@ def at(root: Path, spec: JobSpec) -> JobSpec:
     rows = root / "datasets" / spec.dataset.path.name
     rows.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(spec.dataset.path, rows)
-    paths = {"checkpoint_dir": root / "checkpoints", "dataset": spec.dataset.model_copy(update={"path": rows})}
+    paths: dict[str, Any] = {
+        "checkpoint_dir": root / "checkpoints",
+        "dataset": spec.dataset.model_copy(update={"path": rows}),
+    }
+    if spec.dpo:
+        reference = spec.dpo.reference.model_copy(update={"cache": root / "reference"})
+        paths["dpo"] = spec.dpo.model_copy(update={"reference": reference})
     return spec.model_copy(update=paths)
 
 
@@ -130,6 +152,122 @@ def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_go_on(
     assert codes == [0, 0], [event.message for event in of_kind(resumed, Failed)]
     assert of_kind(resumed, Prepared)[0].start_step == 4
     assert numbers(resumed) == numbers(expected)[4:]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "changes"),
+    [
+        pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
+        pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora"),
+        pytest.param("dpo", "FULL_SHARD", {"dpo": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"),
+        pytest.param("dpo", "FULL_SHARD", {"lora": LORA, "ranks": 4}, id="lora-4"),
+    ],
+)
+def test_whatever_is_shared_out_is_saved_whole(
+    ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
+) -> None:
+    number = changes.pop("ranks", 2)
+    spec = spec_of(tmp_path, algorithm, number, strategy, save_steps=2, **changes)
+    expected = trained(ranks, tmp_path, spec)
+    codes, events, (here, there) = train_apart(ranks, tmp_path, spec)
+    assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+    assert_same_numbers(numbers(events), numbers(expected))
+    assert below(there.checkpoint_dir) == []
+    checkpoint = here.checkpoint_dir / "checkpoint-4"
+    assert damage(checkpoint) is None
+    files, of_one = (
+        [name for name in below(place) if not name.endswith(".distcp")]
+        for place in (checkpoint, spec.checkpoint_dir / "checkpoint-4")
+    )
+    assert files == of_one
+    codes, resumed, _ = train_apart(ranks, tmp_path / "again", spec, checkpoint)
+    assert codes == [0] * number, [event.message for event in of_kind(resumed, Failed)]
+    assert numbers(resumed) == numbers(events)[4:]
+
+
+def test_the_best_checkpoint_is_taken_from_the_disk_that_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(
+        tmp_path,
+        "sft",
+        2,
+        save_steps=2,
+        validation_rows=SFT_ROWS[:5],
+        best_checkpoint="eval_loss",
+        optimizer=OptimizerSpec(learning_rate=1.0),  # makes it worse in the end
+    )
+    codes, events, (here, _) = train_apart(ranks, tmp_path, spec)
+    assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+    final = of_kind(events, CheckpointSaved)[-1]
+    assert final.step < 6
+    names = ("final", f"checkpoint-{final.step}")
+    found, best = (load_file(here.checkpoint_dir / name / "model.safetensors") for name in names)
+    assert all(torch.equal(found[name], best[name]) for name in best)
+
+
+def test_a_nodes_own_damaged_copy_is_set_aside_there_and_no_other(
+    ranks: Ranks, together: tuple[JobSpec, list[Event]], tmp_path: Path
+) -> None:
+    spec, _ = together
+    copy = tmp_path / "node-1" / "checkpoints" / "checkpoint-4"
+    shutil.copytree(spec.checkpoint_dir / "checkpoint-4", copy)
+    with open(copy / "model.safetensors", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"??")
+    codes, events, (here, there) = train_apart(ranks, tmp_path, spec, spec.checkpoint_dir / "checkpoint-4")
+    assert codes == [1, 1]
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.rank_failed
+    assert f"the copy of checkpoint-4 on {socket.gethostname()} is damaged (model.safetensors" in failed.message
+    assert of_kind(events, CheckpointDamaged) == []
+    assert [path.name for path in there.checkpoint_dir.iterdir()] == ["checkpoint-4.stale-1"]
+    assert (here.checkpoint_dir / "checkpoint-4").is_dir()
+
+
+def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: float = 240.0) -> list[Observation]:
+    deadline = time.monotonic() + seconds
+    while any(launcher.poll(task).state is not TaskState.exited for task in tasks):
+        assert time.monotonic() < deadline, [launcher.poll(task) for task in tasks]
+        time.sleep(0.1)
+    return [launcher.poll(task) for task in tasks]
+
+
+@pytest.mark.parametrize("fault", ["", "error", "kill"])
+def test_torchrun_on_two_nodes(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    armed = tmp_path / "faults"
+    armed.mkdir()
+    (armed / "step-2").write_text(fault)
+    spec = spec_of(tmp_path, "sft", 2)
+    launcher, tasks = LocalLauncher(), []
+    for number in range(2):
+        node = tmp_path / f"node-{number}"
+        run_dir = node / "run"
+        run_dir.mkdir(parents=True)
+        attempt = AttemptSpec(job=at(node, spec), attempt=1, run_dir=run_dir, world_size=2)
+        RunDir(run_dir).spec.write_text(attempt.model_dump_json())
+        env = {faults.VARIABLE: str(armed)} if fault and number == 1 else {}
+        tasks.append(TaskSpec("job-1", run_dir, (), nodes=2, node_rank=number, master_port=port, env=env))
+        launcher.start(tasks[-1])
+    try:
+        first, second = until_all_exited(launcher, tasks)
+    finally:
+        for task in tasks:
+            launcher.cancel(task)
+    events, others = (list(iter_events(RunDir(task.run_dir).events)) for task in tasks)
+    if not fault:
+        assert (first.exit_code, second.exit_code) == (0, 0)
+        assert of_kind(events, Finished)
+        assert others == []
+        assert (tasks[0].run_dir.parent / "checkpoints" / "final" / "model.safetensors").exists()
+        return
+    assert not of_kind(events, Finished) + of_kind(events, Failed)  # it knows nothing that node 1 does not know better
+    assert first.exit_code == 1
+    if fault == "error":
+        (failed,) = of_kind(others, Failed)
+        assert (failed.rank, failed.reason) == (1, Reason.rank_failed)
+        assert "fault at step-2" in failed.message
+    else:
+        assert (second.rank, second.exit_code) == (1, -signal.SIGKILL)
 
 
 @pytest.fixture
