@@ -99,7 +99,7 @@ class Machine:
 
     def serve(self, **environ: str) -> None:
         """As the service's machine."""
-        block = {"device": "cpu", "torch_run_config": {"nproc_per_node": 1}, "hang_timeout": 120}
+        block = {"device": "cpu", "torch_run_config": {"nproc_per_node": 1}, "hang_timeout": 900}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
         config = self.root / "run_fsdp.yaml"
         config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))

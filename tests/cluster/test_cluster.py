@@ -96,25 +96,24 @@ def test_a_blocked_port_is_named_before_anything_is_imported(bed: Bed) -> None:
     bed.nothing_trains()
 
 
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
+def test_a_worker_that_is_not_taken_ends_with_a_sentence(bed: Bed) -> None:
+    prepared(bed, "a")
+    other = bed.machine("other")
+    cases: tuple[tuple[dict[str, str], str], ...] = (
         ({"TRL_SERVICE_NODE_TOKEN": "wrong"}, "answered 401"),
         ({"TRL_SERVICE_NODE_TOKEN": ""}, "a worker needs a token of the service"),
         ({"TRL_NODE_NAME": "a"}, "the node 'a' is there already"),
         ({"TRL_NODE_ADDRESS": "127.0.0.1"}, "other machines cannot reach this one there"),
         ({"MASTER_ADDR": "127.0.0.1"}, "where no other machine reaches it"),
         ({"MASTER_ADDR": ""}, "set MASTER_ADDR to the address"),
-    ],
-)
-def test_a_worker_that_is_not_taken_ends_with_a_sentence(bed: Bed, environ: dict[str, str], said: str) -> None:
-    prepared(bed, "a")
-    other = bed.machine("other")
-    other.join(bed.machines[0], **environ)
-    assert other.process is not None
-    assert other.process.wait(60) in (1, 2)
-    assert said in other.log.read_text()
-    assert "Traceback" not in other.log.read_text()
+    )
+    for environ, said in cases:
+        other.log.write_text("")
+        other.join(bed.machines[0], **environ)
+        assert other.process is not None
+        assert other.process.wait(60) in (1, 2), environ
+        assert said in other.log.read_text()
+        assert "Traceback" not in other.log.read_text()
 
 
 def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:

@@ -223,8 +223,14 @@ def test_a_task_of_which_nothing_is_taken_any_more_ends(world: World, only: str)
     assert world.launcher.tasks["job-1"].seen.exit_code == -15
 
 
-@pytest.mark.parametrize("only", ["poll", "events", "log", "offer", "upload", "listed", "join"])
-@pytest.mark.parametrize("trouble", [away, lambda: refusal(507, "full"), lambda: refusal(503)])
+@pytest.mark.parametrize(
+    ("only", "trouble"),
+    [
+        *((only, away) for only in ("poll", "events", "log", "offer", "upload", "listed", "join")),
+        *((only, lambda: refusal(507, "full")) for only in ("events", "upload")),
+        *((only, lambda: refusal(503)) for only in ("poll", "join")),
+    ],
+)
 def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: str, trouble: Any) -> None:
     async def play(head: FakeHead) -> None:
         # What is still listed is asked once for every checkpoint.
