@@ -280,7 +280,7 @@ class Bed:
         points = [
             point
             for point in self.get(f"/post-training/jobs/{job_uuid}/metrics")["data"]
-            if point["kind"] == "progress" and "loss" in point["metrics"]
+            if point["kind"] == "train" and "loss" in point["metrics"]
         ]
         assert len({point["step"] for point in points}) == len(points)
         return {point["step"]: point["metrics"]["loss"] for point in points}

@@ -556,6 +556,9 @@ def test_stages_are_gone_through_forward_only(world: World) -> None:
         for stage in (Stage.prepare, Stage.stop, Stage.run):
             head.order(world.order(stage))
             await head.until(lambda: head.polls[-1].seen == head.revision)
+            report = head.report()
+            assert report is not None
+            assert report.stage is not Stage.prepare
         await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
 
     world.run(play)
