@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -91,7 +91,7 @@ class Node:
 
     def key(self, device: str) -> tuple[str, str]:
         """The same for every name of one physical device."""
-        return self.machine or f"node {self.name}", device
+        return self.machine or self.name, device
 
 
 Placed = dict[str, tuple[str, ...]]
@@ -162,8 +162,7 @@ def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> li
     `auto` means the kind of the service's (or this node's) first device: a job never slides from a GPU to the CPU
     because the GPU is busy. `cuda` means any of the node's cuda devices.
     """
-    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
-    return [device for device in devices if device == kind or _kind(device) == kind]
+    return list(_suitable(wanted, tuple(devices), auto))
 
 
 def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
@@ -202,7 +201,7 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return "the job runs on the service's machine only"
     if resources.nodes > 1 and not node.joins:
         return "has no agent"
-    fitting = suitable(job.device, node.devices, auto)
+    fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
     if not fitting:
         return f"has no {auto if job.device == 'auto' else job.device}"
     needed = _needed(job, fitting)
@@ -224,6 +223,12 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     return ""
 
 
+@lru_cache(1000)  # the same few questions at every look: half of what a look at 50 nodes takes
+def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[str, ...]:
+    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
+    return tuple(device for device in devices if device == kind or _kind(device) == kind)
+
+
 class _Offer(NamedTuple):
     """What a node has for jobs of a kind once it is free."""
 
@@ -238,7 +243,7 @@ def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
     memory = demand(job.demand).resources.gpu_memory_gb or 0.0
     for node in nodes:
         if not unsuited(job, node, auto):
-            fitting = suitable(job.device, node.devices, auto)
+            fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = [device for device in fitting if (node.memory or {}).get(device, 0) >= memory * _GIB]
             yield _Offer(node, [(device, node.key(device)) for device in fitting], _needed(job, fitting))
@@ -264,7 +269,9 @@ def _kept(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> Iterator[tu
         return
     kept: set[tuple[str, str]] = set()
     for offer, free in sorted(found, key=lambda one: -len(one[1])):
-        if len(kept) < _nodes(job) and offer.node.key("") not in kept:
+        if len(kept) == _nodes(job):
+            return
+        if offer.node.key("") not in kept:
             kept.add(offer.node.key(""))
             yield from (offer.node.key(device) for device in free[: offer.needed])
 
@@ -279,7 +286,7 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
     held = [
         f"{place} (held by job {holders[place]})"
         for node in fitting
-        for place in map(node.place, suitable(job.device, node.devices, auto))
+        for place in map(node.place, _suitable(job.device, node.devices, auto))
         if not node.why_closed and place in holders
     ]
     what = f"{count} nodes" if count > 1 else "a node"
