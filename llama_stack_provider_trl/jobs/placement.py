@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -91,7 +92,7 @@ class Node:
 
     def key(self, device: str) -> tuple[str, str]:
         """The same for every name of one physical device."""
-        return self.machine or f"node {self.name}", device
+        return self.machine or self.name, device
 
 
 Placed = dict[str, tuple[str, ...]]
@@ -127,6 +128,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     offers: dict[tuple[str, int, str], list[_Offer]] = {}
     in_vain: set[tuple[str, int, str, bool]] = set()
     served: set[tuple[str, int, str, bool]] = set()
+    changes: Counter[str] = Counter()  # of what is taken, by machine
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
         kind = (job.device, job.ranks, job.demand, job.tried)
         patient = now - job.scheduled_at <= PATIENCE
@@ -134,20 +136,19 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
             continue  # nothing has become free since a job that asks for the same found too little
         if kind[:3] not in offers:
             offers[kind[:3]] = list(_offers(job, nodes))
-        found = [
-            (offer, [device for device, key in offer.devices if key not in taken])
-            for offer in offers[kind[:3]]
-            if not offer.node.why_closed
-        ]
+        found = [(offer, offer.free_of(taken, changes)) for offer in offers[kind[:3]]]
         gang = _gang(job, found)
         if gang:
             chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
             taken.update(node.key(device) for node, devices in gang for device in devices)
+            changes.update(node.key("")[0] for node, _ in gang)
             continue
         in_vain.add(kind)
         if not patient:
             served.add(kind)  # one job of a kind at a time
-            taken.update(_kept(job, found))
+            kept = set(_kept(job, found))
+            taken |= kept
+            changes.update(machine for machine, _ in kept)
     return chosen
 
 
@@ -162,8 +163,7 @@ def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> li
     `auto` means the kind of the service's (or this node's) first device: a job never slides from a GPU to the CPU
     because the GPU is busy. `cuda` means any of the node's cuda devices.
     """
-    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
-    return [device for device in devices if device == kind or _kind(device) == kind]
+    return list(_suitable(wanted, tuple(devices), auto))
 
 
 def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
@@ -202,7 +202,7 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return "the job runs on the service's machine only"
     if resources.nodes > 1 and not node.joins:
         return "has no agent"
-    fitting = suitable(job.device, node.devices, auto)
+    fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
     if not fitting:
         return f"has no {auto if job.device == 'auto' else job.device}"
     needed = _needed(job, fitting)
@@ -224,24 +224,45 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     return ""
 
 
-class _Offer(NamedTuple):
-    """What a node has for jobs of a kind once it is free."""
+@lru_cache(1000)  # the same few questions at every look: half of what a look at 50 nodes takes
+def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[str, ...]:
+    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
+    return tuple(device for device in devices if device == kind or _kind(device) == kind)
 
-    node: Node
-    devices: list[tuple[str, tuple[str, str]]]
-    """Each with its `Node.key`."""
-    needed: int
+
+class _Offer:
+    """What a node has for jobs of a kind once it is free.
+
+    Args:
+        needed: devices that a job takes of it.
+    """
+
+    def __init__(self, node: Node, devices: Sequence[str], needed: int) -> None:
+        self.node = node
+        self.needed = needed
+        self._devices = [(device, node.key(device)) for device in devices]
+        self._machine = node.key("")[0]
+        self._free: list[str] = []
+        self._looked = -1
+
+    def free_of(self, taken: Collection[tuple[str, str]], changes: Mapping[str, int]) -> list[str]:
+        """Devices that are not taken; looked at anew only where its machine has changed (Counter: 0 is no entry)."""
+        count = changes.get(self._machine, 0)
+        if self._looked != count:
+            self._looked = count
+            self._free = [device for device, key in self._devices if key not in taken]
+        return self._free
 
 
 def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
     auto = _kind(nodes[0].devices[0])
     memory = demand(job.demand).resources.gpu_memory_gb or 0.0
     for node in nodes:
-        if not unsuited(job, node, auto):
-            fitting = suitable(job.device, node.devices, auto)
+        if not node.why_closed and not unsuited(job, node, auto):
+            fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = [device for device in fitting if (node.memory or {}).get(device, 0) >= memory * _GIB]
-            yield _Offer(node, [(device, node.key(device)) for device in fitting], _needed(job, fitting))
+            yield _Offer(node, fitting, _needed(job, fitting))
 
 
 def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> list[tuple[Node, list[str]]]:
@@ -264,7 +285,9 @@ def _kept(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> Iterator[tu
         return
     kept: set[tuple[str, str]] = set()
     for offer, free in sorted(found, key=lambda one: -len(one[1])):
-        if len(kept) < _nodes(job) and offer.node.key("") not in kept:
+        if len(kept) == _nodes(job):
+            return
+        if offer.node.key("") not in kept:
             kept.add(offer.node.key(""))
             yield from (offer.node.key(device) for device in free[: offer.needed])
 
@@ -279,7 +302,7 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
     held = [
         f"{place} (held by job {holders[place]})"
         for node in fitting
-        for place in map(node.place, suitable(job.device, node.devices, auto))
+        for place in map(node.place, _suitable(job.device, node.devices, auto))
         if not node.why_closed and place in holders
     ]
     what = f"{count} nodes" if count > 1 else "a node"
