@@ -21,6 +21,8 @@ SILENCE = 15.0
 """Seconds without a word after which a node counts as lost, and what ran on it starts elsewhere."""
 LEASE = 600.0
 """Seconds without an answer after which a node ends its tasks by itself and frees their devices."""
+GIVEN = "resume-from"
+"""Identifier, on the checkpoint routes, of a job's own copy of the other job's checkpoint that it begins with."""
 VERSIONS = ("llama_stack_provider_trl", "torch")
 """Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
 

@@ -182,6 +182,7 @@ class Supervisor:
     def _clean(self) -> None:
         """Once in a while. What cannot be removed now will be later."""
         self._cleaned = time.monotonic()
+        self._store.forget_tasks()
         try:
             remove_unused_rows(self._data_dir / "datasets", self._store, self._blob_retention)
         except OSError as error:

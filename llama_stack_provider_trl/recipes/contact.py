@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..errors import JobFailure
 from ..files import RunDir
 from . import ranks
-from .events import EventWriter, Failed, Reason
+from .events import EventWriter, Failed, Reason, Silent
 
 ARRIVAL = 180.0
 """Seconds that ranks wait for each other at the start. Their launchers are told at once; one may read torch from a cold
@@ -41,7 +41,7 @@ _PORTS = "open TCP port {port} and, for gloo and NCCL, the ephemeral range betwe
 
 
 @contextmanager
-def in_contact(device: torch.device, run_dir: Path) -> Iterator[None]:
+def in_contact(device: torch.device, run_dir: Path, writer: EventWriter | Silent) -> Iterator[None]:
     """Open the process group of a job of several ranks; while this is open, those of several machines watch each other.
 
     A rank that finds another one silent writes `failed` into its run directory's events and ends its process: whatever
@@ -56,17 +56,36 @@ def in_contact(device: torch.device, run_dir: Path) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     several = ranks.world_size() > ranks.local_world_size()
-    pulse = _Pulse(*_meet(), run_dir) if several else None
-    # Here, and with the group's timeout: accelerate opens CPU ranks' with torch's own, 30 minutes.
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=ranks.PATIENCE)
-    if pulse:
-        pulse.start()
-        pulse.within(ARRIVAL, "the first all-reduce", lambda: _all_reduce(device))
+    with _beating(writer) if several else nullcontext():
+        pulse = _Pulse(*_meet(), run_dir) if several else None
+        # Here, and with the group's timeout: accelerate opens CPU ranks' with torch's own, 30 minutes.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=ranks.PATIENCE)
+        if pulse:
+            pulse.start()
+            pulse.within(ARRIVAL, "the first all-reduce", lambda: _all_reduce(device))
     try:
         yield
     finally:
         if pulse:
             pulse.end()
+
+
+@contextmanager
+def _beating(writer: EventWriter | Silent) -> Iterator[None]:
+    """While ranks wait for each other at the start, which has limits of its own, none of them counts as hung."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT):
+            writer.beat()
+
+    thread = threading.Thread(target=beat, name="waits for the other ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _meet() -> tuple[dist.ProcessGroup, list[str]]:

@@ -63,7 +63,7 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     faults.reach("started")
-    with in_contact(device, attempt.run_dir):
+    with in_contact(device, attempt.run_dir, writer):
         _train(attempt, spec, share, device, writer)
 
 

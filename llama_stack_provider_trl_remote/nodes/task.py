@@ -21,7 +21,7 @@ from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec
 from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
-from ..wire import Progress, Stage, TaskOrder, TaskReport
+from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
 from .calls import is_gone
 from .localize import Places
@@ -320,9 +320,9 @@ class NodeTask:
     async def _pull(self, path: Path, target: Path) -> None:
         """Have a checkpoint of the service here, as it is there."""
         job_uuid = self.order.job_uuid
-        if not path.is_relative_to(self.places.theirs):
-            job_uuid = self.order.spec["job"]["resume_from"]["job_uuid"]
-        files = await self._node.calls.checkpoint_files(job_uuid, path.name)
+        # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
+        identifier = path.name if path.is_relative_to(self.places.theirs) else GIVEN
+        files = await self._node.calls.checkpoint_files(job_uuid, identifier)
         if await asyncio.to_thread(_is_the_same, target, files):
             return
         staging = target.with_name(f"{target.name}.tmp")
@@ -330,7 +330,7 @@ class NodeTask:
             size = f"{file['size'] / (1 << 20):.1f} MiB"
             self._say(f"fetches {path.name}, file {number} of {len(files)}: {file['path']}, {size}")
             place = resolve_under(staging, file["path"], "checkpoint file")
-            await self._node.calls.checkpoint_file(job_uuid, path.name, place, file)
+            await self._node.calls.checkpoint_file(job_uuid, identifier, place, file)
         await asyncio.to_thread(put_in_place, staging, target)
 
     def _look_at_models(self) -> None:

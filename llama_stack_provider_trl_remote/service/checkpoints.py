@@ -13,11 +13,10 @@ from llama_stack_provider_trl.files import resolve_under
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.responses import checkpoint_response
 
+from ..wire import GIVEN
 from .bodies import CheckpointFile, CheckpointFiles
 from .errors import NotFound, OutOfRange
 
-GIVEN = "resume-from"
-"""Identifier of a job's own copy of the other job's checkpoint that it begins with, for the nodes that start it."""
 _REMEMBERED = 10_000
 _PIECE = 1 << 20
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -29,7 +24,7 @@ from llama_stack_provider_trl.launch.base import Ended, Launcher, Observation, T
 from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
-from ..wire import SILENCE, VERSIONS, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
+from ..wire import SILENCE, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
 from .shipping import Shipping
 
 log = logging.getLogger(__name__)
@@ -39,16 +34,6 @@ GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
 """The same once one has ended well."""
-_VERSIONS = """
-import importlib.metadata, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 _GAP = 5.0
 """Seconds without a look after which this process was stopped itself, and no node is to blame for what it missed."""
 
@@ -341,25 +326,6 @@ def observation(values: Mapping[str, Any]) -> Observation:
 
 def silent_since(seconds: float) -> str:
     return f"silent since {datetime.fromtimestamp(time.time() - seconds, UTC):%H:%M:%S} UTC"
-
-
-def machine_id() -> str:
-    """Of this machine: TRL_NODE_MACHINE_ID, else what the system says."""
-    if given := os.environ.get("TRL_NODE_MACHINE_ID"):
-        return given
-    for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
-        if path.is_file() and (text := path.read_text().strip()):
-            return text
-    return f"{platform.node()}-{uuid.getnode():012x}"
-
-
-def installed_versions(python: Path | None) -> dict[str, str]:
-    """Of `wire.VERSIONS`; "" where one is not installed. Imports none of them."""
-    ran = subprocess.run(
-        [str(python or sys.executable), "-c", _VERSIONS, *VERSIONS], capture_output=True, text=True, check=False
-    )
-    found = json.loads(ran.stdout) if ran.returncode == 0 else {}
-    return {name: str(found.get(name, "")).partition("+")[0] for name in VERSIONS}
 
 
 def _combined(parts: Sequence[_Part], exited: Mapping[str, float]) -> Observation:

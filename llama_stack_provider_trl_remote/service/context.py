@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -29,10 +30,11 @@ from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, st
 from llama_stack_provider_trl.submission import Datasets as RowsOf
 from llama_stack_provider_trl.submission import resolved, submit
 
+from ..nodes.identity import machine_id, versions
 from .blobs import Blobs
 from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .checkpoints import Digests
-from .cluster import Cluster, ClusterLauncher, Presence, installed_versions, machine_id
+from .cluster import Cluster, ClusterLauncher, Presence
 from .datasets import Datasets
 from .preflights import Preflights
 from .settings import ServiceSettings
@@ -62,7 +64,7 @@ class Service:
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; nobody else ever sees it."""
         self.presence = Presence()
-        self.cluster = Cluster(self.store, self.presence, self.node_name, machine_id(), self.devices)
+        self.cluster = Cluster(self.store, self.presence, self.node_name, machine_id(os.environ), self.devices)
         self.shipping = Shipping(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.shipping, ports)
@@ -94,9 +96,10 @@ class Service:
         self.store.close()
 
     def versions(self) -> dict[str, str]:
-        """Of `wire.VERSIONS`, as the interpreter has them that trains; "": not installed. Asked at the first join."""
+        """See `identity.versions`. Asked at the first join."""
         if self._versions is None:
-            self._versions = installed_versions(self.settings.train_python)
+            python = self.settings.train_python
+            self._versions = versions(str(python) if python else None)
         return self._versions
 
     def waiting_and_running(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import requests
 
 from llama_stack_provider_trl.files import file_names, sha256_of
-from llama_stack_provider_trl_remote.service.cluster import installed_versions
+from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.service import TrainingService
 from tests.contract.stack import Json, poll
 
@@ -27,7 +27,7 @@ class FakeAgent:
         self.report: Json = {
             **{"name": name, "machine_id": f"machine of {name}", "boot_id": self.boot_id, "address": "127.0.0.1"},
             **{"cpus": 4, "memory_bytes": 8 << 30, "disk_free_bytes": 8 << 30, "devices": [{"name": "cpu"}]},
-            **{"versions": installed_versions(None)},
+            **{"versions": versions()},
             **report,
         }
         self.boot_id = self.report["boot_id"]

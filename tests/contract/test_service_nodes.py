@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.files import write_manifest
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Finished, Paused, Prepared, Started
-from llama_stack_provider_trl_remote.service.cluster import installed_versions
+from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.fake_agent import running as running_now
 from tests.contract.payloads import QUESTIONS, sft
@@ -194,7 +194,7 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
     ("changes", "status", "expected"),
     [
         ({"versions": {}}, 409, "has llama_stack_provider_trl none, the service has"),
-        ({"versions": {**installed_versions(None), "torch": "1.0"}}, 409, "'c' has torch 1.0, the service has 2."),
+        ({"versions": {**versions(), "torch": "1.0"}}, 409, "'c' has torch 1.0, the service has 2."),
         ({"address": "127.0.0.1"}, 400, "other nodes cannot reach that"),
         ({"address": "worker.local"}, 400, "give the literal IP address"),
         ({"name": "a", "machine_id": "another"}, 409, "machine machine of a, and this one is machine another"),
@@ -212,8 +212,8 @@ def test_a_machine_that_cannot_be_a_node_is_told_why(
 def test_the_same_version_of_torch_may_be_built_for_another_device(
     service: TrainingService, agents: list[FakeAgent]
 ) -> None:
-    versions = installed_versions(None)
-    agents[0].report["versions"] = {**versions, "torch": versions["torch"] + "+cu126"}
+    ours = versions()
+    agents[0].report["versions"] = {**ours, "torch": ours["torch"] + "+cu126"}
     assert agents[0].join().ok
 
 

@@ -45,10 +45,14 @@ import sys
 from pathlib import Path
 import torch
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.recipes import contact
+from llama_stack_provider_trl.recipes.events import EventWriter
+writer = EventWriter(RunDir(Path(sys.argv[1])).events)
+(Path(sys.argv[1]) / "began").touch()
 contact.ARRIVAL, contact.BEAT, contact.SILENCE, contact.FAREWELL = 5.0, 0.1, 1.0, 1.0
 try:
-    with contact.in_contact(torch.device("cpu"), Path(sys.argv[1])):
+    with contact.in_contact(torch.device("cpu"), Path(sys.argv[1]), writer):
         print("met", flush=True)
         sys.stdin.readline()
 except JobFailure as failure:
@@ -310,10 +314,13 @@ def test_a_rank_whose_other_is_gone_ends_and_leaves_the_reason_to_it(
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
+    events = RunDir(tmp_path / "node-0").events
     with meeting(tmp_path, port, 0) as first:
         found = said(first)
+        beaten = events.stat().st_mtime
     assert found.startswith("launch_failed rank 0 on ")
     assert "of 2 ranks these did not come: 1" in found
+    assert beaten > events.with_name("began").stat().st_mtime + 2.0  # it waited for 5 s, and was no hang meanwhile
 
 
 def test_a_place_to_meet_that_nobody_holds_is_named(tmp_path: Path, port: int) -> None:

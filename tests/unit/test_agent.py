@@ -374,6 +374,27 @@ def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
     assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
 
 
+def test_a_job_that_begins_with_another_ones_checkpoint_fetches_its_own_copy(world: World) -> None:
+    theirs = "/service/jobs/job/resume/3f/checkpoint-2"
+    source = world.root / "service" / "checkpoint-2"
+    write(source / "dcp" / "a.bin", b"weights")
+    write_manifest(source)
+    world.head.sources = {("job", "resume-from"): source}
+    given = {"job_uuid": "deleted", "checkpoint": "checkpoint-2", "path": theirs}
+    order = world.order(job={"resume_from": given})
+    order.spec.update(resume_from=theirs)
+
+    async def play(head: FakeHead) -> None:
+        head.order(order)
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    here = world.home / "borrowed" / "checkpoint-2"
+    assert (written["resume_from"], written["job"]["resume_from"]["path"]) == (str(here), str(here))
+    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+
+
 def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: World) -> None:
     theirs = world.root / "service" / "checkpoints"
     mark = write(theirs / ".shared", b"job-1")

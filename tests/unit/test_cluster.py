@@ -285,6 +285,21 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     assert pair.store.taken_places() == {}
 
 
+def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.INTERVAL", 0.0)
+    pair.say(Finished(step=4))
+    pair.exit("b", 0)
+    pair.exit("c", 0)
+    pair.tick()
+    pair.gone("b")
+    pair.tick()
+    assert pair.job().state is JobState.completed
+    assert [task.node for task in pair.store.tasks("a-1")] == ["c"]  # it may still have it
+    pair.gone("c")
+    pair.tick()
+    assert pair.store.tasks("a-1") == []
+
+
 def test_the_node_that_ended_first_says_why(pair: World) -> None:
     pair.exit("c", -9, rank=1)
     pair.tick()
