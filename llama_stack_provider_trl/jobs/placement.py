@@ -108,7 +108,8 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
 
 def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
-    whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine.
+    whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine; where
+    the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
 
     Of the nodes that would do, the service's own comes first, then the one with the fewest free devices: large holes
     stay whole. A job that finds too few devices does not hold up a younger one at first. Once it has waited for
@@ -123,9 +124,10 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     Returns:
         job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
+    auto = _kind(nodes[0].devices[0])
     taken = set(_keys(running, nodes))
     chosen: Placed = {}
-    offers: dict[tuple[str, int, str], list[_Offer]] = {}
+    offers: dict[tuple[str, int, str], tuple[list[_Offer], int]] = {}
     in_vain: set[tuple[str, int, str, bool]] = set()
     served: set[tuple[str, int, str, bool]] = set()
     changes: Counter[str] = Counter()  # of what is taken, by machine
@@ -135,9 +137,11 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
         if kind in in_vain and (patient or kind in served):
             continue  # nothing has become free since a job that asks for the same found too little
         if kind[:3] not in offers:
-            offers[kind[:3]] = list(_offers(job, nodes))
-        found = [(offer, offer.free_of(taken, changes)) for offer in offers[kind[:3]]]
-        gang = _gang(job, found)
+            suited = [node for node in nodes if not unsuited(job, node, auto)]
+            offers[kind[:3]] = list(_offers(job, suited, auto)), side_by_side(job, suited, auto)
+        open_, useful = offers[kind[:3]]
+        found = [(offer, offer.free_of(taken, changes)) for offer in open_]
+        gang = _gang(job, found, useful)
         if gang:
             chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
             taken.update(node.key(device) for node, devices in gang for device in devices)
@@ -146,7 +150,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
         in_vain.add(kind)
         if not patient:
             served.add(kind)  # one job of a kind at a time
-            kept = set(_kept(job, found))
+            kept = set(_kept(found, useful))
             taken |= kept
             changes.update(machine for machine, _ in kept)
     return chosen
@@ -193,6 +197,21 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
     return f"waiting for device {held}" if held else ""
+
+
+def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
+    """How many of the nodes that a job asks for can be of use to it. Fewer than these where there are as many agents
+    but fewer machines, and it trains on CPUs (or mps): a second process on the same one only slows the first one down.
+
+    Args:
+        suited: the nodes that could serve it, closed ones too: those are waited for.
+    """
+    wanted = _nodes(job)
+    machines = {node.key("") for node in suited}
+    if not len(machines) < wanted <= len(suited):
+        return wanted
+    kinds = {_kind(_suitable(job.device, node.devices, auto)[0]) for node in suited}
+    return wanted if "cuda" in kinds else len(machines)
 
 
 def unsuited(job: Queued, node: Node, auto: str) -> str:
@@ -254,21 +273,20 @@ class _Offer:
         return self._free
 
 
-def _offers(job: Queued, nodes: Sequence[Node]) -> Iterator[_Offer]:
-    auto = _kind(nodes[0].devices[0])
+def _offers(job: Queued, suited: Sequence[Node], auto: str) -> Iterator[_Offer]:
     memory = demand(job.demand).resources.gpu_memory_gb or 0.0
-    for node in nodes:
-        if not node.why_closed and not unsuited(job, node, auto):
+    for node in suited:
+        if not node.why_closed:
             fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = [device for device in fitting if (node.memory or {}).get(device, 0) >= memory * _GIB]
             yield _Offer(node, fitting, _needed(job, fitting))
 
 
-def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> list[tuple[Node, list[str]]]:
+def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]], useful: int) -> list[tuple[Node, list[str]]]:
     """Nodes and devices for the job; none: there are too few."""
     wanted = _nodes(job)
-    fewest = min(demand(job.demand).resources.min_nodes, wanted) if job.tried else wanted
+    fewest = min(useful, demand(job.demand).resources.min_nodes if job.tried else wanted)
     enough = [(offer, free) for offer, free in found if len(free) >= offer.needed]
     if len(enough) < fewest:
         return []
@@ -279,13 +297,13 @@ def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> list[tuple[
     return list(fitting.values())[:wanted] if len(fitting) >= fewest else []
 
 
-def _kept(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> Iterator[tuple[str, str]]:
+def _kept(found: Sequence[tuple[_Offer, list[str]]], useful: int) -> Iterator[tuple[str, str]]:
     """Free devices that are kept for a job which has waited too long, if it can ever be placed."""
-    if len({offer.node.key("") for offer, _ in found}) < _nodes(job):
+    if len({offer.node.key("") for offer, _ in found}) < useful:
         return
     kept: set[tuple[str, str]] = set()
     for offer, free in sorted(found, key=lambda one: -len(one[1])):
-        if len(kept) == _nodes(job):
+        if len(kept) == useful:
             return
         if offer.node.key("") not in kept:
             kept.add(offer.node.key(""))
@@ -293,9 +311,10 @@ def _kept(job: Queued, found: Sequence[tuple[_Offer, list[str]]]) -> Iterator[tu
 
 
 def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    count, auto = _nodes(job), _kind(nodes[0].devices[0])
+    auto = _kind(nodes[0].devices[0])
     why_not = {node.name: unsuited(job, node, auto) for node in nodes}
     fitting = [node for node in nodes if not why_not[node.name]]
+    count = side_by_side(job, fitting, auto)
     machines = {node.key("") for node in fitting}
     closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
     others = [f"{name} {why}" for name, why in why_not.items() if why]

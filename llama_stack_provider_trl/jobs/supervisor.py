@@ -377,9 +377,21 @@ class Supervisor:
         free = attempt == 1 and self._ownership.is_free(job.spec.checkpoint_dir)
         if free and (aside := set_aside(job.spec.checkpoint_dir)):
             self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
+        self._say_where_nodes_share_a_machine(job, nodes_of(device.split(",")))
         if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
             faults.reach("supervisor-attempt-recorded")
             self._advance(self._store.get(job.job_uuid))
+
+    def _say_where_nodes_share_a_machine(self, job: JobRecord, nodes: int) -> None:
+        asked = job.spec.resources
+        if asked is not None and nodes < (asked.min_nodes if job.attempt else asked.nodes):
+            where = f"{nodes} nodes" if nodes > 1 else "one node"
+            self._store.warn(
+                job.job_uuid,
+                f"it asks for {asked.nodes} nodes, and those that could serve it are fewer machines, where a second "
+                f"agent's processes would only slow the first one's down: it trains on {where}, with the same rows per "
+                "step",
+            )
 
     def _resume_point(self, job: JobRecord) -> tuple[Path, int] | None:
         """The newest step checkpoint that is whole, and its step; one that somebody damaged is no longer listed.

@@ -216,6 +216,19 @@ def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) ->
     assert world.orders("head") == {}
 
 
+def test_two_agents_on_one_machine_train_as_one_process_and_the_job_says_so(world: World) -> None:
+    world.join("b", "c", machine_id="m")
+    world.add(resources={"labels": {}})
+    world.tick()
+    job = world.job()
+    assert job.devices == ("b/cpu",)
+    assert "it asks for 2 nodes, and those that could serve it are fewer machines" in job.warnings[0]
+    assert "it trains on one node" in job.warnings[0]
+    assert job.run_dir is not None
+    attempt = AttemptSpec.model_validate_json(RunDir(job.run_dir).spec.read_text())
+    assert (attempt.world_size, attempt.rows_per_step) == (1, job.spec.rows_per_step)
+
+
 def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
     world.join("b", "c")
     world.add()

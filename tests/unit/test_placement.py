@@ -144,9 +144,17 @@ def test_ranks_of_each_node_get_gpus_of_their_own() -> None:
 def test_two_agents_on_one_machine_are_one_machine() -> None:
     nodes = [HEAD, node("b", machine="m"), node("c", machine="n")]
     assert place([wants(nodes=2)], nodes, []) == {"job-1": ("cpu", "c/cpu")}
-    assert place([wants(nodes=3)], nodes, []) == {}
     assert "2 of the 3" not in why_waits(wants(nodes=2), {}, nodes)
-    assert "waiting for 3 nodes: 2 of the" in why_waits(wants(nodes=3), {}, nodes)
+    # Training on both could not help: it trains on the machines that there are, and waits for those.
+    assert place([wants(nodes=3)], nodes, []) == {"job-1": ("cpu", "c/cpu")}
+    assert place([wants(nodes=2)], nodes[:2], []) == {"job-1": ("cpu",)}
+    assert place([wants(nodes=3)], nodes, ["c/cpu"]) == {}
+    assert place([wants(nodes=3)], [*nodes[:2], node("c", machine="n", why_closed="silent")], []) == {}
+    assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by job other)"
+    assert place([wants(nodes=4)], nodes, []) == {}
+    assert "waiting for 4 nodes: 2 of the" in why_waits(wants(nodes=4), {}, nodes)
+    # Its GPUs may be others than the other agent's.
+    assert place([wants(nodes=2)], [node("head", "cuda:0", head=True), node("b", "cuda:0", machine="head")], []) == {}
     # Nor is its CPU two CPUs.
     assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("c/cpu",)}
     assert place([wants(1, labels={})], nodes, ["b/cpu", "c/cpu"]) == {}
