@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -135,8 +136,88 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     bed.nothing_trains()
 
 
+@pytest.mark.parametrize("how", ["link", "power"])
+def test_without_a_spare_it_waits_says_for_whom_and_goes_on_when_the_machine_is_back(bed: Bed, how: str) -> None:
+    prepared(bed, "a", "b")
+    head, _, b = bed.machines
+    submit(bed, dpo("pair", 200, resources={"nodes": 2, "labels": {"rack": "7"}}, save_steps=20))
+    bed.wait(lambda: _trains(bed, "pair", beyond=21), "the job has a checkpoint", 420)
+    began = time.monotonic()
+    if how == "link":
+        b.link(up=False)
+    else:
+        b.turn_off()
+    detail = bed.wait(
+        lambda: (resources := _resources(bed, "pair"))["state"] == "scheduled" and resources["detail"],
+        "it waits",
+        60,
+    )
+    assert re.search(r"waiting for 2 nodes; b is silent since \d\d:\d\d:\d\d UTC", detail), detail
+    if how == "link":
+        time.sleep(max(0.0, began + 40 - time.monotonic()))
+        b.link(up=True)
+    else:
+        b.join(head, "--label", "rack=7")
+    status = bed.wait_for_end("pair")
+    assert status["status"] == "completed", status
+    first, second = status["resources_allocated"]["attempts"]
+    assert (first["reason"], second["reason"]) == ("node_lost", None)
+    assert "node b is silent since" in first["message"]
+    assert second["start_step"] >= 20
+    assert sorted(bed.losses("pair")) == list(range(1, 201))
+    bed.nothing_trains()
+
+
+def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) -> None:
+    """Its own machine is one of the two."""
+    prepared(bed, "a")
+    bed.wait_for_nodes("head", "a")
+    head, a = bed.machines
+    submit(bed, dpo("pair", 600, resources={"nodes": 2}, save_steps=100))
+    bed.wait(lambda: _trains(bed, "pair", beyond=5), "the job trains", 420)
+    trainings = head.trainings() + a.trainings()
+    head.kill_agent()
+    time.sleep(20)  # longer than a node may be silent
+    assert set(head.trainings() + a.trainings()) == set(trainings)
+    head.serve()
+    status = bed.wait_for_end("pair")
+    assert status["status"] == "completed", status
+    assert [attempt["reason"] for attempt in status["resources_allocated"]["attempts"]] == [None]
+    assert sorted(bed.losses("pair")) == list(range(1, 601))
+    bed.nothing_trains()
+
+
+def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed: Bed) -> None:
+    """One rank on one machine: it trains on while nobody hears of it, and comes back with events and checkpoints."""
+    prepared(bed, "a", "b")
+    submit(bed, dpo("late", 600, resources={"labels": {"rack": "7"}}, save_steps=50))
+    resources = bed.wait(lambda: _trains(bed, "late", beyond=5), "the job trains", 420)
+    lost = next(machine for machine in bed.machines if resources["device"] == f"{machine.name}/cpu")
+    lost.link(up=False)
+    theirs = lost.data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl"
+    bed.wait(lambda: b'"type":"finished"' in theirs.read_bytes(), "it trains to its end where nobody hears it", 300)
+    bed.wait(lambda: _resources(bed, "late")["attempt"] == 2, "it is given to the other node", 60)
+    lost.link(up=True)
+    bed.wait(lambda: not theirs.exists(), "the agent ends the old task", 60)
+    status = bed.wait_for_end("late")
+    assert status["status"] == "completed", status
+    assert f"{lost.name}/" not in status["resources_allocated"]["device"]
+    first, second = status["resources_allocated"]["attempts"]
+    assert (first["reason"], second["reason"]) == ("node_lost", None)
+    taken = (bed.machines[0].data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl").read_text()
+    assert '"finished"' not in taken
+    assert sorted(bed.losses("late")) == list(range(1, 601))
+    saved = [(event["step"], event["path"]) for event in bed.events("late") if event["type"] == "checkpoint"]
+    assert len(set(saved)) == len(saved)
+    bed.nothing_trains()
+
+
+def _resources(bed: Bed, job_uuid: str) -> Json:
+    return dict(bed.status(job_uuid)["resources_allocated"])
+
+
 def _trains(bed: Bed, job_uuid: str, attempt: int = 1, beyond: int = 0) -> Json | None:
-    resources: Json = bed.status(job_uuid)["resources_allocated"]
+    resources = _resources(bed, job_uuid)
     step = (resources.get("progress") or {}).get("step") or 0
     return (
         resources if resources["state"] == "in_progress" and resources["attempt"] == attempt and step > beyond else None
