@@ -47,6 +47,8 @@ class FakeHead:
         """Raised by the next calls."""
         self.only: str = ""
         """What the calls begin with that have the trouble; the others have none."""
+        self.cut = False
+        """Polls get no answer."""
         self.calls: list[str] = []
         self._half: dict[str, dict[str, bytes]] = {}
         self._news = asyncio.Event()
@@ -81,6 +83,9 @@ class FakeHead:
 
     async def poll(self, poll: Poll) -> Orders:
         self._meet("poll")
+        if self.cut:
+            await asyncio.sleep(0.2)
+            raise away()
         self.polls.append(poll)
         while poll.seen >= self.revision:
             self._news.clear()

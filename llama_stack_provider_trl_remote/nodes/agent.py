@@ -73,6 +73,8 @@ class Agent:
         self._tasks: dict[str, NodeTask] = {}
         self._news = asyncio.Event()
         self._seen = 0
+        self._interrupted = False
+        """The last poll was given up for news: whether the service is there, the next one finds out."""
         self._heard = math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._trouble = ""
@@ -144,9 +146,11 @@ class Agent:
         self._news.clear()
         await self._forget()
         assert before is not None
-        body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=self._seen)
+        # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
+        seen = -1 if self._interrupted else self._seen
+        body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=seen)
         try:
-            orders = await self._ask(body)
+            orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
         except ServiceUnreachable as error:
             self._say(str(error))
             self._end_if_forgotten()
@@ -158,8 +162,9 @@ class Agent:
             else:
                 await self._join_again(refusal)
         else:
-            self._hear()
+            self._interrupted = orders is None
             if orders is not None:
+                self._hear()
                 await self._follow(orders)
 
     async def _join_again(self, refusal: ServiceRefusal) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,28 @@ def test_without_the_service_a_node_ends_its_tasks_after_the_lease(world: World)
         report = head.report()
         assert report is not None
         assert "has not answered for 600 s" in report.error
+
+    world.run(play)
+
+
+def test_what_a_node_has_to_tell_all_the_time_hides_neither_a_service_that_is_there_nor_one_that_is_gone(
+    world: World,
+) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        task = world.launcher.tasks["job-1"]
+
+        async def chatter(until: float) -> None:
+            while world.clock() < until and task.seen.state is not TaskState.exited:
+                task.seen = replace(task.seen, detail=str(world.clock()))
+                await asyncio.sleep(0)
+
+        await chatter(world.clock() + 2 * LEASE)
+        assert task.seen.state is TaskState.running
+        head.cut = True
+        await chatter(world.clock() + 3 * LEASE)
+        assert task.seen.state is TaskState.exited
 
     world.run(play)
 
