@@ -210,6 +210,8 @@ class Bed:
         self.session.close()
         for machine in self.machines:
             machine.turn_off()
+        # Its other end goes with its namespace, but some time later, and the next bed has one of the same name.
+        subprocess.run(["ip", "link", "del", f"{self.prefix}h"], capture_output=True, check=False)
         _remove([*(machine.namespace for machine in self.machines), self.switch])
 
     def machine(self, name: str) -> Machine:
@@ -317,7 +319,7 @@ def _remove_left_ones() -> None:
 
 
 def _remove(namespaces: list[str]) -> None:
-    for name in namespaces:  # our own end of the cable goes with the other one
+    for name in namespaces:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
