@@ -251,7 +251,10 @@ class ClusterLauncher:
                 return Observation(TaskState.exited, launch_error=f"node {part.node}: {said}")
         if exited and len(exited) < len(parts):
             failed = any(part.has_exited and part.observed.exit_code != 0 for part in parts)
-            if self._clock() - min(exited.values()) > (GRACE_FAILED if failed else GRACE_DONE):
+            since = self._clock() - min(exited.values())
+            # A node that went down took the ranks of the others with it, and is told from a slow one by its silence.
+            silence = max(self._cluster.presence.silence(part.node) for part in parts if not part.has_exited)
+            if since > (GRACE_FAILED if failed else GRACE_DONE) and silence < since:
                 return _combined([part for part in parts if part.has_exited], exited)
         return None
 

@@ -323,6 +323,18 @@ def test_the_node_that_ended_first_says_why(pair: World) -> None:
     assert pair.job().message.startswith("rank 1 was killed by SIGKILL")
 
 
+def test_a_node_that_went_down_is_to_blame_for_the_end_of_the_others(pair: World) -> None:
+    pair.clock.advance(1)
+    pair.exit("b", 1, rank=0)
+    pair.pass_time(GRACE_FAILED + 2, "b")
+    assert pair.job().state is JobState.in_progress
+    pair.pass_time(SILENCE - GRACE_FAILED, "b")
+    pair.gone("b")
+    pair.tick()
+    assert pair.store.attempts("a")[0].reason is Reason.node_lost
+    assert "node c is silent since" in pair.store.attempts("a")[0].message
+
+
 def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) -> None:
     failed = Failed(reason=Reason.out_of_memory, message="3 GiB short", traceback="", rank=1)
     pair.exit("c", 1, failed=failed.model_dump(mode="json"))
