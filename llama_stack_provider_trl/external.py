@@ -6,11 +6,13 @@ differences that only an external API sees.
     provider data  X-LlamaStack-Provider-Data, in OGX X-OGX-Provider-Data
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .compat import Api
+from .errors import InvalidRequest
 
 __all__ = ["DATASET_LEVELS", "NAME", "OWN_DATASETS", "STACK_DATASETS", "request_context", "webmethod"]
 
@@ -41,8 +43,24 @@ except ImportError:
 
 
 def request_context(headers: Mapping[str, str], scope: Any) -> AbstractContextManager[None]:
-    """Has OGX take Llama Stack's header too: a script that sends it need not know what it talks to."""
-    theirs, ours = "X-OGX-Provider-Data", headers.get("X-LlamaStack-Provider-Data")
-    if _ogx is None or ours is None or theirs in headers:
+    """Has OGX take Llama Stack's header too, where its own is not sent: a script need not know what it talks to.
+
+    Raises:
+        InvalidRequest: the header is no JSON object; the server would go on without it.
+    """
+    known = ("X-LlamaStack-Provider-Data",) if _ogx is None else ("X-OGX-Provider-Data", "X-LlamaStack-Provider-Data")
+    name = next((name for name in known if headers.get(name)), None)
+    if name is None:
         return nullcontext()
-    return _ogx.request_provider_data_context({theirs: ours}, _ogx.user_from_scope(scope))
+    if not _is_object(headers[name]):
+        raise InvalidRequest(name, headers[name], 'expected a JSON object, such as {"trl": {"seed": 7}}')
+    if _ogx is None or name == known[0]:
+        return nullcontext()
+    return _ogx.request_provider_data_context({known[0]: headers[name]}, _ogx.user_from_scope(scope))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

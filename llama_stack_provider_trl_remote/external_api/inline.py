@@ -55,7 +55,7 @@ class ExternalTrl(TrlPostTraining):
     async def register_dataset(self, body: RegisterDataset) -> Dataset:
         """Register rows or a uri under a name. The same again changes nothing."""
         if isinstance(body.source, BlobSource):
-            raise InvalidRequest("source.type", "blob", "nothing can be uploaded here: use rows, or a uri")
+            raise InvalidRequest("source.type", "blob", "nothing can be sent ahead here: use rows, or a uri")
         return await self.registered.register(body)
 
     async def list_datasets(self) -> ListDatasetsResponse:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.routing import APIRoute
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.external import DATASET_LEVELS, OWN_DATASETS, request_context, webmethod
 
 from ..service.errors import answer_to
@@ -63,18 +64,37 @@ class _Route(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        fields = {field.alias for field in self.dependant.body_params} - {"body"}
 
         async def handler(request: Request) -> Response:
-            with request_context(request.headers, request.scope):
-                try:
+            try:
+                with request_context(request.headers, request.scope):
+                    if fields:
+                        await _refuse_others(request, fields)
                     return await handle(request)
-                except Exception as error:
-                    answer = await answer_to(request, error)
-                    if answer is None:
-                        raise
-                    return answer
+            except Exception as error:
+                answer = await answer_to(request, error)
+                if answer is None:
+                    raise
+                return answer
 
         return handler
+
+
+async def _refuse_others(request: Request, fields: set[str]) -> None:
+    """FastAPI leaves out what a body has beyond the parameters; a misspelt field would have no effect.
+
+    Raises:
+        InvalidRequest: naming the first.
+    """
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        return  # FastAPI says so
+    for name in body if isinstance(body, dict) else ():
+        if name not in fields and body[name] is not None:
+            hint = "there is no such field: leave it out. docs/api.md lists every field"
+            raise InvalidRequest(name, body[name], hint)
 
 
 def create_router(impl: Any) -> APIRouter:

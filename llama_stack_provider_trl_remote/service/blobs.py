@@ -201,7 +201,7 @@ class Blobs:
 
     def _too_many(self) -> TooLarge:
         limit = self._settings.max_rows
-        return TooLarge(f"the dataset has more than {limit} rows (max_rows of the service): split it")
+        return TooLarge(f"the dataset has more than {limit} rows (max_rows): split it")
 
 
 def _read_verdict(path: Path) -> Verdict | None:

@@ -159,14 +159,14 @@ class RowsSource(_Body):
 class UriSource(_Body):
     type: Literal["uri"]
     uri: str = Field(max_length=4096)
-    """An absolute path or file:// below one of the service's dataset_roots (.csv, .jsonl, .json, .parquet), or
+    """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .json, .parquet), or
     huggingface://datasets/ORG/NAME?split=train."""
 
 
 class BlobSource(_Body):
     type: Literal["blob"]
     sha256: Sha256
-    """Digest of rows that were uploaded with PUT /v1/blobs/{sha256}."""
+    """Digest of rows that were uploaded to the training service (PUT /v1/blobs/{sha256})."""
 
 
 Source = Annotated[RowsSource | UriSource | BlobSource, Field(discriminator="type")]

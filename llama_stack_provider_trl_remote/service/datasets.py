@@ -108,13 +108,16 @@ class Datasets:
         """
         entry = await asyncio.to_thread(self._read, dataset_id)
         if entry is None:
-            hint = "no dataset of this name is registered with this service: POST /v1/datasets registers one"
+            hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
             raise InvalidRequest(FIELD, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
             # One reader at a time: the second job of a dataset finds the rows that the first one's POST has stored.
             async with self._reading[dataset_id]:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
+        if not self._blobs.holds(entry.sha256):
+            hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
+            raise InvalidRequest(FIELD, dataset_id, hint)
         return await self.fetch_blob(dataset_id, entry.sha256, algorithm, data_format)
 
     async def fetch_blob(
@@ -180,8 +183,8 @@ class Datasets:
             return _hub(uri), "hub"
         if (separator and scheme != "file") or not (separator or uri.startswith("/")):
             hint = (
-                "expected an absolute path or file:// below one of the service's dataset_roots, or "
-                "huggingface://datasets/ORG/NAME?split=train; other rows can be uploaded (PUT /v1/blobs/SHA256)"
+                "expected an absolute path or file:// below one of the configured dataset_roots, or "
+                "huggingface://datasets/ORG/NAME?split=train; or send the rows themselves"
             )
             raise InvalidRequest("source.uri", uri, hint)
         return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))
@@ -193,7 +196,7 @@ class Datasets:
             raise InvalidRequest("source.uri", uri, f"it cannot be looked up: {error}") from error
         if not any(real.is_relative_to(root) for root in self._roots):
             roots = ", ".join(map(str, self._roots)) or "none is configured"
-            hint = f"files must lie below one of the configured dataset_roots ({roots}); or upload the rows"
+            hint = f"files must lie below one of the configured dataset_roots ({roots}); or send the rows themselves"
             raise InvalidRequest("source.uri", uri, hint)
         if real.suffix.lower() not in READERS:
             raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(READERS)}")

@@ -6,14 +6,14 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.contract.stack import LlamaStack, Server, running_stack
+from tests.contract.stack import LlamaStack, Server, serving
 
 pytest.register_assert_rewrite("tests.contract.crashing")
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaStack]:
-    with running_stack(tmp_path_factory.mktemp("stack")) as stack:
+    with serving(LlamaStack(tmp_path_factory.mktemp("stack"))) as stack:
         yield stack
 
 

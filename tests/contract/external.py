@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +49,13 @@ class ExternalStack(LlamaStack):
         """Whether datasets are ours."""
         return self.release in ("0.7.3", OGX)
 
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Those for provider data that our own routes look at."""
+        if self.release == OGX:
+            return "X-LlamaStack-Provider-Data", "X-OGX-Provider-Data"
+        return ("X-LlamaStack-Provider-Data",) if self.has_datasets else ()
+
     def command(self) -> list[str]:
         python = python_of(self.release)
         if self.release == OGX:
@@ -75,20 +80,3 @@ class ExternalStack(LlamaStack):
     def let_go(self, job_uuid: str) -> None:
         """Let a job go on whose name contains `held`."""
         (self.data_dir / "jobs" / job_uuid / "attempts" / "1" / "go").touch()
-
-
-@contextmanager
-def running_external(stack: ExternalStack) -> Iterator[ExternalStack]:
-    """Fails the test where a process outlives its job or the server does not end properly."""
-    stack.start()
-    try:
-        yield stack
-        assert stack.runs(), f"{stack.called} ended by itself\n{stack.log_tail()}"
-        survivors = stack.end_jobs()
-        assert not survivors, f"processes outlived their jobs: {survivors}"
-    finally:
-        try:
-            if stack.runs():
-                stack.stop()
-        finally:
-            stack.kill_tasks()

@@ -4,7 +4,7 @@ import json
 import sys
 
 import llama_stack_client
-from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
+from llama_stack_client import BadRequestError, ConflictError, LlamaStackClient, NotFoundError
 
 asked = json.load(sys.stdin)
 client = LlamaStackClient(base_url=asked["url"], provider_data={"trl": {"seed": 7}})
@@ -26,27 +26,32 @@ job = {
     "logger_config": {},
 }
 assert post_training.supervised_fine_tune(**job).job_uuid == asked["name"]
+assert post_training.supervised_fine_tune(**job).job_uuid == asked["name"]  # sent again, it is the same job
 assert asked["name"] in [job.job_uuid for job in post_training.job.list()]
-try:
-    post_training.supervised_fine_tune(**{**job, "job_uuid": "refused", "model": "/nowhere"})
-except BadRequestError as error:
-    refusal = str(error)
-else:
-    refusal = "it was taken"
-assert "model='/nowhere' is not supported" in refusal, refusal
+assert post_training.preference_optimize(**asked["dpo"]).job_uuid == asked["dpo"]["job_uuid"]
+
+
+def refused(call, **arguments):
+    """What the server says to a call that it refuses."""
+    try:
+        call(**arguments)
+    except (BadRequestError, ConflictError, NotFoundError) as error:  # 0.2.14 has neither 404 nor 409
+        return str(error)
+    return "it was taken"
+
+
+said = refused(post_training.supervised_fine_tune, **{**job, "job_uuid": "refused", "model": "/nowhere"})
+assert "model='/nowhere' is not supported" in said, said
+said = refused(post_training.supervised_fine_tune, **{**job, "model": asked["model"] + "/"})
+assert f"job '{asked['name']}' exists already" in said, said
 
 seed = None
 if asked["job_calls"]:
     seed = post_training.job.status(job_uuid=asked["name"]).resources_allocated["effective_config"]["seed"]
     assert post_training.job.artifacts(job_uuid=asked["name"]).job_uuid == asked["name"]
     post_training.job.cancel(job_uuid=asked["name"])
-    try:
-        post_training.job.status(job_uuid="nobody")
-    except (NotFoundError, BadRequestError) as error:  # 0.2.14 has no 404
-        refusal = str(error)
-    else:
-        refusal = "it has a status"
-    assert "job 'nobody' not found" in refusal, refusal
+    said = refused(post_training.job.status, job_uuid="nobody")
+    assert "job 'nobody' not found" in said, said
 else:
     status = client.get(f"/v1alpha/post-training/jobs/{asked['name']}/status", cast_to=object)
     seed = status["resources_allocated"]["effective_config"]["seed"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import requests
 import yaml
 
 from tests.contract.service import TrainingService
-from tests.contract.stack import DPO, Json, LlamaStack
+from tests.contract.stack import Json, LlamaStack
 from tests.fake_trainer import fake_trainer
 from tests.releases import python_of
 from tests.tiny import REPOSITORY
@@ -32,6 +30,10 @@ class Surface:
     """The provider's own annotations are the schema: the promised payload is taken as it stands."""
     unknown_job: int = 404
     taken_job: int = 409
+    unreachable: int = 502
+    """The service does not answer."""
+    broken: int = 500
+    """The data directory cannot be written."""
     client: str = "alpha"
     """What of the SDK has `post_training`; the same for `datasets`."""
     client_datasets: str = "beta"
@@ -40,8 +42,18 @@ class Surface:
 
 
 SURFACES = {
-    "0.2.14": Surface("/v1", "/v1", unknown_job=400, taken_job=400, client="", client_datasets="", module=False),
-    "0.2.23": Surface("/v1", "/v1", client="", client_datasets=""),
+    "0.2.14": Surface(
+        "/v1",
+        "/v1",
+        unknown_job=400,
+        taken_job=400,
+        unreachable=504,
+        broken=504,
+        client="",
+        client_datasets="",
+        module=False,
+    ),
+    "0.2.23": Surface("/v1", "/v1", broken=502, client="", client_datasets=""),
     "0.3.5": Surface("/v1", "/v1", client_datasets=""),
     "0.4.7": Surface(),
     "0.6.1": Surface(job_in_path=True, lenient=False),
@@ -77,6 +89,8 @@ class ReleaseStack(LlamaStack):
         with pytest.MonkeyPatch.context() as environ:
             for name, value in self.environ.items():
                 environ.setenv(name, value)
+            # The environments are installed uncompiled: every start takes 6 s more where the first one leaves nothing.
+            environ.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
             super().launch()
 
     def get(self, path: str, *, prefix: str | None = None, **params: Any) -> requests.Response:
@@ -107,23 +121,6 @@ def sentence(answer: requests.Response, status_code: int = 400) -> str:
     return said if isinstance(said, str) else json.dumps(said)
 
 
-@contextmanager
-def running_release(stack: ReleaseStack) -> Iterator[ReleaseStack]:
-    """Fails the test where a process outlives its job or the server does not end properly."""
-    stack.start()
-    try:
-        yield stack
-        assert stack.runs(), f"{stack.called} ended by itself\n{stack.log_tail()}"
-        survivors = stack.end_jobs()
-        assert not survivors, f"processes outlived their jobs: {survivors}"
-    finally:
-        try:
-            if stack.runs():
-                stack.stop()
-        finally:
-            stack.kill_tasks()
-
-
 def full_dpo(body: Json) -> Json:
     """The promised payload with all that a release demands which has its own schema."""
     training = body["training_config"]
@@ -140,6 +137,3 @@ def full_dpo(body: Json) -> Json:
         "hyperparam_search_config": {},
         "logger_config": {},
     }
-
-
-__all__ = ["DPO", "SURFACES", "ReleaseStack", "Surface", "full_dpo", "running_release", "sentence"]

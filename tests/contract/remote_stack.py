@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.service import TrainingService
-from tests.contract.stack import LlamaStack
+from tests.contract.service import TrainingService, running
+from tests.contract.stack import LlamaStack, serving
 from tests.tiny import REPOSITORY
 
 TOKEN = "contract-s3cret"
@@ -53,20 +53,5 @@ def running_remote_stack(root: Path) -> Iterator[RemoteStack]:
     """Both servers for a test module; fails it where a process outlives its job or a server does not end properly."""
     for name in ("service", "stack"):
         (root / name).mkdir()
-    service = ShippedService(root / "service")
-    service.start()
-    stack = RemoteStack(root / "stack", service)
-    try:
-        stack.start()
+    with running(ShippedService(root / "service")) as service, serving(RemoteStack(root / "stack", service)) as stack:
         yield stack
-        survivors = stack.end_jobs()
-        assert not survivors, f"processes outlived their jobs: {survivors}"
-    finally:
-        try:
-            if stack.runs():
-                stack.stop()
-        finally:
-            if service.runs():
-                service.stop()
-            service.session.close()
-            service.kill_tasks()

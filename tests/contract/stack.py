@@ -252,7 +252,7 @@ class LlamaStack(Server):
     def wait_until_it_answers(self) -> None:
         assert self.process is not None
         try:
-            poll(self._healthy, "Llama Stack answers /v1/health", timeout=60)
+            poll(self._healthy, "Llama Stack answers /v1/health", timeout=120)
         except AssertionError as error:
             self.process.kill()
             self.process.wait()
@@ -280,13 +280,13 @@ class LlamaStack(Server):
 
 
 @contextmanager
-def running_stack(root: Path) -> Iterator[LlamaStack]:
-    """A server for a test; fails it if a training process outlives its job or the server does not end properly."""
-    stack = LlamaStack(root)
+def serving[Stack: LlamaStack](stack: Stack) -> Iterator[Stack]:
+    """Run a server for a block; fails the test if a training process outlives its job or the server does not end
+    properly."""
     stack.start()
     try:
         yield stack
-        assert stack.runs(), f"Llama Stack ended by itself\n{stack.log_tail()}"
+        assert stack.runs(), f"{stack.called} ended by itself\n{stack.log_tail()}"
         survivors = stack.end_jobs()
         assert not survivors, f"processes outlived their jobs: {survivors}"
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,27 @@ from typing import Any
 import pytest
 import requests
 
-from tests.contract.external import EXTERNAL, ExternalStack, running_external
+from tests.contract.external import EXTERNAL, ExternalStack
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
-from tests.contract.release_stack import ReleaseStack, sentence
+from tests.contract.release_stack import ReleaseStack, full_dpo, sentence
 from tests.contract.service import TrainingService, running
-from tests.contract.stack import DPO, SFT, Json
+from tests.contract.stack import DPO, SFT, Json, serving
 from tests.fake_trainer import fake_trainer
-from tests.releases import OGX
+from tests.releases import OGX, python_of
 from tests.tiny import tiny_model
 
 # Making a release's environment takes a minute, once.
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 ASKED = [release for release in os.environ.get("TRL_RELEASES", OGX).split() if release in EXTERNAL]
+CLIENTS = {
+    "0.2.23": ("", "", True),
+    "0.3.5": ("alpha", "", True),
+    "0.4.7": ("alpha", "beta", True),
+    "0.5.4": ("alpha", "beta", False),
+    "0.6.1": ("alpha", "beta", False),
+}
+"""What of the release's client has post_training, what datasets, and whether it can ask for one job."""
 
 
 @pytest.fixture(
@@ -37,13 +46,13 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     release, kind = request.param
     root = tmp_path_factory.mktemp(f"external-{release}-{kind}")
     if kind == "inline":
-        with running_external(ExternalStack(root, release)) as stack:
+        with serving(ExternalStack(root, release)) as stack:
             yield stack
         return
     (root / "service").mkdir()
     with (
         running(TrainingService(root / "service", train_python=str(fake_trainer(root)))) as service,
-        running_external(ExternalStack(root, release, service)) as stack,
+        serving(ExternalStack(root, release, service)) as stack,
     ):
         yield stack
 
@@ -114,6 +123,60 @@ def test_a_bad_body_is_a_400_that_names_the_field(
     assert "bad" not in stack.jobs()
 
 
+@pytest.mark.parametrize("header", ["X-LlamaStack-Provider-Data", "X-OGX-Provider-Data"])
+@pytest.mark.parametrize("value", ["seed=7", "[7]", '"trl"'])
+def test_a_header_that_is_no_object_is_a_400_where_the_server_would_drop_it(
+    stack: ExternalStack, questions: str, header: str, value: str
+) -> None:
+    if header not in stack.headers:
+        pytest.skip("Llama Stack up to 0.6 drops it before anybody is asked, and the header of OGX is OGX's")
+    answer = requests.post(f"{stack.url}/v1{SFT}", json=sft("bad", questions), headers={header: value}, timeout=30)
+    assert f"{header}={value!r} is not supported: expected a JSON object" in sentence(answer, 400)
+
+
+def test_ogxs_own_header_counts_where_both_are_sent(stack: ExternalStack, questions: str) -> None:
+    if stack.release != OGX:
+        pytest.skip("the header of OGX is OGX's")
+    for theirs, ours, named in (("sead", "seed", "provider_options.sead=7"), ("seed", "sead", "model='/nowhere'")):
+        values = {"X-OGX-Provider-Data": {theirs: 7}, "X-LlamaStack-Provider-Data": {ours: 7}}
+        headers = {name: json.dumps({"trl": value}) for name, value in values.items()}
+        body = sft("bad", questions, model="/nowhere" if theirs == "seed" else str(tiny_model()))
+        answer = requests.post(f"{stack.url}/v1{SFT}", json=body, headers=headers, timeout=30)
+        assert f"{named} is not supported" in sentence(answer, 400)
+
+
+def test_a_field_that_a_call_does_not_have_is_refused_where_the_routes_are_ours(
+    stack: ExternalStack, questions: str
+) -> None:
+    if not stack.has_datasets:
+        pytest.skip("Llama Stack up to 0.6 drops it before anybody is asked")
+    said = "check_point_dir='here' is not supported: there is no such field"
+    assert said in sentence(stack.post(SFT, sft("bad", questions, check_point_dir="here")), 400)
+    assert "uuid=" in sentence(stack.post("/post-training/job/cancel", {"job_uuid": "nobody", "uuid": "nobody"}), 400)
+    # As everywhere, what is null is not there.
+    assert "'nobody' not found" in sentence(
+        stack.post("/post-training/job/cancel", {"job_uuid": "nobody", "x": None}), 404
+    )
+
+
+def test_a_service_that_is_down_is_a_502_that_names_it(stack: ExternalStack, questions: str) -> None:
+    if stack.service is None:
+        pytest.skip("the inline provider calls no service")
+    stack.service.stop()
+    try:
+        answers = [
+            stack.get("/post-training/jobs"),
+            stack.get("/post-training/jobs/promised/status"),
+            stack.post("/post-training/job/cancel", {"job_uuid": "promised"}),
+            stack.post(SFT, sft("unheard", questions)),
+            *([stack.get("/datasets"), stack.get("/datasets/questions")] if stack.has_datasets else []),
+        ]
+        assert all(f"the training service at {stack.service.url} " in sentence(answer, 502) for answer in answers)
+    finally:
+        stack.service.start()
+    assert "unheard" not in stack.jobs()
+
+
 def test_bad_rows_and_unknown_datasets_are_400(stack: ExternalStack) -> None:
     said = "training_config.data_config.dataset_id='nowhere' is not supported"
     assert said in sentence(stack.post(SFT, sft("no-rows", "nowhere")), 400)
@@ -134,6 +197,31 @@ def test_unknown_jobs_are_404_in_both_styles_and_ended_ones_are_not_cancelled(st
         ]
         assert all("job 'nobody' not found" in sentence(answer, 404) for answer in answers)
     assert "completed already" in sentence(stack.cancel("promised"), 409)
+
+
+def test_client(stack: ExternalStack, questions: str, done: Json) -> None:
+    """The release's own llama-stack-client, as far as it can: that of 0.7 has no post-training any more."""
+    if stack.release not in CLIENTS:
+        pytest.skip("its client, where it has one, knows no post-training")
+    post_training, datasets, job_calls = CLIENTS[stack.release]
+    asked = {
+        "url": stack.url,
+        "model": str(tiny_model()),
+        "name": "client",
+        "rows": QUESTIONS,
+        "dpo": full_dpo(promised("client-dpo", "pairs")),
+        "post_training": post_training,
+        "datasets": datasets,
+        "job_calls": job_calls,
+    }
+    command = [python_of(stack.release), Path(__file__).with_name("release_client.py")]
+    called = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False)
+    assert called.returncode == 0, called.stderr
+    assert json.loads(called.stdout)["seed"] == 7
+    if not job_calls:
+        assert stack.cancel("client").status_code == 200
+    stack.wait("client", "cancelled")
+    stack.wait("client-dpo", "completed")
 
 
 def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questions: str) -> None:
@@ -187,6 +275,23 @@ def test_datasets_that_are_ours(stack: ExternalStack) -> None:
     assert "dataset_roots" in sentence(stack.post("/datasets", outside), 400)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"type": "blob", "sha256": "0" * 64}, "nothing can be sent ahead here: use rows, or a uri"),
+        ({"type": "uri", "uri": "rows.jsonl"}, "or send the rows themselves"),
+        ({"type": "uri", "uri": "/etc/rows.jsonl"}, "or send the rows themselves"),
+    ],
+)
+def test_where_there_is_no_service_nothing_is_said_of_one(stack: ExternalStack, source: Json, said: str) -> None:
+    if not stack.has_datasets or stack.service is not None:
+        pytest.skip("these datasets are the service's, or Llama Stack's")
+    answer = sentence(stack.post("/datasets", {"dataset_id": "refused", "source": source}), 400)
+    assert said in answer
+    assert not any(word in answer for word in ("service", "upload", "/v1/blobs"))
+    assert "refused" not in [dataset["identifier"] for dataset in stack.get("/datasets").json()["data"]]
+
+
 def test_rows_of_llama_stacks_own_datasets_are_read_where_it_refuses_the_purpose(stack: ExternalStack) -> None:
     if stack.release != "0.7.3":
         pytest.skip("0.7.3 alone has datasets that are not for post-training")
@@ -216,7 +321,7 @@ def test_jobs_of_llama_stack_are_listed_and_followed_by_ogx_and_those_that_wait_
         (trainer, *_) = before.processes("held")
         before.stop()
         # Not only the server is another one now, but its environment and its run file.
-        with running_external(ExternalStack(tmp_path, OGX)) as after:
+        with serving(ExternalStack(tmp_path, OGX)) as after:
             assert after.jobs() == ["done", "held", "waits"]
             assert after.status("done") == done
             assert trainer.is_running()

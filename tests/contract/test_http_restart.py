@@ -10,7 +10,7 @@ import pytest
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.store import Store
 from tests.contract.payloads import QUESTIONS, sft
-from tests.contract.stack import SFT, Json, poll, running_stack
+from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
 
 pytestmark = pytest.mark.contract
 
@@ -18,7 +18,7 @@ STEPS = 300
 
 
 def test_a_job_trains_through_a_restart_of_llama_stack_and_every_step_is_counted_once(tmp_path: Path) -> None:
-    with running_stack(tmp_path) as stack:
+    with serving(LlamaStack(tmp_path)) as stack:
         rows = stack.register("rows", QUESTIONS)
         body = sft("survivor", rows)
         body["training_config"]["n_epochs"] = STEPS // 4

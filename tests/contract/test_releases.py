@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
-from tests.contract.release_stack import ReleaseStack, full_dpo, running_release, sentence
+from tests.contract.release_stack import ReleaseStack, full_dpo, sentence
 from tests.contract.service import TrainingService, running
-from tests.contract.stack import DPO, SFT, Json, poll
+from tests.contract.stack import DPO, SFT, Json, poll, serving
 from tests.fake_trainer import fake_trainer
 from tests.releases import NATIVE
 from tests.tiny import tiny_model
@@ -49,7 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[TrainingServi
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ReleaseStack]:
     release, _, kind = request.param.partition("-")
     service = request.getfixturevalue("service") if kind == "remote" else None
-    with running_release(ReleaseStack(tmp_path_factory.mktemp(request.param), release, service)) as stack:
+    with serving(ReleaseStack(tmp_path_factory.mktemp(request.param), release, service)) as stack:
         stack.register("rows", QUESTIONS)
         stack.register("pairs", PAIRS, dataset_type="preference")
         yield stack
@@ -77,6 +77,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert done["scheduled_at"] <= done["started_at"] <= done["completed_at"]
     used = effective(stack, job)
     assert (used["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
+    assert used["max_steps_per_epoch"] is None, "one step per epoch, which 0.6 fills in, is nothing that was asked for"
     assert job in stack.jobs()
     artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
     assert artifacts == {"job_uuid": job, "checkpoints": done["checkpoints"]}
@@ -161,6 +162,22 @@ def test_bad_dataset(stack: ReleaseStack) -> None:
     assert "row 8: " in sentence(stack.post(SFT, sft(named(stack, "bad-rows"), "bad")))
 
 
+def test_rows_that_cannot_be_stored_are_an_error_with_its_text(stack: ReleaseStack) -> None:
+    if stack.service is not None:
+        pytest.skip("the service's own tests break its disk")
+    stack.register("unstored", [*QUESTIONS, {"prompt": "Anything else?", "completion": "No."}])
+    datasets = stack.data_dir / "datasets"
+    aside = datasets.rename(stack.root / "aside")
+    datasets.touch()
+    try:
+        said = sentence(stack.post(SFT, sft(named(stack, "unstored"), "unstored")), stack.surface.broken)
+    finally:
+        datasets.unlink()
+        aside.rename(datasets)
+    assert "dataset 'unstored' cannot be stored: " in said
+    assert named(stack, "unstored") not in stack.jobs()
+
+
 def test_provider_data(stack: ReleaseStack) -> None:
     job = stack.submit(SFT, sft(named(stack, "options"), "rows"), options={"seed": 7, "max_seq_length": 96})
     used = effective(stack, job)
@@ -179,6 +196,7 @@ def test_client(stack: ReleaseStack) -> None:
         "model": str(tiny_model()),
         "name": named(stack, "client"),
         "rows": QUESTIONS,
+        "dpo": full_dpo(promised(named(stack, "client-dpo"), "pairs")),
         "post_training": surface.client,
         "datasets": surface.client_datasets,
         "job_calls": not surface.job_in_path,
@@ -191,6 +209,20 @@ def test_client(stack: ReleaseStack) -> None:
     if not asked["job_calls"]:
         assert stack.cancel(asked["name"]).status_code == 200
     stack.wait(asked["name"], "cancelled")
+    stack.wait(asked["dpo"]["job_uuid"], "completed")
+
+
+def test_a_service_that_is_down_is_named(stack: ReleaseStack) -> None:
+    if stack.service is None:
+        pytest.skip("the inline provider calls no service")
+    stack.service.stop()
+    try:
+        answers = [stack.get("/post-training/jobs"), stack.post(SFT, sft(named(stack, "unheard"), "rows"))]
+        for answer in answers:
+            assert stack.service.url in sentence(answer, stack.surface.unreachable)
+    finally:
+        stack.service.start()
+    assert named(stack, "unheard") not in stack.jobs()
 
 
 def test_restart_in_mid_job(stack: ReleaseStack) -> None:
@@ -222,6 +254,16 @@ def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
     assert not tuned[name].equal(base[name])
 
 
+@pytest.mark.parametrize("release", [release for release in ASKED if release in NATIVE])
+def test_an_interpreter_that_cannot_train_is_named_at_the_start(release: str, tmp_path: Path) -> None:
+    stack = ReleaseStack(tmp_path, release)
+    stack.environ["TRL_TRAIN_PYTHON"] = "/nowhere/python"
+    with pytest.raises(AssertionError, match="ended by itself"):
+        stack.start()
+    said = "train_python='/nowhere/python' is not supported: /nowhere/python cannot be started"
+    assert said in " ".join(stack.log.read_text().split())
+
+
 def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
     jobs: Any = stack.jobs()
     assert len(jobs) == len({*jobs}) > 0
@@ -229,7 +271,7 @@ def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
 
 @pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
 def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directory(tmp_path: Path) -> None:
-    with running_release(ReleaseStack(tmp_path, "0.3.5")) as before:
+    with serving(ReleaseStack(tmp_path, "0.3.5")) as before:
         before.register("rows", QUESTIONS)
         done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
         under_way, waiting = long_job(before, "under-way"), before.submit(SFT, sft("waiting", "rows"))
@@ -238,7 +280,7 @@ def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directo
         jobs = before.jobs()
         before.stop()
         after = ReleaseStack(tmp_path, "0.6.1")
-        with running_release(after):
+        with serving(after):
             assert after.jobs() == jobs == ["done", under_way, waiting]
             assert after.status("done") == done
             assert after.status(under_way)["status"] == "in_progress"
@@ -250,4 +292,19 @@ def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directo
             assert after.wait(waiting, "completed")["resources_allocated"]["attempt"] == 1
             after.submit(SFT, sft("new", "rows"))  # the registered dataset is there, too
             after.wait("new", "completed")
+        before.start()
+
+
+@pytest.mark.skipif(not {"0.2.23", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
+def test_jobs_of_0_2_are_listed_by_0_6_1_and_its_datasets_must_be_registered_anew(tmp_path: Path) -> None:
+    with serving(ReleaseStack(tmp_path, "0.2.23")) as before:
+        before.register("rows", QUESTIONS)
+        done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")
+        before.stop()
+        after = ReleaseStack(tmp_path, "0.6.1")
+        with serving(after):
+            assert after.status("done") == done
+            assert "dataset_id='rows'" in sentence(after.post(SFT, sft("new", "rows")))
+            after.register("rows", QUESTIONS)
+            after.wait(after.submit(SFT, sft("new", "rows")), "completed")
         before.start()

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.devices import usable_devices
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl_remote.external_api.inline import ExternalTrlConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -30,6 +31,12 @@ def test_an_empty_data_dir_means_the_default_and_paths_become_absolute(monkeypat
     monkeypatch.setenv("HOME", "/home/somebody")
     assert TrlConfig.model_validate({"data_dir": None}).data_dir == Path("/home/somebody/.llama/trl")
     assert TrlConfig.model_validate({"data_dir": "here"}).data_dir == Path.cwd() / "here"
+
+
+def test_directories_of_datasets_become_absolute_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = ExternalTrlConfig.model_validate({"dataset_roots": ["~/rows", "here"]})
+    assert config.dataset_roots == [Path("/home/somebody/rows"), Path.cwd() / "here"]
 
 
 def test_the_shipped_run_yaml_configures_the_provider_with_known_keys() -> None:

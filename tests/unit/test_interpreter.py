@@ -85,6 +85,18 @@ def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
     assert "is no working Python" in refusal(silent)
 
 
+def test_it_is_looked_at_as_a_training_would_start_it(python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Without the server's secrets, and without what lies in the directory where the server was started."""
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", "s3cret")
+    monkeypatch.chdir(tmp_path)
+    program = python((3, 12), ours=__version__, **GOOD)
+    seen = tmp_path / "seen"
+    program.write_text(program.read_text().replace("\n", f"\n(pwd; env) > '{seen}'\n", 1))
+    check_interpreter(program)
+    assert seen.read_text().startswith("/\n")
+    assert "s3cret" not in seen.read_text()
+
+
 def test_its_own_interpreter_is_what_an_unset_one_means() -> None:
     assert TrlConfig.model_validate({"train_python": None}).train_python is None
     assert TrlConfig.model_validate({"train_python": ""}).train_python is None
