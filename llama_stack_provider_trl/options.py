@@ -36,6 +36,27 @@ class EarlyStopping(Documented):
     """What is looked at."""
 
 
+class Resources(Documented):
+    """What a job asks of the machines that it runs on; all of it is per node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    nodes: int | None = Field(None, gt=0, le=1024)
+    """Machines that train together, with `nproc_per_node` processes on each. Default: the configuration's nnodes."""
+    min_nodes: int | None = Field(None, gt=0, le=1024)
+    """After a failure go on with as few as these, with the same global batch. Default: nodes."""
+    gpu_memory_gb: float | None = Field(None, gt=0, le=10**6)
+    """GiB that each of its GPUs has at least."""
+    cpus: int | None = Field(None, gt=0, le=10**6)
+    """CPUs that a node has at least."""
+    memory_gb: float | None = Field(None, gt=0, le=10**6)
+    """GiB of memory that a node has at least."""
+    labels: dict[str, str] = Field(default={}, max_length=64)
+    """Labels that a node has, such as {"zone": "a"}."""
+    model_present: bool = False
+    """Only nodes with the model in their local cache."""
+
+
 class ProviderOptions(Documented):
     """One job's options; unknown names are refused."""
 
@@ -86,6 +107,8 @@ class ProviderOptions(Documented):
     nproc_per_node: int | None = Field(None, gt=0, le=1024)
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""
+    resources: Resources | None = None
+    """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, memory_gb, labels, model_present}. The service only."""
     resume_from: str | None = None
     """Go on from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
     preflight: PreflightMode = "refuse"
@@ -106,6 +129,7 @@ class ProviderOptions(Documented):
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
             problem = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
-            inside = len(first["loc"]) > 1 and first["loc"][0] == "early_stopping"
-            names = ", ".join((EarlyStopping if inside else cls).model_fields)
+            blocks: dict[str, type[Documented]] = {"early_stopping": EarlyStopping, "resources": Resources}
+            block = blocks.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
+            names = ", ".join((block or cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

@@ -32,6 +32,7 @@ from .recipes.spec import (
     QatSpec,
     Quantizer,
     ReferenceSpec,
+    ResourcesSpec,
     ResumeFrom,
     ShardingSpec,
 )
@@ -85,7 +86,11 @@ class Settings:
     ranks: int = 1
     """Processes per job where a job does not say; 1: nothing here can train with several."""
     max_ranks: int = 1
-    """The most that a job may ask for."""
+    """The most that a job may ask for, per node."""
+    nodes: int = 1
+    """Machines per job where a job does not say."""
+    max_nodes: int = 1
+    """The most that a job may ask for; 1: nothing here can train on other machines."""
     sharding: ShardingSpec | None = None
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False
@@ -170,7 +175,8 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "preflight": options.preflight,
         "device": _device(options, settings),
         "resume_from": _resume_from(options),
-        **_ranks(request, options, settings),
+        **_ranks(request, options, settings, resources := _resources(options, settings, names["model"])),
+        "resources": resources,
     }
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
 
@@ -184,6 +190,7 @@ def derive(
     *fall_back_to: Path,
     in_smaller_parts: bool = False,
     has_trained: bool = False,
+    nodes: int | None = None,
 ) -> AttemptSpec:
     """One try at a job on a concrete device. Pure: the same arguments give the same spec.
 
@@ -192,6 +199,7 @@ def derive(
         in_smaller_parts: it ran out of memory before.
         has_trained: an attempt before has done steps. It did fit: an estimate no longer refuses it, since what others
             leave free on a GPU at the moment would end for good what another try can finish.
+        nodes: that it runs on; None: as many as the job asks for.
     """
     spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
     preflight = "warn" if has_trained and spec.preflight == "refuse" else spec.preflight
@@ -200,7 +208,7 @@ def derive(
         job=placed,
         attempt=attempt,
         run_dir=run_dir,
-        world_size=spec.ranks,
+        world_size=spec.ranks_per_node * (nodes or spec.nodes),
         # Of the job and not of `placed`: whatever an attempt changes, a step takes the same rows.
         rows_per_step=spec.rows_per_step,
         resume_from=resume_from,
@@ -339,7 +347,7 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
         raise InvalidRequest(
             "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
         )
-    for reserved in ("jobs", "datasets", "reference", "preflights", "llama-stack"):
+    for reserved in ("jobs", "datasets", "reference", "preflights", "llama-stack", "node"):
         if base.is_relative_to(data_dir / reserved):
             raise InvalidRequest(
                 "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
@@ -586,15 +594,47 @@ def _refuse_dpo_options(options: ProviderOptions) -> None:
             raise InvalidRequest(f"provider_options.{name}", value, "it belongs to DPO; leave it out")
 
 
-def _ranks(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+def _resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
+    """What the job asks of its nodes; None: it stays on this machine."""
+    asked = options.resources
+    if asked is not None and settings.sharding is None:
+        hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
+        raise InvalidRequest("provider_options.resources", asked.model_dump(exclude_unset=True), hint)
+    nodes = (asked.nodes if asked else None) or settings.nodes
+    if nodes > settings.max_nodes:
+        hint = "no other machine can join this service, which listens on loopback: set TRL_SERVICE_HOST and its token"
+        raise InvalidRequest("provider_options.resources.nodes", nodes, hint)
+    if asked is None:
+        # What has a path, or a device of its own, may be on this machine only.
+        is_here = Path(model).is_absolute() or ":" in (options.device or "")
+        stays = nodes == 1 and (settings.max_nodes == 1 or is_here)
+        return None if stays else ResourcesSpec(nodes=nodes, min_nodes=nodes)
+    if asked.min_nodes is not None and asked.min_nodes > nodes:
+        raise InvalidRequest("provider_options.resources.min_nodes", asked.min_nodes, f"use at most nodes, {nodes}")
+    if asked.model_present and Path(model).is_absolute():
+        hint = "a model that is a directory is in no node's cache; name a model id, or leave it out"
+        raise InvalidRequest("provider_options.resources.model_present", True, hint)
+    if asked.gpu_memory_gb and options.device in ("cpu", "mps"):
+        hint = f"device {options.device} has no memory of its own; leave one of the two out"
+        raise InvalidRequest("provider_options.resources.gpu_memory_gb", asked.gpu_memory_gb, hint)
+    given = asked.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
+    return ResourcesSpec(nodes=nodes, min_nodes=asked.min_nodes or nodes, **given)
+
+
+def _ranks(
+    request: Request, options: ProviderOptions, settings: Settings, resources: ResourcesSpec | None
+) -> dict[str, Any]:
     """How many processes train, and how they share the model."""
-    ranks = options.nproc_per_node or settings.ranks
-    if ranks > settings.max_ranks:
+    nodes = resources.nodes if resources else 1
+    per_node = options.nproc_per_node or settings.ranks
+    ranks = per_node * nodes
+    # How many devices another machine has is its own matter: a job that asks for too many waits, and says so.
+    if per_node > settings.max_ranks and resources is None:
         if settings.sharding is None:
             hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
         else:
             hint = f"this node has devices for {settings.max_ranks}"
-        raise InvalidRequest("provider_options.nproc_per_node", ranks, hint)
+        raise InvalidRequest("provider_options.nproc_per_node", per_node, hint)
     if settings.sharding is None:
         return {"ranks": ranks}
     savers = request.training_config.efficiency_config or _NO_SAVERS
@@ -617,7 +657,8 @@ def _ranks(request: Request, options: ProviderOptions, settings: Settings) -> di
 def _device(options: ProviderOptions, settings: Settings) -> str:
     if options.device is None:
         return "auto"
-    if options.device not in settings.devices:
+    kinds = ("cpu", "cuda") if settings.max_nodes > 1 else ()
+    if options.device not in (*settings.devices, *kinds):
         raise InvalidRequest("provider_options.device", options.device, _nearest(options.device, settings.devices))
     return options.device
 

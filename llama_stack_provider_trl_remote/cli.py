@@ -10,6 +10,7 @@ import sys
 from llama_stack_provider_trl.errors import TrlError
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
+AGENT = "be a worker node of a training service on another machine"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,10 +49,19 @@ def _run(options: argparse.Namespace) -> int:
         print(f"trl-remote: --url or TRL_SERVICE_URL: {error}", file=sys.stderr)
         return 1
 
+    if options.group == "agent":
+        return _agent(url, options)
     # The service bounds a preflight itself (preflight_timeout).
     timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
     client = ServiceClient(url, os.environ.get("TRL_SERVICE_TOKEN") or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
+
+
+def _agent(url: str, options: argparse.Namespace) -> int:
+    from .nodes.start import serve, worker_settings
+
+    given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s")}
+    return serve(worker_settings(url, os.environ, labels=dict(options.label), **given))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,8 +76,48 @@ def parser() -> argparse.ArgumentParser:
     groups.add_parser("serve", help=SERVE, add_help=False)
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _datasets(groups.add_parser("datasets", help="add, list"))
-    _at_service(groups.add_parser("nodes", help="machines, their devices, and which job has them"))
+    _nodes(groups.add_parser("nodes", help="list (the default), cordon, uncordon, drain, remove machines"))
+    _agent_options(groups.add_parser("agent", help=AGENT))
     return top
+
+
+def _nodes(group: argparse.ArgumentParser) -> None:
+    _at_service(group)
+    commands = group.add_subparsers(dest="command", metavar="COMMAND")
+    commands.default = "list"
+    for name, meaning in (
+        ("list", "machines, their devices, and which job has them"),
+        ("cordon", "give a machine no further jobs"),
+        ("uncordon", "give it jobs again"),
+        ("drain", "give it no further jobs; those that train there save, and go on elsewhere"),
+        ("remove", "forget a machine that is empty or gone"),
+    ):
+        command = commands.add_parser(name, help=meaning)
+        # No default of its own: it would replace what was given before the command.
+        command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
+        if name != "list":
+            command.add_argument("node", metavar="NODE")
+
+
+def _agent_options(command: argparse.ArgumentParser) -> None:
+    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
+    command.add_argument(
+        "--service", dest="url", default=default, metavar="URL", help="address of the service (TRL_SERVICE_URL)"
+    )
+    command.add_argument("--name", help="of this node (TRL_NODE_NAME; the host name)")
+    command.add_argument("--data-dir", metavar="DIR", help="its own directory (TRL_NODE_DATA_DIR; ~/.llama/trl-node)")
+    command.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps (TRL_NODE_DEVICE; auto)")
+    command.add_argument(
+        "--label",
+        action="append",
+        type=_label,
+        default=[],
+        metavar="NAME=VALUE",
+        help="for `labels` of a job; repeat it",
+    )
+    command.add_argument(
+        "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
+    )
 
 
 def _jobs(group: argparse.ArgumentParser) -> None:
@@ -130,6 +180,20 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return value
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 MiB per second")
     return value
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -48,10 +49,14 @@ class Timeouts(NamedTuple):
     submit: float = 900.0
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
+    """What came back, read whole."""
+
     status: int
     content_type: str
     body: bytes
+    offset: str | None = None
+    """Header Upload-Offset: how much the service has of a file that comes in pieces."""
 
 
 class ServiceClient:
@@ -66,6 +71,7 @@ class ServiceClient:
         url: address of the service, as `config.checked_url` returns it.
         token: sent as a bearer token.
         pauses: seconds before each repetition.
+        tls: whom to trust at an https address; None: whom the system trusts.
     """
 
     def __init__(
@@ -74,11 +80,13 @@ class ServiceClient:
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (a tuple)
         pauses: Sequence[float] = (0.25, 0.5, 1.0),
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeouts = timeouts
         self._pauses = tuple(pauses)
+        self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._identified = False
 
     async def submit(self, path: str, body: dict[str, Any]) -> Any:
@@ -159,12 +167,12 @@ class ServiceClient:
                 raise self._refusal(path, await _read(response))
             yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
 
-    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> _Answer:
+    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> Answer:
         """One answer that is no error, after as many tries as the request permits."""
         await self._identify()
         return await self._tries(method, path, repeat=repeat, **request)
 
-    async def _tries(self, method: str, path: str, *, repeat: bool, **request: Any) -> _Answer:
+    async def _tries(self, method: str, path: str, *, repeat: bool, **request: Any) -> Answer:
         for pause in (*self._pauses, None):
             try:
                 answer = await self._once(method, path, **request)
@@ -180,7 +188,7 @@ class ServiceClient:
             await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> _Answer:
+    async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> Answer:
         if file is None:
             async with self._open(method, path, **request) as response:
                 return await _read(response)
@@ -200,7 +208,7 @@ class ServiceClient:
             async with (
                 ClientSession(headers=self._headers, timeout=timeout) as session,
                 # Redirects would carry the token to whoever they name.
-                session.request(method, self.url + path, allow_redirects=False, **request) as response,
+                session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
             ):
                 yield response
         except ConnectionTimeoutError as error:
@@ -228,7 +236,7 @@ class ServiceClient:
             raise self._stranger(f"GET /v1/health gives {str(health)[:80]}")
         self._identified = True
 
-    def _refusal(self, path: str, answer: _Answer) -> Exception:
+    def _refusal(self, path: str, answer: Answer) -> Exception:
         detail = _detail(answer)
         if answer.status < 400 or (answer.status == 404 and detail == "Not Found"):
             return self._stranger(f"{path} gives {answer.status}")
@@ -253,11 +261,12 @@ def job_path(job_uuid: str, rest: str = "") -> str:
     return f"{JOBS}/{quote(job_uuid)}{rest}"
 
 
-async def _read(response: ClientResponse) -> _Answer:
-    return _Answer(response.status, response.content_type, await response.read())
+async def _read(response: ClientResponse) -> Answer:
+    offset = response.headers.get("Upload-Offset")
+    return Answer(response.status, response.content_type, await response.read(), offset)
 
 
-def _json(url: str, answer: _Answer) -> Any:
+def _json(url: str, answer: Answer) -> Any:
     if not answer.body:
         return None
     try:
@@ -267,7 +276,7 @@ def _json(url: str, answer: _Answer) -> Any:
         raise ServiceUnreachable(url, found, "check that TRL_SERVICE_URL is its address") from error
 
 
-def _detail(answer: _Answer) -> str:
+def _detail(answer: Answer) -> str:
     """The sentence of an error answer; the beginning of its text where there is none."""
     try:
         body = json.loads(answer.body)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import Blob, put_rows
@@ -17,7 +18,7 @@ from llama_stack_provider_trl.files import Blob, put_rows
 from .client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, job_path
 from .pull import pull
 from .row_files import read_row_file
-from .terminal import job_line, preflight_lines, progress_line, table
+from .terminal import how_to_add_a_node, job_line, preflight_lines, progress_line, table
 from .watch import follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
@@ -115,12 +116,23 @@ async def list_datasets(client: ServiceClient, options: Namespace) -> int:
 async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     answer = await client.get("/v1/nodes")
     rows = [
-        (node["node"], device, node.get("jobs", {}).get(device) or "free")
+        (node["node"], device, node.get("jobs", {}).get(device) or "free", node.get("state", "open"))
         for node in answer["data"]
         for device in node["devices"]
     ]
-    print(table(("node", "device", "job"), rows))
+    print(table(("node", "device", "job", "state"), rows))
+    print(f"\n{how_to_add_a_node(client.url)}")
     return 0
+
+
+async def change_node(client: ServiceClient, options: Namespace) -> int:
+    await client.post(f"{_node(options)}/{options.command}")
+    return await list_nodes(client, options)
+
+
+async def remove_node(client: ServiceClient, options: Namespace) -> int:
+    await client.delete(_node(options))
+    return await list_nodes(client, options)
 
 
 COMMANDS: dict[tuple[str, str], Command] = {
@@ -136,8 +148,16 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "pull"): pull_checkpoint,
     ("datasets", "add"): add_dataset,
     ("datasets", "list"): list_datasets,
-    ("nodes", ""): list_nodes,
+    ("nodes", "list"): list_nodes,
+    ("nodes", "cordon"): change_node,
+    ("nodes", "uncordon"): change_node,
+    ("nodes", "drain"): change_node,
+    ("nodes", "remove"): remove_node,
 }
+
+
+def _node(options: Namespace) -> str:
+    return f"/v1/nodes/{quote(options.node, safe='')}"
 
 
 async def _pages(client: ServiceClient, status: str | None) -> AsyncIterator[dict[str, Any]]:

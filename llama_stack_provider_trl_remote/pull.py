@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from llama_stack_provider_trl.errors import InvalidRequest, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.files import put_in_place, resolve_under
 
 from .client import ServiceClient, job_path
@@ -46,7 +46,7 @@ async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, sa
         path = resolve_under(staging, file["path"], "checkpoint file")
         path.parent.mkdir(parents=True, exist_ok=True)
         say(f"{file['path']}  {file['size']:,} bytes")
-        await _fetch(client, f"{root}/files/{quote(file['path'])}", path, file)
+        await fetch(client, f"{root}/files/{quote(file['path'])}", path, file)
     put_in_place(staging, target)
     return identifier
 
@@ -60,8 +60,15 @@ def _chosen(answer: Any, name: str) -> str:
     raise InvalidRequest("--checkpoint", name, there)
 
 
-async def _fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
-    """One file, as far as it is not there; a second time from its beginning where what was there was damaged."""
+async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
+    """One file, as far as it is not there; a second time from its beginning where what was there was damaged.
+
+    Args:
+        file: its `path` (for a sentence), `size` (None: not known) and `sha256`, as the service lists them.
+
+    Raises:
+        ServiceUnreachable: the service has gone away, or sends something else than it announced.
+    """
     for last_chance in (False, True):
         resumed = await _complete(client, url, path, file["size"])
         if _sha256(path) == file["sha256"]:
@@ -73,18 +80,24 @@ async def _fetch(client: ServiceClient, url: str, path: Path, file: dict[str, An
     raise ServiceUnreachable(client.url, found, "pull again; if it stays so, the checkpoint is damaged on its disk")
 
 
-async def _complete(client: ServiceClient, url: str, path: Path, size: int) -> bool:
+async def _complete(client: ServiceClient, url: str, path: Path, size: int | None) -> bool:
     """Append what is missing; whether something was there before."""
     resumed = path.exists()
     for further in reversed(range(_TRIES)):
         have = path.stat().st_size if path.exists() else 0
-        if have >= size and path.exists():
+        if size is not None and have >= size and path.exists():
             break
         try:
             async with client.download(url, have) as (start, chunks):
                 with open(path, "ab" if start else "wb") as out:
                     async for chunk in chunks:
                         out.write(chunk)
+            if size is None:
+                break
+        except ServiceRefusal as error:
+            if size is not None or error.status != 416:  # else all of it was there
+                raise
+            break
         except ServiceUnreachable:
             got = path.stat().st_size if path.exists() else 0
             if not further or got == have:

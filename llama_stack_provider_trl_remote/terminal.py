@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 _BAR = 24
 
@@ -79,6 +80,23 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
         *(f"note    {warning}" for warning in found["warnings"]),
         f"fits    {'yes' if found['fits'] else 'no'}: {found['message']}",
     ]
+
+
+def how_to_add_a_node(url: str) -> str:
+    """The command that makes another machine a node of the service at `url`."""
+    host, port = urlsplit(url).hostname or "", urlsplit(url).port
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return (
+            "no other machine reaches the service at this address; it serves others with "
+            "TRL_SERVICE_HOST=ADDRESS TRL_SERVICE_TOKEN=TOKEN ./scripts/run-remote-fsdp-server.sh --insecure "
+            "(or with tls_cert and tls_key)"
+        )
+    elsewhere = f"TRL_SERVICE_PORT={port} " if port not in (None, 8322) else ""
+    chosen = f"TRL_SERVICE_URL={url} {elsewhere}" if url.startswith("https:") else elsewhere
+    return (
+        "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1 "
+        f"MASTER_ADDR={host} {chosen}./scripts/run-remote-fsdp-server.sh"
+    )
 
 
 def gib(size: int) -> str:

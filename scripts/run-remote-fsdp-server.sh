@@ -9,21 +9,39 @@
 #   TRL_SERVICE_DATA_DIR  where jobs and checkpoints go (default ~/.llama/trl-service)
 #   TRL_NPROC_PER_NODE    ranks of a job that does not say (default 2; on GPUs each needs one; auto: all of them)
 #   TRL_SERVICE_TOKEN     what clients must send; needed beyond the loopback address
+#
+# On another machine it makes that a worker node of the service; arguments go to `trl-remote agent`. docs/multi-node.md
+#
+#   NODE_RANK=1 MASTER_ADDR=10.0.0.100 ./scripts/run-remote-fsdp-server.sh
+#
+#   MASTER_ADDR             address of the machine that runs the service
+#   TRL_SERVICE_PORT        its port (default 8322); TRL_SERVICE_URL in place of both, for https
+#   TRL_SERVICE_NODE_TOKEN  a token of the service with the role node (or TRL_SERVICE_TOKEN)
+#   TRL_NODE_NAME           this machine's name among the nodes (default: its host name)
+#   TRL_NODE_ADDRESS        its address for the others (default: the one from which it reaches the service)
+#   TRL_NODE_DATA_DIR       where its jobs go (default ~/.llama/trl-node)
 set -euo pipefail
 here="$PWD"
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
+# Not on every start: a changed pyproject.toml must not keep a machine without network from serving.
+[ -f .venv/prepare-env.stamp ] && [ -x .venv/bin/python ] || ./scripts/prepare-env.sh
+
 case "${NODE_RANK:-0}" in
     0) ;;
     *)
-        echo "run-remote-fsdp-server: NODE_RANK=$NODE_RANK asks for a worker node, and worker nodes are not available yet:" \
-            "start the service on one machine, without NODE_RANK." >&2
-        exit 2
+        if [ -z "${TRL_SERVICE_URL:-}" ]; then
+            if [ -z "${MASTER_ADDR:-}" ]; then
+                echo "run-remote-fsdp-server: NODE_RANK=$NODE_RANK makes this machine a worker node: set MASTER_ADDR to the" \
+                    "address of the machine that runs the service (or TRL_SERVICE_URL)." >&2
+                exit 2
+            fi
+            case "$MASTER_ADDR" in *:*) MASTER_ADDR="[$MASTER_ADDR]" ;; esac
+            export TRL_SERVICE_URL="http://$MASTER_ADDR:${TRL_SERVICE_PORT:-8322}"
+        fi
+        exec .venv/bin/python -m llama_stack_provider_trl_remote agent "$@"
         ;;
 esac
-
-# Not on every start: a changed pyproject.toml must not keep a machine without network from serving.
-[ -f .venv/prepare-env.stamp ] && [ -x .venv/bin/python ] || ./scripts/prepare-env.sh
 
 export TRL_SERVICE_CONFIG="${TRL_SERVICE_CONFIG:-$PWD/run_fsdp.yaml}"
 case "$TRL_SERVICE_CONFIG" in /* | '~'*) ;; *) TRL_SERVICE_CONFIG="$here/$TRL_SERVICE_CONFIG" ;; esac

@@ -1,8 +1,8 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
-`python -m tests.ranks` reads lines of JSON, [path of a spec file, ranks, ranks per node, port, constants], forks the
-ranks with the variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the process
-group are the real ones.
+`python -m tests.ranks` reads lines of JSON, [paths of the nodes' spec files, ranks, ranks per node, port, constants],
+forks the ranks with the variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the
+process group are the real ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Ranks:
         fall_back_to: tuple[Path, ...] = (),
         prepare: Callable[[RunDir], object] = lambda paths: None,
         constants: Mapping[str, Any] | None = None,
+        elsewhere: Sequence[AttemptSpec] = (),
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
@@ -54,6 +55,7 @@ class Ranks:
             fall_back_to: checkpoints for the case that `resume_from` is damaged.
             prepare: called with the run directory before they start.
             constants: values for constants of the recipes, by `module.NAME`.
+            elsewhere: what nodes beyond the first are told: the same attempt, at their own paths.
         """
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)
@@ -67,11 +69,15 @@ class Ranks:
             resume_from=resume_from,
             fall_back_to=fall_back_to,
         )
-        paths.spec.write_text(attempt.model_dump_json())
+        attempts = [attempt, *elsewhere]
+        for one in attempts:
+            one.run_dir.mkdir(parents=True, exist_ok=True)
+            RunDir(one.run_dir).spec.write_text(one.model_dump_json())
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         started = started or world_size
-        order = [str(paths.spec), started, per_node or started, _free_port(), dict(constants or {})]
+        specs = [str(RunDir(one.run_dir).spec) for one in attempts]
+        order = [specs, started, per_node or started // len(specs), _free_port(), dict(constants or {})]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
@@ -105,8 +111,9 @@ def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
     for line in sys.stdin:
-        spec, world_size, per_node, port, constants = json.loads(line)
-        pids = [_fork(spec, rank, world_size, per_node, port, constants) for rank in range(world_size)]
+        specs, world_size, per_node, port, constants = json.loads(line)
+        specs = [specs[min(rank // per_node, len(specs) - 1)] for rank in range(world_size)]
+        pids = [_fork(spec, rank, world_size, per_node, port, constants) for rank, spec in enumerate(specs)]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 

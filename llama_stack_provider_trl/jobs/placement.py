@@ -1,9 +1,43 @@
-"""Which queued job gets which device. Pure: a look at the queue in, assignments out."""
+"""Which queued job gets which devices of which nodes. Pure: a look at the queue and the nodes in, assignments out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from ..recipes.spec import JobSpec, ResourcesSpec
+
+
+class Demand(BaseModel):
+    """What a job asks of its nodes, as the queue keeps it."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    resources: ResourcesSpec = ResourcesSpec()
+    model: str | None = None
+    """It must be in a node's local cache; None: it need not."""
+    home: bool = False
+    """Only the service's own machine will do."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Demand:
+        if spec.resources is None:
+            return cls(home=True)
+        return cls(resources=spec.resources, model=spec.model if spec.resources.model_present else None)
+
+    def text(self) -> str:
+        """As `demand` reads it; what most jobs ask for is the empty string."""
+        return "" if self.home else self.model_dump_json(exclude_defaults=True)
+
+
+@cache
+def demand(text: str) -> Demand:
+    return Demand.model_validate_json(text) if text else Demand(home=True)
 
 
 class Queued(NamedTuple):
@@ -19,69 +53,142 @@ class Queued(NamedTuple):
     detail: str = ""
     """What its status says it waits for."""
     ranks: int = 1
-    """Processes that train together."""
+    """Processes that train together, over all nodes."""
     scheduled_at: float = 0.0
     """Seconds since the epoch."""
+    demand: str = ""
+    """`Demand.text`."""
+    tried: bool = False
+    """It has had an attempt: it may go on with fewer nodes than it asked for."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine as a job sees it."""
+
+    name: str
+    devices: tuple[str, ...]
+    """Best first, such as ("cpu",) or ("cuda:0", "cuda:1")."""
+    machine: str = ""
+    """Nodes with the same one are one machine, and share its devices. Empty: nobody shares it."""
+    head: bool = False
+    """The service's own machine; of the nodes it is always the first."""
+    joins: bool = True
+    """It has an agent, and can be one of several nodes of a job."""
+    why_closed: str = ""
+    """Why it takes no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it does."""
+    draining: bool = False
+    """What runs on it is to save and go on elsewhere."""
+    memory: Mapping[str, int] | None = None
+    """Bytes per GPU, as far as known."""
+    cpus: int = 0
+    memory_bytes: int = 0
+    labels: Mapping[str, str] | None = None
+    models: frozenset[str] = frozenset()
+
+    def place(self, device: str) -> str:
+        """The device as an attempt's record names it."""
+        return device if self.head else f"{self.name}/{device}"
+
+    def key(self, device: str) -> tuple[str, str]:
+        """The same for every name of one physical device."""
+        return self.machine or self.name, device
 
 
 Placed = dict[str, tuple[str, ...]]
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
+_GIB = 1 << 30
 
 
 def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
-    """Give free devices to jobs: on GPUs one per rank, while a CPU (or mps) is one device whatever the ranks.
+    """`place` on a service's own machine alone."""
+    return place(queued, [Node("", tuple(devices), head=True)], running, now)
 
-    A job that finds too few devices does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds
-    the free devices that would serve it are kept for it, so that small jobs cannot starve a large one: from then on
-    it waits no longer than the jobs that run take to end.
+
+def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
+    """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
+    whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine; where
+    the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
+
+    Of the nodes that would do, the service's own comes first, then the one with the fewest free devices: large holes
+    stay whole. A job that finds too few devices does not hold up a younger one at first. Once it has waited for
+    `PATIENCE` seconds the free devices that would serve it are kept for it (of several nodes, on those that have most
+    of them free, so that their number only grows): small jobs cannot starve a large one.
 
     Args:
-        running: devices of the jobs that have some.
-        devices: what the node has, such as ("cpu",) or ("cuda:0", "cuda:1").
+        nodes: the service's own machine first.
+        running: places of the jobs that have some.
         now: seconds since the epoch.
 
     Returns:
-        job_uuid -> concrete devices, in the order in which the jobs should start.
+        job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
-    taken = set(running)
-    chosen: dict[str, tuple[str, ...]] = {}
+    auto = _kind(nodes[0].devices[0])
+    taken = set(_keys(running, nodes))
+    chosen: Placed = {}
+    offers: dict[tuple[str, int, str], tuple[list[_Offer], int]] = {}
+    in_vain: set[tuple[str, int, str, bool]] = set()
+    served: set[tuple[str, int, str, bool]] = set()
+    changes: Counter[str] = Counter()  # of what is taken, by machine
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
-        fitting = suitable(job.device, devices)
-        needed = devices_needed(job, devices)
-        free = [device for device in fitting if device not in taken][:needed]
-        if len(free) == needed:
-            chosen[job.job_uuid] = tuple(free)
-            taken.update(free)
-        elif len(fitting) >= needed and now - job.scheduled_at > PATIENCE:
-            taken.update(free)
+        kind = (job.device, job.ranks, job.demand, job.tried)
+        patient = now - job.scheduled_at <= PATIENCE
+        if kind in in_vain and (patient or kind in served):
+            continue  # nothing has become free since a job that asks for the same found too little
+        if kind[:3] not in offers:
+            suited = [node for node in nodes if not unsuited(job, node, auto)]
+            offers[kind[:3]] = list(_offers(job, suited, auto)), side_by_side(job, suited, auto)
+        open_, useful = offers[kind[:3]]
+        found = [(offer, offer.free_of(taken, changes)) for offer in open_]
+        gang = _gang(job, found, useful)
+        if gang:
+            chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
+            taken.update(node.key(device) for node, devices in gang for device in devices)
+            changes.update(node.key("")[0] for node, _ in gang)
+            continue
+        in_vain.add(kind)
+        if not patient:
+            served.add(kind)  # one job of a kind at a time
+            kept = set(_kept(found, useful))
+            taken |= kept
+            changes.update(machine for machine, _ in kept)
     return chosen
 
 
 def devices_needed(job: Queued, devices: Sequence[str]) -> int:
-    """How many of the node's devices the job takes."""
-    fitting = suitable(job.device, devices)
-    return job.ranks if fitting and _kind(fitting[0]) == "cuda" else 1
+    """How many of a node's devices the job takes."""
+    return _needed(job, suitable(job.device, devices))
 
 
-def suitable(wanted: str, devices: Sequence[str]) -> list[str]:
+def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> list[str]:
     """The node's devices that serve a request, best first.
 
-    `auto` means the kind of the node's first device: a job never slides from a GPU to the CPU because the GPU is busy.
-    `cuda` means any of the node's cuda devices.
+    `auto` means the kind of the service's (or this node's) first device: a job never slides from a GPU to the CPU
+    because the GPU is busy. `cuda` means any of the node's cuda devices.
     """
-    kind = _kind(devices[0]) if wanted == "auto" else wanted
-    return [device for device in devices if device == kind or _kind(device) == kind]
+    return list(_suitable(wanted, tuple(devices), auto))
 
 
-def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) -> str:
-    """What a job that found no device waits for, for its status.
+def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
+    """`why_waits` for a service's own machine alone."""
+    return why_waits(job, holders, [Node("", tuple(devices), head=True)])
+
+
+def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    """What a job that found no devices waits for, for its status.
 
     Args:
-        holders: device -> job_uuid of the job that has it.
+        holders: place -> job_uuid of the job that has it.
     """
+    if (len(nodes) > 1 and not demand(job.demand).home) or _nodes(job) > 1:
+        return _why_waits_for_nodes(job, holders, nodes)
+    node = nodes[0]
+    devices = node.devices
     fitting = suitable(job.device, devices)
     needed = devices_needed(job, devices)
+    if node.why_closed:
+        return f"waiting for this node, which is {node.why_closed}"
     if not fitting:
         return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
     if len(fitting) < needed:
@@ -90,6 +197,163 @@ def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) ->
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
     return f"waiting for device {held}" if held else ""
+
+
+def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
+    """How many of the nodes that a job asks for can be of use to it. Fewer than these where there are as many agents
+    but fewer machines, and it trains on CPUs (or mps): a second process on the same one only slows the first one down.
+
+    Args:
+        suited: the nodes that could serve it, closed ones too: those are waited for.
+    """
+    wanted = _nodes(job)
+    machines = {node.key("") for node in suited}
+    if not len(machines) < wanted <= len(suited):
+        return wanted
+    kinds = {_kind(_suitable(job.device, node.devices, auto)[0]) for node in suited}
+    return wanted if "cuda" in kinds else len(machines)
+
+
+def unsuited(job: Queued, node: Node, auto: str) -> str:
+    """Why a node can never serve a job as it is, in a few words; empty: it can."""
+    asked, resources = demand(job.demand), demand(job.demand).resources
+    if asked.home and not node.head:
+        return "the job runs on the service's machine only"
+    if resources.nodes > 1 and not node.joins:
+        return "has no agent"
+    fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
+    if not fitting:
+        return f"has no {auto if job.device == 'auto' else job.device}"
+    needed = _needed(job, fitting)
+    if resources.gpu_memory_gb and _kind(fitting[0]) == "cuda":
+        fitting = [one for one in fitting if (node.memory or {}).get(one, 0) >= resources.gpu_memory_gb * _GIB]
+        if len(fitting) < needed:
+            return f"has {len(fitting)} GPUs with {resources.gpu_memory_gb:g} GiB"
+    if len(fitting) < needed:
+        return f"has {len(fitting)} of {needed} devices"
+    if resources.cpus and node.cpus < resources.cpus:
+        return f"has {node.cpus} CPUs"
+    if resources.memory_gb and node.memory_bytes < resources.memory_gb * _GIB:
+        return f"has {node.memory_bytes / _GIB:.0f} GiB of memory"
+    for name, value in resources.labels.items():
+        if (node.labels or {}).get(name) != value:
+            return f"has not the label {name}={value}"
+    if asked.model is not None and asked.model not in node.models:
+        return f"has no {asked.model}"
+    return ""
+
+
+@lru_cache(1000)  # the same few questions at every look: half of what a look at 50 nodes takes
+def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[str, ...]:
+    kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
+    return tuple(device for device in devices if device == kind or _kind(device) == kind)
+
+
+class _Offer:
+    """What a node has for jobs of a kind once it is free.
+
+    Args:
+        needed: devices that a job takes of it.
+    """
+
+    def __init__(self, node: Node, devices: Sequence[str], needed: int) -> None:
+        self.node = node
+        self.needed = needed
+        self._devices = [(device, node.key(device)) for device in devices]
+        self._machine = node.key("")[0]
+        self._free: list[str] = []
+        self._looked = -1
+
+    def free_of(self, taken: Collection[tuple[str, str]], changes: Mapping[str, int]) -> list[str]:
+        """Devices that are not taken; looked at anew only where its machine has changed (Counter: 0 is no entry)."""
+        count = changes.get(self._machine, 0)
+        if self._looked != count:
+            self._looked = count
+            self._free = [device for device, key in self._devices if key not in taken]
+        return self._free
+
+
+def _offers(job: Queued, suited: Sequence[Node], auto: str) -> Iterator[_Offer]:
+    memory = demand(job.demand).resources.gpu_memory_gb or 0.0
+    for node in suited:
+        if not node.why_closed:
+            fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
+            if memory and _kind(fitting[0]) == "cuda":
+                fitting = [device for device in fitting if (node.memory or {}).get(device, 0) >= memory * _GIB]
+            yield _Offer(node, fitting, _needed(job, fitting))
+
+
+def _gang(job: Queued, found: Sequence[tuple[_Offer, list[str]]], useful: int) -> list[tuple[Node, list[str]]]:
+    """Nodes and devices for the job; none: there are too few."""
+    wanted = _nodes(job)
+    fewest = min(useful, demand(job.demand).resources.min_nodes if job.tried else wanted)
+    enough = [(offer, free) for offer, free in found if len(free) >= offer.needed]
+    if len(enough) < fewest:
+        return []
+    fitting: dict[tuple[str, str], tuple[Node, list[str]]] = {}
+    for offer, free in sorted(enough, key=lambda one: (not one[0].node.head, len(one[1]))):
+        # The first of a machine counts: two agents on it do not make two machines of it.
+        fitting.setdefault(offer.node.key(""), (offer.node, free[: offer.needed]))
+    return list(fitting.values())[:wanted] if len(fitting) >= fewest else []
+
+
+def _kept(found: Sequence[tuple[_Offer, list[str]]], useful: int) -> Iterator[tuple[str, str]]:
+    """Free devices that are kept for a job which has waited too long, if it can ever be placed."""
+    if len({offer.node.key("") for offer, _ in found}) < useful:
+        return
+    kept: set[tuple[str, str]] = set()
+    for offer, free in sorted(found, key=lambda one: -len(one[1])):
+        if len(kept) == useful:
+            return
+        if offer.node.key("") not in kept:
+            kept.add(offer.node.key(""))
+            yield from (offer.node.key(device) for device in free[: offer.needed])
+
+
+def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    auto = _kind(nodes[0].devices[0])
+    why_not = {node.name: unsuited(job, node, auto) for node in nodes}
+    fitting = [node for node in nodes if not why_not[node.name]]
+    count = side_by_side(job, fitting, auto)
+    machines = {node.key("") for node in fitting}
+    closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
+    others = [f"{name} {why}" for name, why in why_not.items() if why]
+    held = [
+        f"{place} (held by job {holders[place]})"
+        for node in fitting
+        for place in map(node.place, _suitable(job.device, node.devices, auto))
+        if not node.why_closed and place in holders
+    ]
+    what = f"{count} nodes" if count > 1 else "a node"
+    if len(machines) < count:
+        there = f"{len(machines)} of the {len(nodes)} that there are can serve it"
+        return f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}"
+    if held or closed:
+        return f"waiting for {what}{_listed(closed)}{_listed(held)}"
+    return f"waiting for {what}: older jobs come first" if count > 1 else ""
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return f"; {', '.join(items[:5])}{more}" if items else ""
+
+
+def _keys(places: Iterable[str], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    by_name = {node.name: node for node in nodes}
+    for place_ in places:
+        name, slash, device = place_.rpartition("/")
+        node = by_name.get(name) if slash else nodes[0]
+        if node is not None:
+            yield node.key(device)
+
+
+def _needed(job: Queued, fitting: Sequence[str]) -> int:
+    """How many of the devices that would serve it a job takes on one node."""
+    return job.ranks // _nodes(job) if fitting and _kind(fitting[0]) == "cuda" else 1
+
+
+def _nodes(job: Queued) -> int:
+    return demand(job.demand).resources.nodes
 
 
 def _kind(device: str) -> str:

@@ -2,8 +2,10 @@
 
 -- name: insert_job
 -- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
-INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at, wanted_device, priority, ranks, checkpoint_dir)
-VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now, :wanted_device, :priority, :ranks, :checkpoint_dir)
+INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at, wanted_device, priority, ranks, checkpoint_dir,
+                  demand)
+VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now, :wanted_device, :priority, :ranks, :checkpoint_dir,
+        :demand)
 ON CONFLICT (job_uuid) DO NOTHING;
 
 -- name: request_digest
@@ -71,13 +73,13 @@ SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing',
 
 -- name: select_queue
 -- A `Queued` for each job that waits, oldest first; not of those that wait for their next try.
-SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 
 -- name: select_kinds_waiting
 -- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
-SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at
-FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail;
+SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail, demand, tried;
 
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
@@ -135,7 +137,8 @@ UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
 
 -- name: change_waiting
 UPDATE jobs SET detail = :detail
-WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :said;
+WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :said
+  AND demand = :demand AND (attempt > 0) = :tried;
 
 -- name: launch_job
 -- scheduled -> launching, with the next attempt.
@@ -202,3 +205,80 @@ ON CONFLICT (job_uuid, path) DO UPDATE
 SET attempt = excluded.attempt, kind = excluded.kind, step = excluded.step, epoch = excluded.epoch,
     created_at = excluded.created_at, train_loss = excluded.train_loss, validation_loss = excluded.validation_loss,
     perplexity = excluded.perplexity;
+
+-- name: upsert_node
+INSERT INTO nodes (name, machine_id, boot_id, report, joined_at, seen_at)
+VALUES (:name, :machine_id, :boot_id, :report, :now, :now)
+ON CONFLICT (name) DO UPDATE
+SET machine_id = excluded.machine_id, boot_id = excluded.boot_id, report = excluded.report, seen_at = excluded.seen_at;
+
+-- name: select_nodes
+SELECT * FROM nodes ORDER BY joined_at, name;
+
+-- name: select_node
+SELECT * FROM nodes WHERE name = :name;
+
+-- name: note_seen
+UPDATE nodes SET seen_at = :now WHERE name = :name;
+
+-- name: change_mode
+UPDATE nodes SET mode = :mode WHERE name = :name;
+
+-- name: delete_node
+DELETE FROM nodes WHERE name = :name;
+
+-- name: insert_task
+-- Asked for again after a crash: the first time counts.
+INSERT INTO tasks (task_id, node, job_uuid, attempt, node_rank, places, stage, task_order)
+VALUES (:task_id, :node, :job_uuid, :attempt, :node_rank, :places, :stage, :order)
+ON CONFLICT (task_id, node) DO NOTHING;
+
+-- name: select_tasks
+SELECT * FROM tasks WHERE task_id = :task_id ORDER BY node_rank;
+
+-- name: select_tasks_of_node
+SELECT * FROM tasks WHERE node = :node AND gone = 0 ORDER BY task_id;
+
+-- name: select_current_task
+-- A task that its node may still send something of: of the current attempt of a job in states.ACTIVE, and not told to stop.
+SELECT tasks.*, run_dir FROM tasks JOIN jobs USING (job_uuid, attempt) JOIN attempts USING (job_uuid, attempt)
+WHERE task_id = :task_id AND node = :node AND gone = 0 AND stage <> 'stop'
+  AND state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
+-- name: select_taken
+SELECT job_uuid, places FROM tasks WHERE gone = 0;
+
+-- name: advance_task
+-- A task that was told to stop stays so.
+UPDATE tasks SET stage = :stage, task_order = :order
+WHERE task_id = :task_id AND node = :node AND stage = :source AND gone = 0;
+
+-- name: stop_tasks
+-- Its first ending counts.
+UPDATE tasks SET stage = 'stop', ending = coalesce(ending, :ending)
+WHERE task_id = :task_id AND (stage <> 'stop' OR ending IS NULL);
+
+-- name: stop_tasks_of_attempt
+-- No attempt ends without its tasks.
+UPDATE tasks SET stage = 'stop' WHERE job_uuid = :job_uuid AND attempt = :attempt AND stage <> 'stop';
+
+-- name: note_task
+UPDATE tasks SET report = :report WHERE task_id = :task_id AND node = :node AND gone = 0 AND report IS NOT :report;
+
+-- name: note_task_gone
+UPDATE tasks SET gone = 1 WHERE task_id = :task_id AND node = :node AND gone = 0;
+
+-- name: note_tasks_gone
+UPDATE tasks SET gone = 1 WHERE node = :node AND gone = 0;
+
+-- name: forget_tasks
+-- Of attempts that have ended everywhere.
+DELETE FROM tasks WHERE gone = 1 AND NOT EXISTS (
+    SELECT 1 FROM jobs WHERE jobs.job_uuid = tasks.job_uuid AND jobs.attempt = tasks.attempt
+    AND state IN ('launching', 'in_progress', 'pausing', 'cancelling'));
+
+-- name: select_unfinished_tasks
+SELECT node FROM tasks WHERE job_uuid = :job_uuid AND gone = 0;
+
+-- name: delete_tasks
+DELETE FROM tasks WHERE job_uuid = :job_uuid;

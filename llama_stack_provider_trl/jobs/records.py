@@ -12,6 +12,8 @@ from ..recipes.events import Failed, Reason
 from ..recipes.spec import JobSpec
 from .states import REASONS, JobState, shown
 
+NodeMode = Literal["open", "cordoned", "draining"]
+
 
 @dataclass(frozen=True)
 class JobProgress:
@@ -163,6 +165,47 @@ class Outcome:
     failed: Failed | None
     paused_at_step: int | None = None
     """Optimizer steps that were saved when it did as it was told and stopped."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A machine that has joined."""
+
+    name: str
+    machine_id: str
+    boot_id: str
+    report: str
+    """What it said of itself, as JSON."""
+    joined_at: datetime
+    seen_at: datetime
+    """To a few seconds."""
+    mode: NodeMode
+    revision: int
+    """Of what is asked of it."""
+
+
+@dataclass(frozen=True)
+class NodeTaskRecord:
+    """What one node of an attempt is asked to do, and what it last said."""
+
+    task_id: str
+    node: str
+    job_uuid: str
+    attempt: int
+    node_rank: int
+    places: tuple[str, ...]
+    """Its devices, as the attempt writes them."""
+    stage: str
+    """How far it is to be."""
+    order: str
+    """As JSON; this, `report` and `ending` are for whoever talks to nodes, and nothing here reads them."""
+    report: str | None
+    ending: str | None
+    """How the attempt ends, once that is decided."""
+    gone: bool
+    """Nothing of it is left on the node."""
+    run_dir: Path | None = None
+    """Of the attempt; only `Store.current_task` says it."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     wanted_device TEXT NOT NULL DEFAULT 'auto', -- this and the rest stand in spec too; each pass and each POST asks for
     priority INTEGER NOT NULL DEFAULT 0,        -- them, and to take them out of a thousand specs costs 10 ms
     ranks INTEGER NOT NULL DEFAULT 1,
-    checkpoint_dir TEXT NOT NULL DEFAULT ''
+    checkpoint_dir TEXT NOT NULL DEFAULT '',
+    demand TEXT NOT NULL DEFAULT ''             -- placement.Demand as JSON; '': one node, and that is the service's own
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
@@ -90,6 +91,41 @@ CREATE TABLE IF NOT EXISTS warnings (
     UNIQUE (job_uuid, message)
 ) STRICT;
 
+-- Machines that have joined, the service's own among them where it has an agent.
+CREATE TABLE IF NOT EXISTS nodes (
+    name TEXT PRIMARY KEY,
+    machine_id TEXT NOT NULL,
+    boot_id TEXT NOT NULL,
+    report TEXT NOT NULL,                   -- wire.NodeReport as JSON
+    joined_at REAL NOT NULL,
+    seen_at REAL NOT NULL,                  -- to a few seconds; who decides on its silence keeps count by itself
+    mode TEXT NOT NULL DEFAULT 'open',      -- open, cordoned or draining
+    revision INTEGER NOT NULL DEFAULT 1     -- raised by every change of what is asked of it
+) STRICT;
+
+-- What each node of an attempt is asked to do (desired) and what it last said (observed).
+CREATE TABLE IF NOT EXISTS tasks (
+    task_id TEXT NOT NULL,
+    node TEXT NOT NULL,
+    job_uuid TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    node_rank INTEGER NOT NULL,
+    places TEXT NOT NULL,                   -- its devices as the attempt writes them, with commas between them
+    stage TEXT NOT NULL,                    -- wire.Stage: how far it is to be
+    task_order TEXT NOT NULL,               -- wire.TaskOrder as JSON; its stage does not count
+    report TEXT,                            -- wire.TaskReport as JSON
+    ending TEXT,                            -- how the attempt ends, once that is decided: Observation as JSON
+    gone INTEGER NOT NULL DEFAULT 0,        -- 1: nothing of it is left on the node; until then its devices are taken
+    PRIMARY KEY (task_id, node)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS tasks_by_node ON tasks (node, gone);
+
+CREATE TRIGGER IF NOT EXISTS task_ordered AFTER INSERT ON tasks
+BEGIN UPDATE nodes SET revision = revision + 1 WHERE name = NEW.node; END;
+CREATE TRIGGER IF NOT EXISTS task_changed AFTER UPDATE OF stage, task_order, gone ON tasks
+BEGIN UPDATE nodes SET revision = revision + 1 WHERE name = NEW.node; END;
+
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
 SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, epoch, loss,
@@ -98,5 +134,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 3;
+PRAGMA user_version = 4;
 COMMIT;

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -40,7 +41,7 @@ from ..recipes.events import (
     Warned,
 )
 from ..recipes.spec import JobSpec
-from .placement import Queued
+from .placement import Demand, Queued
 from .records import (
     AttemptRecord,
     CheckpointRecord,
@@ -48,6 +49,9 @@ from .records import (
     JobProgress,
     JobRecord,
     JobSummary,
+    NodeMode,
+    NodeRecord,
+    NodeTaskRecord,
     Outcome,
     PointRecord,
 )
@@ -55,10 +59,15 @@ from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
 DATABASE = "jobs.sqlite3"
 """Its name in a data directory."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 log = logging.getLogger(__name__)
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another. Transactions take about a millisecond."""
+
+_DELETES = (
+    *("delete_tasks", "delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings"),
+    "delete_job",  # last: the others refer to it
+)
 
 
 class _Connection(sqlite3.Connection):
@@ -83,7 +92,11 @@ class Store:
         self._create()
 
     def add_job(
-        self, spec: JobSpec, request_digest: str, warnings: Iterable[str] = (), needed: Iterable[Path] = ()
+        self,
+        spec: JobSpec,
+        request_digest: str,
+        warnings: Iterable[str] = (),
+        needed: Iterable[Path] = (),
     ) -> bool:
         """Queue a job, once: a POST that is repeated with the same digest changes nothing.
 
@@ -105,6 +118,7 @@ class Store:
         row = {
             **{**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()},
             **{"wanted_device": spec.device, "priority": spec.priority, "ranks": spec.ranks, "checkpoint_dir": ours},
+            "demand": Demand.of(spec).text(),
         }
         with self._transaction() as execute:
             neighbour = execute("select_neighbour", {"ours": ours, "here_or_above": here_or_above}).fetchone()
@@ -263,8 +277,20 @@ class Store:
                 raise JobConflict(
                     f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it"
                 )
+            if left := [row["node"] for row in execute("select_unfinished_tasks", key)]:
+                raise JobConflict(
+                    f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
+                    "said that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
+                )
             set_aside(job)
-            for name in ("delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings", "delete_job"):
+            for name in (
+                "delete_tasks",
+                "delete_attempts",
+                "delete_points",
+                "delete_checkpoints",
+                "delete_warnings",
+                "delete_job",
+            ):
                 execute(name, key)
         return job
 
@@ -338,17 +364,19 @@ class Store:
             moved = execute("change_state", row).rowcount == 1
             if moved and source in ACTIVE and target not in ACTIVE:
                 execute("end_attempt", {**row, "now": self._clock()})
+                execute("stop_tasks_of_attempt", row)
         return moved
 
-    def retry(self, job: JobRecord, reason: Reason, message: str, wait: float, *, counts: bool = True) -> bool:
-        """Queue a job whose attempt has failed once more, for `wait` seconds from now. Returns whether it was there.
+    def retry(self, job: JobRecord, reason: Reason | None, message: str, wait: float, *, counts: bool = True) -> bool:
+        """Queue a job whose attempt has ended once more, for `wait` seconds from now. Returns whether it was there.
 
         Args:
+            reason: None: it did not fail, its node is wanted for something else.
             counts: as one of the job's `retries`.
         """
         now = self._clock()
         said = message.partition("\n")[0]
-        detail = f"attempt {job.attempt} ended ({reason}); the next one starts in {wait:.0f} s: {said}"
+        detail = f"attempt {job.attempt} ended ({reason or 'moved'}); the next one starts in {wait:.0f} s: {said}"
         row = {
             **{"job_uuid": job.job_uuid, "attempt": job.attempt, "source": job.state, "reason": reason},
             **{"message": message, "not_before": now + wait, "now": now, "detail": detail, "used": int(counts)},
@@ -357,6 +385,7 @@ class Store:
             moved = execute("retry_job", row).rowcount == 1
             if moved:
                 execute("end_attempt", row)
+                execute("stop_tasks_of_attempt", row)
         return moved
 
     def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
@@ -396,6 +425,7 @@ class Store:
     def note_waiting(self, kind: Queued, detail: str) -> None:
         """Record what all jobs of a kind (`kinds_waiting`) wait for."""
         row = {"wanted_device": kind.device, "ranks": kind.ranks, "said": kind.detail, "now": self._clock()}
+        row |= {"demand": kind.demand, "tried": int(kind.tried)}
         with self._transaction() as execute:
             execute("change_waiting", {**row, "detail": detail})
 
@@ -412,6 +442,100 @@ class Store:
                 for name, row in _changes(event):
                     execute(name, {**key, **row})
         return applied
+
+    def join(self, name: str, machine_id: str, boot_id: str, report: str) -> None:
+        """Record a node as it says it is. Where it is another machine than before, or has started anew since, nothing
+        is left of the tasks that it had."""
+        row = {"name": name, "machine_id": machine_id, "boot_id": boot_id, "report": report, "now": self._clock()}
+        with self._transaction() as execute:
+            known = execute("select_node", row).fetchone()
+            if known is not None and (known["machine_id"], known["boot_id"]) != (machine_id, boot_id):
+                execute("note_tasks_gone", {"node": name})
+            execute("upsert_node", row)
+
+    def nodes(self) -> Sequence[NodeRecord]:
+        """In the order in which they first joined."""
+        return [_node(row) for row in self._select("select_nodes", {})]
+
+    def node(self, name: str) -> NodeRecord | None:
+        """None: there is none of this name."""
+        rows = self._select("select_node", {"name": name})
+        return _node(rows[0]) if rows else None
+
+    def note_seen(self, name: str) -> None:
+        with self._transaction() as execute:
+            execute("note_seen", {"name": name, "now": self._clock()})
+
+    def set_mode(self, name: str, mode: NodeMode) -> bool:
+        """Returns whether there is such a node."""
+        with self._transaction() as execute:
+            return execute("change_mode", {"name": name, "mode": mode}).rowcount == 1
+
+    def remove_node(self, name: str) -> None:
+        """Forget a node; what it was asked to do counts as gone."""
+        with self._transaction() as execute:
+            execute("note_tasks_gone", {"node": name})
+            execute("delete_node", {"name": name})
+
+    def add_tasks(self, tasks: Iterable[NodeTaskRecord]) -> None:
+        """Ask nodes to do their parts of an attempt; those that were asked before are left as they are."""
+        with self._transaction() as execute:
+            for task in tasks:
+                execute("insert_task", {**asdict(task), "places": ",".join(task.places)})
+
+    def tasks(self, task_id: str) -> Sequence[NodeTaskRecord]:
+        """The parts of an attempt, rank 0's node first."""
+        return [_task(row) for row in self._select("select_tasks", {"task_id": task_id})]
+
+    def tasks_of(self, node: str) -> Sequence[NodeTaskRecord]:
+        """What a node is asked to do."""
+        return [_task(row) for row in self._select("select_tasks_of_node", {"node": node})]
+
+    def current_task(self, task_id: str, node: str) -> NodeTaskRecord | None:
+        """A node's part of an attempt; None: it is not current any more, or was told to stop."""
+        rows = self._select("select_current_task", {"task_id": task_id, "node": node})
+        return _task(rows[0]) if rows else None
+
+    @contextmanager
+    def while_current(self, task_id: str, node: str) -> Iterator[bool]:
+        """Yields whether a node's part of an attempt is current; it stays so in the block. Nothing slow may happen in
+        it."""
+        with self._transaction() as execute:
+            row = {"task_id": task_id, "node": node}
+            yield execute("select_current_task", row).fetchone() is not None
+
+    def taken_places(self) -> Mapping[str, str]:
+        """Place -> job, of every task that a node has not yet said to be gone."""
+        rows = self._select("select_taken", {})
+        return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}
+
+    def advance_tasks(self, tasks: Iterable[NodeTaskRecord], stage: str) -> None:
+        """Ask for the next stage, with the orders that the tasks have now."""
+        with self._transaction() as execute:
+            for task in tasks:
+                row = {"task_id": task.task_id, "node": task.node, "source": task.stage}
+                execute("advance_task", {**row, "stage": stage, "order": task.order})
+
+    def stop_tasks(self, task_id: str, ending: str) -> None:
+        """Have every node end its part. The first `ending` of an attempt counts."""
+        with self._transaction() as execute:
+            execute("stop_tasks", {"task_id": task_id, "ending": ending})
+
+    def note_tasks(self, node: str, reports: Mapping[str, str], gone: Iterable[str]) -> bool:
+        """What a node says of its tasks: task_id -> report, and those of which nothing is left. Returns whether any of
+        it is new."""
+        with self._transaction() as execute:
+            new = 0
+            for task_id, report in reports.items():
+                new += execute("note_task", {"task_id": task_id, "node": node, "report": report}).rowcount
+            for task_id in gone:
+                new += execute("note_task_gone", {"task_id": task_id, "node": node}).rowcount
+        return new > 0
+
+    def forget_tasks(self) -> None:
+        """Drop what is known of attempts that have ended on every node."""
+        with self._transaction() as execute:
+            execute("forget_tasks", {})
 
     def _page(
         self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None
@@ -665,6 +789,29 @@ def _attempt(row: sqlite3.Row) -> AttemptRecord:
         step=row["step"],
         reason=None if row["reason"] is None else Reason(row["reason"]),
         message=row["message"],
+    )
+
+
+def _node(row: sqlite3.Row) -> NodeRecord:
+    return NodeRecord(**{**dict(row), "joined_at": _utc(row["joined_at"]), "seen_at": _utc(row["seen_at"])})
+
+
+def _task(row: sqlite3.Row) -> NodeTaskRecord:
+    values = dict(row)
+    run_dir = values.get("run_dir")
+    return NodeTaskRecord(
+        task_id=values["task_id"],
+        node=values["node"],
+        job_uuid=values["job_uuid"],
+        attempt=values["attempt"],
+        node_rank=values["node_rank"],
+        places=tuple(values["places"].split(",")),
+        stage=values["stage"],
+        order=values["task_order"],
+        report=values["report"],
+        ending=values["ending"],
+        gone=bool(values["gone"]),
+        run_dir=None if run_dir is None else Path(run_dir),
     )
 
 

@@ -31,7 +31,7 @@ from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
 from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership
-from .placement import choose, why_waiting
+from .placement import Node, place, why_waits
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
 from .store import Store
@@ -45,6 +45,8 @@ LOCK_RETRY = 1.0
 """Seconds between two tries for the lock while another process supervises this data directory."""
 PATIENCE = 300
 """Passes in a row that a job may give us trouble before it is failed: a minute, so that a file system may recover."""
+LOSSES_IN_A_ROW = 5
+"""Attempts without a step that a job may lose to lost nodes before it counts as one of its retries."""
 _EVENT_BYTES = 1 << 20
 MASTER_PORT = 29500
 PORTS = 100
@@ -60,6 +62,7 @@ class Supervisor:
         hang_timeout: seconds without progress after which a training is ended; None: never.
         master_ports: the first of a range of ports and their number: each job of several ranks takes one.
         blob_retention: seconds for which rows that nobody refers to are kept; None: for ever.
+        nodes: says at every pass which machines there are, this one first; None: this one only.
     """
 
     def __init__(
@@ -74,11 +77,13 @@ class Supervisor:
         hang_timeout: float | None = None,
         master_ports: tuple[int, int] = (MASTER_PORT, PORTS),
         blob_retention: float | None = None,
+        nodes: Callable[[], Sequence[Node]] | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
         self._launcher = launcher
         self._devices = tuple(devices)
+        self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
         self._data_dir = data_dir.resolve()
         self._python = python
         self._tick_seconds = tick
@@ -129,8 +134,11 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._swept:
             self._sweep()
+        draining = {node.name for node in self._nodes() if node.draining}
         for job in self._store.active():
             self._guarded(job, partial(self._advance, job))
+            if draining:
+                self._guarded(job, partial(self._drain, job, draining))
         self._place()
         if time.monotonic() - self._cleaned > INTERVAL:
             self._clean()
@@ -174,6 +182,7 @@ class Supervisor:
     def _clean(self) -> None:
         """Once in a while. What cannot be removed now will be later."""
         self._cleaned = time.monotonic()
+        self._store.forget_tasks()
         try:
             remove_unused_rows(self._data_dir / "datasets", self._store, self._blob_retention)
         except OSError as error:
@@ -220,6 +229,14 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
+    def _drain(self, job: JobRecord, draining: set[str]) -> None:
+        """Have a training on a node that is to be emptied save and end: it goes on elsewhere."""
+        head = self._nodes()[0].name
+        job = self._store.get(job.job_uuid)
+        on = {place.rpartition("/")[0] or head for place in job.devices}
+        if job.state is JobState.in_progress and not draining.isdisjoint(on):
+            self._launcher.pause(self._task(job))
+
     def _pause(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Have a training save and end; one that has not begun, and so has nothing to save, is simply ended."""
         if seen.state is not TaskState.running:
@@ -236,6 +253,12 @@ class Supervisor:
         decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
         self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
+        if decided.state is JobState.paused and job.state is not JobState.pausing:
+            message = f"saved at step {outcome.paused_at_step}: its node is being drained"
+            self._store.retry(job, None, message, 0.0, counts=False)
+            return
+        if decided.reason is Reason.node_lost and self._try_without_the_node(job, decided.message):
+            return
         if decided.state is JobState.failed and self._try_in_smaller_parts(job, decided.reason, decided.message):
             return
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
@@ -263,6 +286,23 @@ class Supervisor:
         self._store.warn(job.job_uuid, f"{said}, which gives the same steps; oom_retry false forbids it")
         log.warning("job %s: %s", job.job_uuid, said)
         return self._store.retry(job, reason, message, 0.0, counts=False)
+
+    def _try_without_the_node(self, job: JobRecord, message: str) -> bool:
+        """Queue a job that has lost a node once more. That is nobody's fault: it counts as a retry only once
+        `LOSSES_IN_A_ROW` attempts have been lost without a step."""
+        if not is_remote(job.devices):
+            return False
+        in_vain = 0
+        for tried in reversed(self._store.attempts(job.job_uuid)):
+            if tried.step > tried.start_step or (tried.reason is not Reason.node_lost and tried.attempt != job.attempt):
+                break
+            in_vain += 1
+        if in_vain >= LOSSES_IN_A_ROW:
+            return False
+        wait = backoff(Reason.node_lost, max(0, in_vain - 1))
+        assert wait is not None
+        log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
+        return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
 
     def _try_again(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job once more, if another try may mend it and it has one left."""
@@ -307,20 +347,24 @@ class Supervisor:
 
     def _place(self) -> None:
         """Give free devices to waiting jobs and launch those; tell the others what they wait for."""
-        holders = self._holders()
-        if not holders.keys() >= set(self._devices):
-            for job_uuid, devices in choose(self._store.queue(), holders, self._devices, time.time()).items():
+        holders, nodes = self._holders(), self._nodes()
+        everything = {node.place(device) for node in nodes if not node.why_closed for device in node.devices}
+        if not holders.keys() >= everything:
+            for job_uuid, places in place(self._store.queue(), nodes, holders, time.time()).items():
                 job = self._store.get(job_uuid)
-                self._guarded(job, partial(self._begin_attempt, job, ",".join(devices)))
+                self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
             holders = self._holders()
         for waiting in self._store.kinds_waiting():
-            reason = why_waiting(waiting, holders, self._devices)
+            reason = why_waits(waiting, holders, nodes)
             if reason != waiting.detail:
                 self._store.note_waiting(waiting, reason)
 
     def _holders(self) -> dict[str, str]:
-        """Device -> the job that has it."""
-        return {device: job.job_uuid for job in self._store.active() for device in job.devices}
+        """Place -> the job that has it, or whose processes may still be there."""
+        return {
+            **self._store.taken_places(),
+            **{place: job.job_uuid for job in self._store.active() for place in job.devices},
+        }
 
     def _begin_attempt(self, job: JobRecord, device: str) -> None:
         """Record the attempt, then launch it: a crash in between leaves `launching`, which the next pass takes up."""
@@ -333,9 +377,21 @@ class Supervisor:
         free = attempt == 1 and self._ownership.is_free(job.spec.checkpoint_dir)
         if free and (aside := set_aside(job.spec.checkpoint_dir)):
             self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
+        self._say_where_nodes_share_a_machine(job, nodes_of(device.split(",")))
         if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
             faults.reach("supervisor-attempt-recorded")
             self._advance(self._store.get(job.job_uuid))
+
+    def _say_where_nodes_share_a_machine(self, job: JobRecord, nodes: int) -> None:
+        asked = job.spec.resources
+        if asked is not None and nodes < (asked.min_nodes if job.attempt else asked.nodes):
+            where = f"{nodes} nodes" if nodes > 1 else "one node"
+            self._store.warn(
+                job.job_uuid,
+                f"it asks for {asked.nodes} nodes, and those that could serve it are fewer machines, where a second "
+                f"agent's processes would only slow the first one's down: it trains on {where}, with the same rows per "
+                "step",
+            )
 
     def _resume_point(self, job: JobRecord) -> tuple[Path, int] | None:
         """The newest step checkpoint that is whole, and its step; one that somebody damaged is no longer listed.
@@ -365,7 +421,7 @@ class Supervisor:
             self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
-            if task.ranks > 1:
+            if task.ranks > 1 and not is_remote(task.devices):
                 first, count = self._master_ports
                 task = replace(task, master_port=self._master_port(), last_port=first + count - 1)
             self._launcher.start(task)
@@ -398,12 +454,13 @@ class Supervisor:
         spec = derive(
             job.spec,
             job.attempt,
-            job.devices[0],
+            job.devices[0].rpartition("/")[2],
             job.run_dir,
             attempt.resume_from,
             *(older if attempt.resume_from else ()),
             in_smaller_parts=has_shrunk(before),
             has_trained=any(tried.step > tried.start_step for tried in before),
+            nodes=nodes_of(job.devices),
         )
         RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
 
@@ -422,7 +479,7 @@ class Supervisor:
             job.run_dir,
             job.devices,
             self._python,
-            job.spec.ranks,
+            job.spec.ranks_per_node,
             # Only a start reads it. Never 0: even the last try may save.
             time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
             hang_timeout=self._hang_timeout,
@@ -437,6 +494,16 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
+
+
+def is_remote(places: Sequence[str]) -> bool:
+    """Whether other machines than the service's own take part."""
+    return any("/" in place for place in places)
+
+
+def nodes_of(places: Sequence[str]) -> int:
+    """How many nodes these places are on."""
+    return len({place.rpartition("/")[0] for place in places}) or 1
 
 
 def _given_checkpoint(job: JobRecord) -> Path | None:

@@ -15,7 +15,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a launcher needs to know to run one task; everything else is in `run_dir/spec.json`."""
+    """What a launcher needs to know to run one task; everything else is in `run_dir/spec.json`.
+
+    A job over several machines has one task on each of them, with the same `nodes`, `ranks` and place to meet.
+    """
 
     task_id: str
     run_dir: Path
@@ -24,17 +27,31 @@ class TaskSpec:
     python: str | None = None
     """Interpreter that trains; None: the launcher's own."""
     ranks: int = 1
-    """Processes that train together."""
+    """Processes that train on this node."""
+    nodes: int = 1
+    """Machines that train together, each with as many ranks."""
+    node_rank: int = 0
+    """Which of them this is; rank 0, whose events and checkpoints count, is on node 0."""
+    address: str = "127.0.0.1"
+    """This node's own, an IP address: ranks talk over the network interface that has it."""
+    master_addr: str = "127.0.0.1"
+    """Node 0's: where all ranks meet."""
     master_port: int = 0
     """Port at which they meet; nobody listened there when it was chosen."""
     last_port: int = 0
-    """Where somebody does by then, they meet at the first free one up to this."""
+    """Where somebody does by then, the ranks of one node meet at the first free one up to this. Several nodes meet at
+    `master_port` or not at all."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
     time_limit: float | None = None
     """Seconds of training after which the task is told to save, and ended if it does not."""
     hang_timeout: float | None = None
     """Seconds without progress after which the task is ended; None: it may stand still for ever."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together, on all nodes."""
+        return self.nodes * self.ranks
 
 
 class TaskState(StrEnum):

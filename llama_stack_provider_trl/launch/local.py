@@ -47,9 +47,10 @@ class LocalLauncher:
             locks=locks,
             argv=tuple(training_argv(task)),
             exit_deadline=self._exit_deadline,
-            log=(paths.log if task.ranks == 1 else paths.launcher_log).name,
-            time_limit=task.time_limit,
-            hang_timeout=task.hang_timeout,
+            log=(paths.log if task.world_size == 1 else paths.launcher_log).name,
+            # Only where rank 0 is are there signs of progress, and somebody to be told that the time is over.
+            time_limit=task.time_limit if task.node_rank == 0 else None,
+            hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
         ).write(paths.task)
         exit_code = self._spawn(task, paths)
         if exit_code != 0 and not paths.runner_status.exists():

@@ -1,12 +1,16 @@
-"""TaskSpec -> command line and environment of its training processes. Pure, but for a look at ports and GPUs."""
+"""TaskSpec -> command line and environment of its training processes. Pure, but for a look at ports, GPUs and network
+interfaces."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
 import sys
 from collections.abc import Collection, Mapping
+
+import psutil
 
 from ..files import RunDir
 from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
@@ -24,6 +28,9 @@ keeps the holes between activations. Measured on 4 blocks of 1024 and 2048 token
 against 1.53, LoRA 2.15 against 1.18 (and growing), for 7 % more CPU time (page faults)."""
 SHUTDOWN_SECONDS = 2
 """What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
+GATHERING_SECONDS = 180
+"""How long the nodes of a job wait for each other's torchrun; torch's own is 600. All are told at once, but one may
+import torch from a cold disk."""
 
 
 def training_argv(task: TaskSpec) -> list[str]:
@@ -34,13 +41,17 @@ def training_argv(task: TaskSpec) -> list[str]:
     """
     python = task.python or sys.executable
     trainer = ["-m", TRAINER, str(RunDir(task.run_dir).spec)]
-    if task.ranks == 1:
+    if task.world_size == 1:
         return [python, *trainer]
+    one_node = task.nodes == 1
     return [
         *(python, "-m", TORCHRUN),
-        *("--nnodes=1", f"--nproc-per-node={task.ranks}", "--max-restarts=0"),
-        *(f"--master-addr={LOOPBACK}", f"{MASTER_PORT}{task.master_port}", f"--last-port={task.last_port}"),
-        f"--local-addr={LOOPBACK}",
+        *(f"--nnodes={task.nodes}", f"--node-rank={task.node_rank}", f"--nproc-per-node={task.ranks}"),
+        "--max-restarts=0",
+        *(f"--master-addr={task.master_addr}", f"{MASTER_PORT}{task.master_port}"),
+        # Another port than the other nodes know is of no use.
+        *([f"--last-port={task.last_port}"] if one_node else [f"--rdzv-conf=timeout={GATHERING_SECONDS}"]),
+        f"--local-addr={task.address}",
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
         *trainer,
     ]
@@ -58,14 +69,45 @@ def first_failure(log: str) -> tuple[int, int] | None:
 
 
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found."""
+    """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found.
+
+    Raises:
+        OSError: of a task of several nodes: no network interface of this machine has its address.
+    """
     added = {"PYTHONUNBUFFERED": "1", **MALLOC, **visible_gpus(task, environ), **task.env, **task_marks(task)}
-    if task.ranks > 1:
+    if task.world_size > 1:
         # Without a name gloo looks the host's up, which may lead to an address that does not answer.
-        added.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        interface = interface_of(task.address)
+        added.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if task.nodes > 1:
+            # NCCL takes any that is up, docker0 too. Who has another network for gradients names it on that machine.
+            added.setdefault("NCCL_SOCKET_IFNAME", environ.get("NCCL_SOCKET_IFNAME") or interface)
         # torchrun would set 1 whatever there is.
         added.setdefault("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS") or str(_threads(task.ranks)))
     return child_environment(environ, added)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IP address, such as `eth0`.
+
+    Raises:
+        OSError: none has it.
+    """
+    wanted = ipaddress.ip_address(address)
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(one.address.partition("%")[0])
+                # Linux answers at all of 127.0.0.0/8 and lists one of them.
+                if own == wanted or (own.is_loopback and wanted.is_loopback and own.version == wanted.version):
+                    return name
+                found[str(own)] = name
+    there = ", ".join(f"{own} ({name})" for own, name in found.items())
+    raise OSError(
+        f"no network interface of this machine has the address {address}: it has {there}. Name the address at which "
+        "the other nodes reach this machine"
+    )
 
 
 def _threads(ranks: int) -> int:

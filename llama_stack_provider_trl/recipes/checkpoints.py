@@ -10,17 +10,23 @@
 - `manifest.json`: size and sha256 of every file.
 
 Training goes on while the files are written: what they will hold is first copied to CPU memory.
+
+The whole lies on rank 0's disk. Ranks of other machines that do not see it write their parts of `optimizer/` and their
+random numbers to their own disks, from where they are brought to rank 0's and removed; their rows of the weights come
+from memory (`recipes.disks`).
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
+import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +53,8 @@ from ..files import (
     sha256_of,
     write_manifest,
 )
-from . import ranks, shards
+from . import disks, ranks, shards
+from .disks import Disks
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
 from .liveness import shown_alive
 from .sharding import reshard
@@ -95,6 +102,7 @@ class Saver:
                 use_non_blocking_copy=on_gpu,
             )
         )
+        self.disks = disks.find_disks(spec.checkpoint_dir)
         self._group = ranks.new_cpu_group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -131,7 +139,7 @@ class Saver:
                 faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = _cause(error)
             finally:  # a full disk must not stay full because of us
-                if ranks.rank() == 0:
+                if self.disks.keeps_order:
                     shutil.rmtree(staging.parent, ignore_errors=True)
 
         self._thread = threading.Thread(target=work, name=f"saves {staging.name}", daemon=True)
@@ -194,23 +202,44 @@ class Saver:
                 shards.reserve(path, snapshot.weights)
 
         ranks.together(begin, self._group)
-        ranks.together(
-            lambda: shards.fill(path, snapshot.weights, ranks.rank(), ranks.world_size()),
-            self._group,
+        seeing = self.disks.with_first
+        parts = shards.parts_of(
+            snapshot.weights, seeing.index(ranks.rank()) if self.disks.is_here else None, len(seeing)
         )
+        ranks.together(lambda: shards.fill(path, parts) if self.disks.is_here else None, self._group)
         dcp.save(
             dict(snapshot.optimizer),
             storage_writer=FileSystemWriter(staging / OPTIMIZER),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=DefaultSavePlanner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                # What several ranks hold is written where rank 0 is, and does not travel.
+                dedup_save_to_lowest_rank=not self.disks.is_one,
+            ),
             process_group=self._group,
             no_dist=self._group is None,
         )
+        if not self.disks.is_one:
+            self._bring(staging, path.name, parts)
+
+    def _bring(self, staging: Path, weights: str, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
+        """What other disks' ranks hold of the checkpoint: rows of weights from memory, files that they have written."""
+
+        def files() -> list[str]:
+            return file_names(staging) if self.disks.keeps_order and not self.disks.is_here else []
+
+        names = [
+            [] if rank in self.disks.with_first else [weights, *there]
+            for rank, there in enumerate(ranks.together(files, self._group))
+        ]
+        pieces = chain(disks.in_pieces(weights, parts), disks.files_in_pieces(staging, names[ranks.rank()][1:]))
+        ranks.together(lambda: disks.bring_to_first(pieces, names, staging, self._group), self._group)
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
         """Checksums, each rank of some files; then rank 0 puts the whole in place."""
         step = staging.name.rpartition("-")[2]
         digests = {}
-        for found in ranks.together(lambda: _digests(staging), self._group):
+        for found in ranks.together(lambda: _digests(staging, self.disks) if self.disks.is_here else {}, self._group):
             digests.update(found)
         if ranks.rank() == 0:
             faults.reach(f"saving-{step}")
@@ -295,20 +324,49 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
-def load_weights(model: Model, checkpoint: Path) -> None:
-    """Read the trained weights into a model, each rank its parts."""
-    shards.read_into(checkpoint / weights_name(model), named_weights(model))
+def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) -> None:
+    """Read the trained weights into a model, each rank its parts.
+
+    Args:
+        from_first: the checkpoint is on rank 0's disk, and others may not see it.
+    """
+    path, weights = checkpoint / weights_name(model), named_weights(model)
+    if from_first:
+        shards.read_from_first(path, weights, ranks.from_first)
+    else:
+        shards.read_into(path, weights)
 
 
-def first_undamaged(candidates: Iterable[Path], writer: EventWriter | Silent) -> Path | None:
+def first_undamaged(
+    candidates: Iterable[Path], writer: EventWriter | Silent, disks: Disks, *, on_first_only: bool = False
+) -> Path | None:
     """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
 
     Every rank must call it, and reads some of the files.
+
+    Args:
+        candidates: each machine's own paths of the same checkpoints.
+        on_first_only: only rank 0's disk has them; else every disk has copies of its own, which are read there.
+
+    Raises:
+        JobFailure: rank_failed, where another machine's copy alone is damaged; it is set aside.
     """
     for checkpoint in candidates:
-        found = [one for one in ranks.all_of(_damage(checkpoint)) if one]
-        if not found:
+        here = None if on_first_only and not disks.is_here else _damage(checkpoint, disks)
+        everywhere = ranks.all_of((here, socket.gethostname()))
+        found = [everywhere[rank][0] for rank in disks.with_first if everywhere[rank][0]]
+        elsewhere = [(damage, host) for damage, host in everywhere if damage]
+        if not elsewhere:
             return checkpoint
+        if not found:
+            if disks.keeps_order and not disks.is_here and here:
+                set_aside(checkpoint)
+            damaged, host = elsewhere[0]
+            raise JobFailure(
+                Reason.rank_failed,
+                f"the copy of {checkpoint.name} on {host} is damaged ({damaged}), the one of rank 0's machine is not; "
+                "it was set aside there: the next attempt copies it again",
+            )
         if ranks.rank() == 0:
             aside = set_aside(checkpoint)
             place = f"it is kept as {aside}" if aside else "it is gone"
@@ -336,20 +394,20 @@ def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
     return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    return {name: sha256_of(directory / name) for name in _ours(directory)}
+def _digests(directory: Path, disks: Disks) -> dict[str, str]:
+    return {name: sha256_of(directory / name) for name in _ours(directory, disks)}
 
 
-def _damage(checkpoint: Path) -> str | None:
+def _damage(checkpoint: Path, disks: Disks) -> str | None:
     try:
-        return damage(checkpoint, of=_ours(checkpoint))
+        return damage(checkpoint, of=_ours(checkpoint, disks))
     except OSError as error:
         return str(error)
 
 
-def _ours(directory: Path) -> list[str]:
+def _ours(directory: Path, disks: Disks) -> Sequence[str]:
     """This rank's part of a directory's files, for reading them."""
-    return [name for name in file_names(directory) if name != MANIFEST][ranks.rank() :: ranks.world_size()]
+    return disks.part_of([name for name in file_names(directory) if name != MANIFEST])
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:

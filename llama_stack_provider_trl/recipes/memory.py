@@ -31,7 +31,7 @@ from trl.trainer.utils import add_fused_lm_head
 from .dpo import nothing_recomputed
 from .models import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
 from .reference import is_needed, loading_spec, precomputes
-from .sharding import is_sharded
+from .sharding import is_sharded, parts
 from .spec import JobSpec
 
 _CUDA_CONTEXT = 768 << 20
@@ -186,7 +186,7 @@ class _Placed:
 
     def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
         self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
-        self.shards = spec.ranks if is_sharded(spec) else 1
+        self.shards = parts(spec)
         # On a CPU what rests in CPU memory is where it was.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
         self.compute = 4 if spec.dtype == "fp32" else 2
@@ -382,7 +382,7 @@ def _key(spec: JobSpec) -> str:
     """What decides a trace: everything else of a job may change without a new one."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
     relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
-    accumulates, sharded = spec.gradient_accumulation_steps > 1, spec.ranks if is_sharded(spec) else 1
+    accumulates, sharded = spec.gradient_accumulation_steps > 1, parts(spec)
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
@@ -506,7 +506,7 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
 def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     """One micro step, forward and backward, on fake tensors in CPU memory: of those torch knows every kernel's memory
     whether or not there is a GPU, and flash attention saves the same there."""
-    weigh = 1.0 / spec.ranks if is_sharded(spec) else 1.0
+    weigh = 1.0 / parts(spec)
     live = _Live(weigh)
     with ExitStack() as stack:
         with torch.device("meta"):

@@ -105,7 +105,11 @@ def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
 
 def device_limit(device: torch.device, ranks: int) -> int:
     """Bytes that a rank may take: what is free on its GPU, which is locked for the job; on a CPU its share of all the
-    memory that the machine (or the container) has, whoever else uses some of it at the moment."""
+    memory that the machine (or the container) has, whoever else uses some of it at the moment.
+
+    Args:
+        ranks: of the job on this machine.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
@@ -288,8 +292,9 @@ def before_training(
     if spec.preflight == "off" or ranks.rank() != 0:  # the others end with rank 0
         return None
     batch = plan(spec, row_lengths(dataset), share).batch
+    here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
-        verdict = check(spec, batch, device.type, device_limit(device, spec.ranks), baseline=_baseline(device.type))
+        verdict = check(spec, batch, device.type, device_limit(device, here), baseline=_baseline(device.type))
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may well be one that can be trained

@@ -69,6 +69,13 @@ def agree(number: int) -> int:
     return int(said)
 
 
+def from_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, in a tensor in CPU memory. Every rank must call it."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=0, group=cpu_group())
+    return tensor
+
+
 def anywhere(here: bool) -> bool:
     """Whether any rank says so. Every rank must call it, in the same order as its other collectives."""
     if world_size() == 1:

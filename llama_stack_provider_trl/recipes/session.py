@@ -23,6 +23,7 @@ from . import ranks
 from .arguments import dpo_arguments, sft_arguments
 from .callbacks import JobCallback, Order
 from .checkpoints import first_undamaged, need_space, step_bytes
+from .contact import in_contact
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
@@ -62,13 +63,20 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     faults.reach("started")
+    with in_contact(device, attempt.run_dir, writer):
+        _train(attempt, spec, share, device, writer)
+
+
+def _train(
+    attempt: AttemptSpec, spec: JobSpec, share: Share, device: torch.device, writer: EventWriter | Silent
+) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
     control = RunDir(attempt.run_dir).control
     with shown_alive(writer):
         trainer, effective = build_trainer(spec, device, writer, share)
-        resume_from = _resume_point(attempt, writer)
+        resume_from = _resume_point(attempt, writer, trainer)
         start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
@@ -77,7 +85,8 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     needed = step_bytes(trainer.model, spec)
     trainer.need_space = partial(need_space, spec, needed)
     # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
-    need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
+    if trainer.disks.is_here:
+        need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
     if precomputes(spec):
@@ -99,8 +108,8 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
 
-def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent) -> Path | None:
-    found, given = first_undamaged(attempt.resume_candidates, writer), attempt.job.resume_from
+def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: RecipeTrainer) -> Path | None:
+    found, given = first_undamaged(attempt.resume_candidates, writer, trainer.disks), attempt.job.resume_from
     if found is None and given is not None:
         raise JobFailure(
             Reason.invalid_request,
@@ -213,7 +222,8 @@ def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> 
     if best is None or step == last["step"]:
         return last
     checkpoint = spec.checkpoint_dir / f"checkpoint-{step}"
-    there = bool(ranks.agree(checkpoint.is_dir())) and first_undamaged([checkpoint], callback.writer) is not None
+    there = bool(ranks.agree(checkpoint.is_dir()))
+    there = there and first_undamaged([checkpoint], callback.writer, trainer.disks, on_first_only=True) is not None
     if there:
         trainer.load_weights(checkpoint)
     what = f"{checkpoint.name}, the best by {spec.best_checkpoint} ({best['value']:.6g})"

@@ -36,6 +36,14 @@ def is_sharded(spec: JobSpec) -> bool:
     return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
 
 
+def parts(spec: JobSpec) -> int:
+    """How many parts the model is shared out in: under HYBRID_SHARD every node has a copy, in as many as its ranks."""
+    if not is_sharded(spec):
+        return 1
+    within_node = spec.sharding is not None and spec.sharding.strategy == "HYBRID_SHARD"
+    return spec.ranks * ranks.local_world_size() // ranks.world_size() if within_node else spec.ranks
+
+
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     """Trainer's arguments for sharding; none where nothing is sharded.
 
@@ -58,17 +66,17 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
 
 def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
     """HYBRID_SHARD over several nodes: parts within a node, copies across nodes. On one node it is FULL_SHARD."""
-    parts = ranks.local_world_size()
-    copies = ranks.world_size() // parts
+    per_node = ranks.local_world_size()
+    copies = ranks.world_size() // per_node
     if sharding.strategy != "HYBRID_SHARD" or copies == 1:
         return {}
-    if parts == 1:
+    if per_node == 1:
         raise JobFailure(
             Reason.invalid_request,
             f"HYBRID_SHARD shards within a node, and each of the {copies} nodes has one rank: every rank would hold "
             "everything. Use sharding_strategy FULL_SHARD, or NO_SHARD for plain data parallelism.",
         )
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=parts)}
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=per_node)}
 
 
 @contextmanager

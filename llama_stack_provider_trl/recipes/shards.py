@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -59,23 +60,32 @@ def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             file.truncate(layout.end)
 
 
-def fill(path: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, world_size: int = 1) -> None:
-    """Write what this rank holds to its place, and fsync. Of tensors that all ranks hold whole, each rank writes some.
-
-    Args:
-        tensors: the same names on every rank, in CPU memory.
-    """
-    layout = _layout(tensors)
+def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
+    """Write parts of the file, as `parts_of` gives them, and fsync."""
     fd = os.open(path, os.O_WRONLY)
     try:
-        for number, (name, tensor) in enumerate(sorted(tensors.items())):
-            rows = _rows(tensor)
-            if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % world_size == rank):
-                start = layout.starts[name] + rows.first * _row_bytes(tensor)
-                _pwrite(fd, rows.values.contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
+        for start, data in parts:
+            _pwrite(fd, data.numpy().data, start)
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def parts_of(
+    tensors: Mapping[str, torch.Tensor], writer: int | None = 0, writers: int = 1
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What this rank has to write: where in the file, and the bytes (uint8, one dimension).
+
+    Args:
+        tensors: the same names on every rank, in CPU memory.
+        writer: of tensors that all ranks hold whole, each of the `writers` writes some; None: this rank none.
+    """
+    layout = _layout(tensors)
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        rows = _rows(tensor)
+        if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % writers == writer):
+            start = layout.starts[name] + rows.first * _row_bytes(tensor)
+            yield start, rows.values.contiguous().reshape(-1).view(torch.uint8)
 
 
 @torch.no_grad()
@@ -95,6 +105,25 @@ def read_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
                 tensor.copy_(file.get_tensor(name))
             elif rows.values.numel():
                 rows.values.copy_(found[rows.first : rows.first + rows.values.shape[0]])
+
+
+@torch.no_grad()
+def read_from_first(
+    path: Path, tensors: Mapping[str, torch.Tensor], broadcast: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """As `read_into`, from a file that only rank 0 can read; every rank must call it. One tensor at a time is whole.
+
+    Args:
+        broadcast: gives a tensor in CPU memory rank 0's values.
+    """
+    is_first = dist.get_rank() == 0
+    for name, tensor in sorted(tensors.items()):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if is_first:
+            read_into(path, {name: whole})
+        whole = broadcast(whole)
+        rows = _rows(tensor)
+        rows.values.copy_(whole[rows.first : rows.first + rows.values.shape[0]] if rows.values.ndim else whole)
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:

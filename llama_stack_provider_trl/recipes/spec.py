@@ -134,6 +134,25 @@ class ShardingSpec(_Frozen):
     """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
 
 
+class ResourcesSpec(_Frozen):
+    """What a job asks of the machines that it runs on. All of it is per node."""
+
+    nodes: int = Field(1, gt=0)
+    """Machines that train together."""
+    min_nodes: int = Field(1, gt=0)
+    """After a failure it may go on with as few as these, with the same global batch."""
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    """GiB that each of its GPUs has at least."""
+    cpus: int | None = Field(None, gt=0)
+    """Cores that a node has at least; this and `memory_gb` choose nodes and reserve nothing."""
+    memory_gb: float | None = Field(None, gt=0)
+    """GiB of memory that a node has at least."""
+    labels: dict[str, str] = {}
+    """Labels that a node has, with these values."""
+    model_present: bool = False
+    """Only nodes that have the model in their local cache."""
+
+
 class ResumeFrom(_Frozen):
     """A step checkpoint of another job to begin with."""
 
@@ -212,7 +231,10 @@ class JobSpec(_Frozen):
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     ranks: int = Field(1, gt=0)
-    """Processes that train together; on cuda each has a GPU of its own, on a CPU they share it."""
+    """Processes that train together, as many on each node; on cuda each has a GPU of its own, on a CPU those of a node
+    share it."""
+    resources: ResourcesSpec | None = None
+    """None: it runs on the service's (or provider's) own machine."""
     sharding: ShardingSpec | None = None
     """None: one process, nothing to share out."""
     retries: int = Field(0, ge=0)
@@ -237,6 +259,15 @@ class JobSpec(_Frozen):
     def rows_per_step(self) -> int:
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def nodes(self) -> int:
+        """Machines that train together."""
+        return self.resources.nodes if self.resources else 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
 
     @property
     def has_batch_means(self) -> bool:

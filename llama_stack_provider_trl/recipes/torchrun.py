@@ -5,8 +5,11 @@
 torch's own takes every address of the machine, and asks nobody who reads and writes there for a password. torchrun has
 no option for that, but the store takes a socket that listens already.
 
+Of several nodes only the first one's store listens; the others come to it.
+
 --master-port was free when the supervisor looked. Seconds go by until torch is imported, and another service of this
-machine may have looked as well: the ports after it, up to --last-port, are tried then.
+machine may have looked as well: the ports after it, up to --last-port, are tried then. Several nodes are told one port
+and meet there or fail.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     _store: Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
+        if self._store is None and self.rank == 0:
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,
@@ -58,11 +61,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("--master-port", type=int, required=True)
     parser.add_argument("--last-port", type=int, default=0)
+    parser.add_argument("--node-rank", type=int, default=0)
     ours, others = parser.parse_known_args(argv)
-    ConfinedRendezvous.listener = listener(ours.master_addr, ours.master_port, ours.last_port)
-    port = ConfinedRendezvous.listener.getsockname()[1]
+    port = ours.master_port
+    if ours.node_rank == 0:
+        ConfinedRendezvous.listener = listener(ours.master_addr, port, ours.last_port)
+        port = ConfinedRendezvous.listener.getsockname()[1]
     static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
-    run.main([f"--master-addr={ours.master_addr}", f"--master-port={port}", *others])
+    place = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
+    run.main([*place, *others])
 
 
 if __name__ == "__main__":

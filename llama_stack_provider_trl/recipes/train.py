@@ -27,6 +27,8 @@ _BALLAST = 64 << 10
 
 _WAIT_FOR_THE_END = 15.0
 """Seconds. torchrun looks five times a second."""
+_WAIT_FOR_ANOTHER_NODE = 3.0
+"""Seconds, of the only rank of its node: its torchrun ends nobody for a rank of another one."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +52,8 @@ def main(argv: list[str]) -> int:
         traceback.print_exc()
         if attempt.world_size > 1 and _lost_a_rank(error):
             # Whoever ended first knows why: torchrun sees it in this time, and ends us.
-            time.sleep(_WAIT_FOR_THE_END)
+            alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
+            time.sleep(_WAIT_FOR_ANOTHER_NODE if alone else _WAIT_FOR_THE_END)
             return 1
         # The last words need room too: on a full disk, that of the ballast.
         paths.ballast.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..errors import JobFailure
 from . import checkpoints, ranks
 from .arguments import optimizer_class, scheduler_arguments
+from .disks import Disks
 from .events import CheckpointSaved, EventWriter, Reason, Silent
 from .packing import num_rows
 from .sampling import EpochSampler, Share
@@ -153,12 +154,13 @@ class RecipeTrainer(Trainer):
         """
         step = self.state.global_step
         self.finish_saving(due=step)
-        is_first = ranks.rank() == 0
+        is_first, cleans = ranks.rank() == 0, self.disks.keeps_order
         self._staging = Path(self.args.output_dir) / ".saving"
         written = self._staging / f"checkpoint-{step}"
         try:
             if is_first:
                 self.need_space()
+            if cleans:
                 shutil.rmtree(self._staging, ignore_errors=True)
             ranks.wait_for_all()
             # Trainer's own method writes the small files: TRL's would also write a model card.
@@ -174,11 +176,16 @@ class RecipeTrainer(Trainer):
                 lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **standing), durable=True),
             )
         except BaseException:
-            if is_first:
+            if cleans:
                 shutil.rmtree(self._staging, ignore_errors=True)
             raise
         finally:
             self._staging = None
+
+    @property
+    def disks(self) -> Disks:
+        """Who sees the disk that checkpoints are written to."""
+        return self._saver.disks
 
     def check_saving(self) -> None:
         """Raise what went wrong with a checkpoint in the background, if anything did."""
@@ -270,8 +277,13 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def load_weights(self, checkpoint: Path) -> None:
-        """Put the weights of a step checkpoint of this job into the model, after training; every rank must call it."""
-        self._load_from_checkpoint(str(checkpoint), self.model_wrapped if self.is_fsdp_enabled else self.model)
+        """Put the weights of a step checkpoint of this job, on rank 0's disk, into the model, after training; every
+        rank must call it."""
+        model = self.model_wrapped if self.is_fsdp_enabled else self.model
+        if self.disks.is_one:
+            self._load_from_checkpoint(str(checkpoint), model)
+        else:
+            checkpoints.load_weights(self.accelerator.unwrap_model(model), checkpoint, from_first=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)

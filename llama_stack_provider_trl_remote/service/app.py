@@ -10,7 +10,7 @@ from starlette.routing import compile_path
 
 from llama_stack_provider_trl import __version__
 
-from . import routes_datasets, routes_job_files, routes_jobs, routes_service
+from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service
 from .auth import Gate
 from .context import Service
 from .errors import handle_errors
@@ -34,8 +34,9 @@ def make_app(service: Service) -> FastAPI:
     for prefix in ("/v1", "/v1beta"):
         _include(app, routes_datasets.router, prefix, dependencies=token)
     _include(app, routes_datasets.blobs, "/v1", dependencies=token)
+    _include(app, routes_nodes.router, "/v1", dependencies=token)
     _include(app, routes_service.router, "/v1")
-    app.add_middleware(Gate, settings=service.settings)
+    app.add_middleware(Gate, settings=service.settings, node_token=service.node_token)
     return app
 
 

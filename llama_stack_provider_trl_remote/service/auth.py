@@ -24,7 +24,11 @@ from .settings import Role, ServiceSettings
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/v1/health"})
 """Answered without a token."""
-_UPLOAD = re.compile(r"/v1/blobs/[^/]*")
+_UPLOAD = re.compile(r"/v1/blobs/[^/]*|/v1/nodes/[^/]*/tasks/[^/]*/(events|logs/[^/]*|checkpoints/[^/]*/files/.*)")
+_OF_NODES = re.compile(r"/v1/nodes(/[^/]*/(poll|tasks/.*))?")
+"""What nodes call, and besides them only who may do everything."""
+_FOR_NODES = re.compile(r"/v1/blobs/[^/]*|/v1(alpha)?/post-training/jobs/[^/]*/checkpoints(/.*)?")
+"""What else nodes may GET."""
 _SPARE = 64 << 20
 """Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
 _DRAIN_SECONDS = 10.0
@@ -37,9 +41,11 @@ class Refused(HTTPException):
 class Gate:
     """Checks Host, Origin, token, content type and size of every request."""
 
-    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, node_token: str | None = None) -> None:
         self.app = app
         self._tokens = {token.encode(): role for token, role in settings.credentials.items()}
+        if self._tokens and node_token is not None:
+            self._tokens.setdefault(node_token.encode(), "node")
         self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
         # DNS rebinding comes with a name: beyond loopback, an address as such is what our clients use.
         self._addresses_pass = not settings.on_loopback
@@ -52,7 +58,8 @@ class Gate:
         body = _Body(receive, send, self._limits[bool(_UPLOAD.fullmatch(scope["path"]))], headers)
         try:
             self._check_origin(headers)
-            scope["trl_role"] = self._role(scope, headers)
+            scope["trl_role"] = role = self._role(scope, headers)
+            _check_role(role, scope)
             _check_content_type(scope, headers)
             body.check_announced()
             await self.app(scope, body.receive, body.send)
@@ -96,10 +103,23 @@ class Gate:
         )
 
 
+def _check_role(role: Role, scope: Scope) -> None:
+    """Nodes do what nodes do, and nobody else does that but the operator."""
+    method, path = scope["method"], scope["path"]
+    is_of_nodes = _OF_NODES.fullmatch(path) is not None and (method != "GET" or path != "/v1/nodes")
+    if role == "node":
+        reads = method in ("GET", "HEAD") and (_FOR_NODES.fullmatch(path) or path in (*OPEN_PATHS, "/v1/nodes"))
+        if not is_of_nodes and not reads:
+            raise Refused(403, "a token with the role node is for agents only: use one with the role submit or admin")
+    elif role == "submit" and is_of_nodes:
+        raise Refused(403, "this call is for agents: it needs a token with the role node or admin")
+
+
 async def needs_admin(request: Request) -> None:
     """A dependency of the calls that destroy something."""
     if request.scope["trl_role"] != "admin":
-        raise Forbidden("this call needs a token with the role admin, yours has the role submit: ask the operator")
+        role = request.scope["trl_role"]
+        raise Forbidden(f"this call needs a token with the role admin, yours has the role {role}: ask the operator")
 
 
 class _Body:

@@ -290,8 +290,22 @@ class Node(BaseModel):
     """Device -> the job that has it."""
     cpus: int
     memory_bytes: int
-    memory_available_bytes: int
+    memory_available_bytes: int | None
+    """null: not known, of another machine."""
     disk_free_bytes: int
+    head: bool = False
+    """The service's own machine."""
+    agent: bool
+    """It can be one of several nodes of a job."""
+    state: str
+    """open, or why it takes no jobs: cordoned, draining, silent since 12:00:03 UTC."""
+    address: str | None = None
+    versions: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    models: list[str] = []
+    """Model ids in its local cache."""
+    memory_of_devices: dict[str, int] = {}
+    """GPU -> bytes, as far as known."""
 
 
 class ListNodesResponse(BaseModel):

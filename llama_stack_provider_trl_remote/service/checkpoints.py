@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llama_stack_provider_trl.files import resolve_under
-from llama_stack_provider_trl.jobs.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.responses import checkpoint_response
 
+from ..wire import GIVEN
 from .bodies import CheckpointFile, CheckpointFiles
 from .errors import NotFound, OutOfRange
 
@@ -64,14 +64,14 @@ def list_files(store: Store, digests: Digests, job_uuid: str, identifier: str) -
     """Every file of a checkpoint. Raises NotFound."""
     shown_as, checkpoint = _find(store, job_uuid, identifier)
     files = []
-    for path in sorted(checkpoint.path.rglob("*")):
-        relative = str(path.relative_to(checkpoint.path))
-        if path.is_file() and path.resolve().is_relative_to(checkpoint.path.resolve()):
+    for path in sorted(checkpoint.rglob("*")):
+        relative = str(path.relative_to(checkpoint))
+        if path.is_file() and path.resolve().is_relative_to(checkpoint.resolve()):
             size, sha256 = digests.of(path)
             files.append(CheckpointFile(path=relative, size=size, sha256=sha256))
     if not files:
-        raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {checkpoint.path}")
-    return CheckpointFiles(identifier=shown_as, path=str(checkpoint.path), files=files)
+        raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {checkpoint}")
+    return CheckpointFiles(identifier=shown_as, path=str(checkpoint), files=files)
 
 
 def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, relative: str) -> tuple[Path, int, str]:
@@ -83,7 +83,7 @@ def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, re
     """
     shown_as, checkpoint = _find(store, job_uuid, identifier)
     try:
-        path = resolve_under(checkpoint.path, relative)
+        path = resolve_under(checkpoint, relative)
         if path.is_file():
             return path, *digests.of(path)
     except (OSError, RuntimeError):  # a name too long for the file system, a loop of links; removed this very moment
@@ -113,12 +113,15 @@ def requested_range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, stop
 
 
-def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, CheckpointRecord]:
+def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, Path]:
     """By its identifier, or by the name of its directory: `final`, `merged`, `checkpoint-10`."""
     job = store.get(job_uuid)
+    given = job.spec.resume_from
+    if identifier == GIVEN and given is not None and given.path is not None:
+        return GIVEN, given.path
     listed = {checkpoint_response(job, record).identifier: record for record in store.checkpoints(job_uuid)}
     for shown_as, record in listed.items():
         if identifier in (shown_as, record.path.name):
-            return shown_as, record
+            return shown_as, record.path
     names = ", ".join(listed) or "it has none yet"
     raise NotFound(f"job {job_uuid!r} has no checkpoint {identifier!r}; its checkpoints: {names}")

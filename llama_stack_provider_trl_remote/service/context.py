@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,12 +30,15 @@ from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, st
 from llama_stack_provider_trl.submission import Datasets as RowsOf
 from llama_stack_provider_trl.submission import resolved, submit
 
+from ..nodes.identity import machine_id, versions
 from .blobs import Blobs
 from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .checkpoints import Digests
+from .cluster import Cluster, ClusterLauncher, Presence
 from .datasets import Datasets
 from .preflights import Preflights
 from .settings import ServiceSettings
+from .shipping import Shipping
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")
@@ -54,8 +59,17 @@ class Service:
         self.digests = Digests()
         self.stopping = asyncio.Event()
         """Set when the service is told to stop: streams end then, instead of keeping it."""
-        launcher = LocalLauncher()
-        self.preflights = Preflights(settings, launcher, self.devices[0], self.for_jobs.max_ranks)
+        local = LocalLauncher()
+        self.node_name = settings.node_name
+        self.node_token = secrets.token_urlsafe(32)
+        """For this machine's own agent; nobody else ever sees it."""
+        self.presence = Presence()
+        self.cluster = Cluster(self.store, self.presence, self.node_name, machine_id(os.environ), self.devices)
+        self.shipping = Shipping(self.store, self.digests)
+        ports = (settings.torch_run_config.master_port, PORTS)
+        launcher = ClusterLauncher(local, self.store, self.cluster, self.shipping, ports)
+        self._versions: dict[str, str] | None = None
+        self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
         self.supervisor = Supervisor(
             self.store,
             launcher,
@@ -63,8 +77,9 @@ class Service:
             settings.data_dir,
             python=str(settings.train_python) if settings.train_python else None,
             hang_timeout=settings.hang_timeout,
-            master_ports=(settings.torch_run_config.master_port, PORTS),
+            master_ports=ports,
             blob_retention=settings.blob_retention,
+            nodes=self.cluster.nodes,
         )
 
     def start(self) -> None:
@@ -79,6 +94,13 @@ class Service:
         self.digests.close()
         self.supervisor.stop()
         self.store.close()
+
+    def versions(self) -> dict[str, str]:
+        """See `identity.versions`. Asked at the first join."""
+        if self._versions is None:
+            python = self.settings.train_python
+            self._versions = versions(str(python) if python else None)
+        return self._versions
 
     def waiting_and_running(self) -> tuple[int, int]:
         """Numbers of jobs that wait and that have processes."""

@@ -47,6 +47,18 @@ class OutOfRange(TrlError, ValueError):
         super().__init__(f"the range begins beyond the end of the file, which has {size} bytes")
 
 
+class Gone(TrlError, LookupError):
+    """Raised when a node speaks of a task that is not its own, not current, or was told to stop. -> 410"""
+
+
+class WrongOffset(TrlError, RuntimeError):
+    """Raised when what is sent does not begin where the file ends. -> 409, with the header Upload-Offset"""
+
+    def __init__(self, sent: int, offset: int) -> None:
+        self.offset = offset
+        super().__init__(f"offset={sent}: {offset} bytes are here; send what follows them, with offset={offset}")
+
+
 class Forbidden(TrlError, PermissionError):
     """Raised when the caller's token has too low a role. -> 403"""
 
@@ -65,6 +77,8 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (NotFound, 404),
     (JobConflict, 409),
     (Conflict, 409),
+    (Gone, 410),
+    (WrongOffset, 409),
     (TooLarge, 413),
     (OutOfRange, 416),
     (ServiceUnreachable, 502),
@@ -77,6 +91,7 @@ _MEANING = {
     403: "Wrong Host or Origin header, or the token's role is too low",
     404: "There is no such thing",
     409: "Its name is taken, or its state forbids the call",
+    410: "The task is not this node's, not current, or was told to stop: end it",
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
     500: "A bug, or a database that cannot be used",
@@ -126,6 +141,8 @@ async def _ours(request: Request, error: Exception) -> Response:
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
+    if isinstance(error, WrongOffset):
+        headers = {"Upload-Offset": str(error.offset)}
     return answer(status, str(error), headers)
 
 

@@ -19,6 +19,8 @@ _ENVIRONMENT = {
     "TRL_SERVICE_PORT": "port",
     "TRL_SERVICE_DATA_DIR": "data_dir",
     "TRL_SERVICE_TOKEN": "api_token",
+    "TRL_SERVICE_NODE_TOKEN": "node_token",
+    "TRL_NODE_NAME": "node_name",
 }
 
 

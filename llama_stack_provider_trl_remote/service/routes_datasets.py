@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Header, Path, Request, Response
 
 from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from .context import Context
 from .errors import NotFound, declared
+from .files import OCTETS, file_response
 from .routes_jobs import as_json
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
 blobs = APIRouter(prefix="/blobs", tags=["datasets"])
 
+_ROWS: dict[int | str, dict[str, Any]] = {
+    200: {"content": OCTETS, "description": "One JSON object per line"},
+    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+}
 DatasetId = Annotated[str, Path(description="The dataset's name")]
 Digest = Annotated[Sha256, Path(description="sha256 of the whole body, in hexadecimal")]
 _NDJSON: dict[str, Any] = {
@@ -57,6 +62,19 @@ async def has_blob(service: Context, sha256: Digest) -> Response:
     if not service.blobs.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
     return Response()
+
+
+@blobs.get("/{sha256}", response_class=Response, responses={**declared(404, 416), **_ROWS})
+async def get_blob(
+    service: Context,
+    sha256: Digest,
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+) -> Response:
+    """The rows, for a node that trains on them."""
+    if not service.blobs.holds(sha256):
+        raise NotFound(f"no rows with the digest {sha256} are stored here")
+    path = service.blobs.path(sha256)
+    return file_response(path, path.stat().st_size, sha256, wanted)
 
 
 @blobs.put(

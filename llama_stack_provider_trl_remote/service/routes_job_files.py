@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
@@ -21,10 +21,11 @@ from .bodies import (
     MetricsResponse,
     Point,
 )
-from .checkpoints import find_file, list_files, requested_range
+from .checkpoints import find_file, list_files
 from .context import Context, Service
 from .errors import NotFound, declared
 from .events import Cursor, parsed, read_page, stream
+from .files import OCTETS, file_response
 from .routes_jobs import JobUuid, as_json
 
 router = APIRouter(prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
@@ -32,11 +33,9 @@ router = APIRouter(prefix="/post-training/jobs/{job_uuid}", tags=["what a job le
 LAUNCHER = "launcher"
 _STREAM = "text/event-stream"
 _LOG_BYTES = 8 << 20
-_PIECE = 1 << 18
 _TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
 }
-_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
 @router.get(
@@ -108,8 +107,8 @@ async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
     response_class=Response,
     responses={
         **declared(404, 416),
-        200: {"content": _BYTES, "description": "The whole file"},
-        206: {"content": _BYTES, "description": "The bytes that Range asks for"},
+        200: {"content": OCTETS, "description": "The whole file"},
+        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
     },
 )
 async def checkpoint_file(
@@ -124,16 +123,7 @@ async def checkpoint_file(
 ) -> Response:
     """A file of a checkpoint; its ETag is its sha256."""
     found, size, sha256 = await _with_digests(service, find_file, job_uuid, identifier, path)
-    etag = f'"{sha256}"'
-    part = requested_range(wanted, size) if if_range in (None, etag) else None
-    start, stop = part or (0, size)
-    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
-    if part is not None:
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    status = 200 if part is None else 206
-    return StreamingResponse(
-        _pieces(found, start, stop), status, headers=headers, media_type="application/octet-stream"
-    )
+    return file_response(found, size, sha256, wanted, if_range)
 
 
 @router.get("/checkpoints/{identifier:path}", response_model=CheckpointFiles, responses=declared(404))
@@ -164,7 +154,8 @@ def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | 
         raise NotFound(
             f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
         )
-    text = tail(path, lines, _LOG_BYTES)
+    # Zeros stand where a node that was too far behind has left something out.
+    text = tail(path, lines, _LOG_BYTES).replace("\0", "")
     return f"{text}\n" if text else ""
 
 
@@ -172,14 +163,3 @@ def _ranks(directory: FilePath) -> Iterator[str]:
     yield from sorted((path.stem.removeprefix("rank-") for path in directory.glob("rank-*.log")), key=str)
     if (directory / "torchrun.log").is_file():
         yield LAUNCHER
-
-
-async def _pieces(path: FilePath, start: int, stop: int) -> AsyncIterator[bytes]:
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < stop:
-            piece = await asyncio.to_thread(file.read, min(_PIECE, stop - start))
-            if not piece:
-                return
-            start += len(piece)
-            yield piece

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.process import FileLock
 
 from .app import make_app
+from .as_node import be_a_node
 from .context import Service
 from .settings import ServiceSettings, SettingsError
 
@@ -82,6 +83,7 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+        self._node: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -90,9 +92,19 @@ class _Server(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on calls are answered: those of this machine's own agent too."""
+        await super().startup(sockets)
+        settings = self._service.settings
+        if self.started and sockets and not settings.on_loopback:
+            self._node = asyncio.create_task(be_a_node(self._service, sockets[0].getsockname()[1]))
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Nothing new is accepted from here on: a stream that ends now is not asked for again in vain."""
         self._service.stopping.set()
+        if self._node is not None:
+            self._node.cancel()
+            await asyncio.wait([self._node])
         await super().shutdown(sockets)
 
     def _stop(self) -> None:

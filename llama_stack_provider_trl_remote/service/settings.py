@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from llama_stack_provider_trl.options import Priority
 from llama_stack_provider_trl.recipes.spec import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.resolve import Settings
 
+from ..wire import NAME
+
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
-Role = Literal["submit", "admin"]
+Role = Literal["submit", "admin", "node"]
 
 
 class SettingsError(TrlError, ValueError):
@@ -57,21 +60,21 @@ class TorchRunConfig(_Block):
     """Which processes train one job."""
 
     nnodes: int = Field(1, ge=1)
-    """Machines per job; more than 1 is refused for now."""
+    """Machines of a job that does not say; more than 1 needs a `host` that other machines can reach."""
     nproc_per_node: int | Literal["auto"] = "auto"
-    """Ranks of a job that does not say; auto: one per GPU, 1 without GPUs."""
+    """Ranks on each node of a job that does not say; auto: one per GPU of this machine, 1 without GPUs."""
     node_rank: int = Field(0, ge=0)
-    """0: this is the head, the only node for now."""
+    """0: this is the head. A worker has 1 or more, and runs an agent (`trl-remote agent`) instead of the service."""
     master_addr: str = "127.0.0.1"
-    """Address at which the ranks of a job meet; all of them are on this machine for now."""
+    """Literal address at which the other nodes reach this one; loopback: found out by this machine's agent."""
     master_port: int = Field(29500, ge=1024, le=65435)
     """The first of 100 ports; each job of several ranks takes a free one."""
 
-    @field_validator("nnodes", "node_rank")
+    @field_validator("node_rank")
     @classmethod
-    def _one_machine(cls, value: int, info: Any) -> int:
-        if value > (1 if info.field_name == "nnodes" else 0):
-            raise ValueError("a job on several machines is not built yet: use nnodes 1 and node_rank 0")
+    def _is_head(cls, value: int) -> int:
+        if value:
+            raise ValueError("the service is the head, node 0: a worker runs `trl-remote agent --service URL`")
         return value
 
     @field_validator("nproc_per_node")
@@ -93,7 +96,7 @@ class Token(_Block):
     token: SecretStr = Field(min_length=1)
     """Sent as `Authorization: Bearer TOKEN`."""
     role: Role = "submit"
-    """submit: everything but deleting jobs. admin: everything."""
+    """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
 
 
 class ServiceSettings(_Block):
@@ -117,6 +120,11 @@ class ServiceSettings(_Block):
     """Its private key."""
     insecure: bool = False
     """Serve beyond loopback without TLS: tokens then cross the network in the clear."""
+
+    node_name: str = Field(default_factory=platform.node, pattern=NAME)
+    """This machine's name among the nodes; null: its host name."""
+    node_token: SecretStr | None = None
+    """A token with the role node, for agents; null: they use one of `tokens`, or the operator's."""
 
     device: str = "auto"
     """auto (every GPU, else mps, else cpu), cpu, mps, cuda or cuda:N."""
@@ -183,12 +191,17 @@ class ServiceSettings(_Block):
     def _default_address(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value in (None, "") else value
 
+    @field_validator("node_name", mode="before")
+    @classmethod
+    def _host_name(cls, value: Any) -> Any:
+        return platform.node() if value in (None, "") else value
+
     @field_validator("train_python", mode="before")
     @classmethod
     def _own_python(cls, value: Any) -> Any:
         return None if value == "" else value
 
-    @field_validator("api_token", mode="before")
+    @field_validator("api_token", "node_token", mode="before")
     @classmethod
     def _no_empty_token(cls, value: Any) -> Any:
         return str(value) if value not in (None, "") else None
@@ -207,6 +220,8 @@ class ServiceSettings(_Block):
     def credentials(self) -> dict[str, Role]:
         """Token -> role."""
         found: dict[str, Role] = {entry.token.get_secret_value(): entry.role for entry in self.tokens}
+        if self.node_token:
+            found[self.node_token.get_secret_value()] = "node"
         return found | ({self.api_token.get_secret_value(): "admin"} if self.api_token else {})
 
     @property
@@ -250,6 +265,8 @@ class ServiceSettings(_Block):
             priority=self.priority,
             min_free_bytes=self.min_free_disk_mb << 20,
             ranks=ranks,
+            nodes=self.torch_run_config.nnodes,
+            max_nodes=1 if self.on_loopback else 1024,
             max_ranks=max(ranks, len(gpus) or os.cpu_count() or 1),
             sharding=ShardingSpec(
                 strategy=fsdp.sharding_strategy,
@@ -275,6 +292,11 @@ class ServiceSettings(_Block):
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name}={str(path)!r}: there is no such file")
+        if self.on_loopback and self.torch_run_config.nnodes > 1:
+            raise SettingsError(
+                f"torch_run_config.nnodes={self.torch_run_config.nnodes}: no other machine can reach host="
+                f"{self.host!r}; set TRL_SERVICE_HOST to an address of this machine and TRL_SERVICE_TOKEN"
+            )
         if self.on_loopback:
             return
         if not self.credentials:

@@ -332,6 +332,7 @@ OPTION_ASKS: dict[str, Try] = {
     "logging_steps": Try(3),
     "seed": Try(3),
     "nproc_per_node": Try(2),
+    "resources": Try({"cpus": 4}),
     "resume_from": Try("job-0/checkpoint-6"),
     "preflight": Try("warn"),
     "device": Try("cuda:1"),

@@ -19,11 +19,17 @@ pytestmark = pytest.mark.contract
 SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
 
 
-def test_worker_nodes_are_refused_in_one_sentence() -> None:
-    done = subprocess.run([SCRIPT], capture_output=True, text=True, env={**os.environ, "NODE_RANK": "1"})
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "worker nodes are not available yet" in done.stderr
+def test_a_worker_is_told_what_it_lacks_in_one_sentence() -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("TRL_", "MASTER_"))}
+    for environ, status, said in (
+        ({}, 2, "set MASTER_ADDR to the address of the machine that runs the service"),
+        ({"MASTER_ADDR": "10.255.255.1"}, 1, "a worker needs a token of the service"),
+        ({"MASTER_ADDR": "::1", "TRL_SERVICE_NODE_TOKEN": "t"}, 1, "the service's address ::1 is this machine's own"),
+    ):
+        done = subprocess.run([SCRIPT], capture_output=True, text=True, env={**plain, "NODE_RANK": "1", **environ})
+        assert done.returncode == status
+        assert done.stderr.count("\n") == 1
+        assert said in done.stderr
 
 
 def test_the_script_serves_in_the_foreground_until_it_is_told_to_stop(
@@ -47,7 +53,7 @@ def test_the_script_serves_in_the_foreground_until_it_is_told_to_stop(
         assert found is not None
         assert f"config  {tmp_path}/mine.yaml" in log.read_text()
         assert main(["nodes", "--url", found[1]]) == 0
-        assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["cpu", "free"]
+        assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["cpu", "free", "open"]
         server.send_signal(signal.SIGINT)
         assert server.wait(20) in (0, 130, -signal.SIGINT)
         assert "Traceback" not in log.read_text(), log.read_text()

@@ -4,15 +4,19 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from llama_stack_provider_trl.launch import runner
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask
 from llama_stack_provider_trl.launch.torchrun import (
     first_failure,
     free_port,
+    interface_of,
     lock_name,
     training_argv,
     training_environment,
@@ -20,6 +24,14 @@ from llama_stack_provider_trl.launch.torchrun import (
 from llama_stack_provider_trl.process import myself
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
+INTERFACES = {
+    name: [SimpleNamespace(family=family, address=address) for family, address in addresses]
+    for name, addresses in {
+        "lo": [(socket.AF_INET, "127.0.0.1")],
+        "docker0": [(socket.AF_INET, "172.17.0.1")],
+        "eth1": [(socket.AF_INET, "10.99.0.2"), (socket.AF_INET6, "fe80::1%eth1"), (-1, "02:fc:00:00:00:01")],
+    }.items()
+}
 
 
 def test_one_process_is_started_directly_with_its_spec_file() -> None:
@@ -36,6 +48,48 @@ def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
     environ = training_environment(task, {"OMP_NUM_THREADS": "3"})
     assert environ["OMP_NUM_THREADS"] == "3"
     assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_nodes_meet_at_the_first_ones_address_over_the_interface_that_has_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
+    place = {"address": "10.99.0.2", "master_addr": "10.99.0.1", "master_port": 29507, "last_port": 29599}
+    task = TaskSpec("a", Path("/r"), ("cpu",), nodes=2, node_rank=1, **place)
+    argv = training_argv(task)
+    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=1", "--local-addr=10.99.0.2"} <= set(argv)
+    assert {"--master-addr=10.99.0.1", "--master-port=29507"} <= set(argv)
+    assert not [part for part in argv if part.startswith("--last-port")]
+    environ = training_environment(task, {})
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
+    chosen = training_environment(task, {"NCCL_SOCKET_IFNAME": "ib0"})
+    assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
+
+
+def test_an_address_that_this_machine_does_not_have_is_named_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
+    assert interface_of("127.0.0.2") == "lo"
+    assert interface_of("fe80::1") == "eth1"
+    with pytest.raises(OSError, match=r"has the address 10\.0\.0\.9: it has .*10\.99\.0\.2 \(eth1\)"):
+        interface_of("10.0.0.9")
+
+
+def test_ranks_of_one_node_may_choose_nccls_interface_themselves() -> None:
+    task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507)
+    assert "NCCL_SOCKET_IFNAME" not in training_environment(task, {})
+
+
+def test_only_the_node_of_rank_0_watches_for_progress_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalLauncher, "_spawn", lambda *_: 0)
+    for node_rank, limits in ((0, (60.0, 30.0)), (1, (None, None))):
+        run_dir = tmp_path / str(node_rank)
+        run_dir.mkdir()
+        task = TaskSpec("a", run_dir, (), nodes=2, node_rank=node_rank, time_limit=60.0, hang_timeout=30.0)
+        LocalLauncher({}).start(task)
+        written = RunnerTask.read(run_dir / "task.json")
+        assert (written.time_limit, written.hang_timeout) == limits
+        assert written.log == "torchrun.log"
 
 
 def test_a_port_that_somebody_listens_on_or_that_was_given_away_is_not_free() -> None:

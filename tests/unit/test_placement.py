@@ -1,8 +1,23 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Queued, choose, suitable, why_waiting
+from llama_stack_provider_trl.jobs.placement import (
+    PATIENCE,
+    Demand,
+    Node,
+    Queued,
+    choose,
+    demand,
+    place,
+    suitable,
+    why_waiting,
+    why_waits,
+)
+from llama_stack_provider_trl.recipes.spec import ResourcesSpec
+from tests.fakes import job_spec
 
 GPUS = ("cuda:0", "cuda:1")
 
@@ -77,3 +92,151 @@ def test_small_jobs_go_first_while_a_large_one_waits_but_not_for_ever() -> None:
 def test_a_job_that_can_never_run_here_keeps_nothing_back() -> None:
     jobs = [Queued("too-large", "auto", 1, ranks=3), Queued("small", "auto", 2)]
     assert choose(jobs, [], GPUS, now=1e9) == {"small": ("cuda:0",)}
+
+
+# Several nodes
+
+GIB = 1 << 30
+
+
+def node(name: str, *devices: str, **changes: Any) -> Node:
+    return Node(name, devices or ("cpu",), **changes)
+
+
+HEAD = node("head", head=True, machine="m")
+
+
+def wants(age: int = 1, *, device: str = "auto", nodes: int = 1, per_node: int = 1, **more: Any) -> Queued:
+    fields = {name: more.pop(name) for name in ("model", "home") if name in more}
+    queued = {name: more.pop(name) for name in Queued._fields if name in more}
+    resources = ResourcesSpec(nodes=nodes, min_nodes=more.pop("min_nodes", nodes), **more)
+    text = Demand(resources=resources, **fields).text()
+    return Queued(f"job-{age}", device, age, ranks=nodes * per_node, demand=text, **queued)
+
+
+def test_a_job_takes_the_service_s_own_machine_first_and_others_when_that_is_taken() -> None:
+    nodes = [HEAD, node("b")]
+    assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("b/cpu",)}
+
+
+def test_a_job_that_asked_for_no_nodes_stays_at_home() -> None:
+    assert place([Queued("a", "cpu", 1)], [HEAD, node("b")], ["cpu"]) == {}
+    assert why_waits(Queued("a", "cpu", 1), {"cpu": "x"}, [HEAD, node("b")]) == "waiting for device cpu (held by job x)"
+
+
+def test_all_nodes_of_a_job_or_none() -> None:
+    nodes = [HEAD, node("b"), node("c")]
+    pair = wants(nodes=2)
+    assert place([pair], nodes, []) == {"job-1": ("cpu", "b/cpu")}
+    assert place([pair], nodes, ["cpu"]) == {"job-1": ("b/cpu", "c/cpu")}
+    assert place([pair], nodes, ["cpu", "b/cpu"]) == {}
+    assert "held by job x" in why_waits(pair, {"cpu": "x", "b/cpu": "x"}, nodes)
+
+
+def test_ranks_of_each_node_get_gpus_of_their_own() -> None:
+    nodes = [node("head", *GPUS, head=True), node("b", *GPUS), node("c", "cuda:0")]
+    pair = wants(nodes=2, per_node=2)
+    assert place([pair], nodes, []) == {"job-1": ("cuda:0", "cuda:1", "b/cuda:0", "b/cuda:1")}
+    assert place([pair], nodes, ["b/cuda:1"]) == {}
+    assert "c has 1 of 2 devices" in why_waits(wants(nodes=3, per_node=2), {}, nodes)
+
+
+def test_two_agents_on_one_machine_are_one_machine() -> None:
+    nodes = [HEAD, node("b", machine="m"), node("c", machine="n")]
+    assert place([wants(nodes=2)], nodes, []) == {"job-1": ("cpu", "c/cpu")}
+    assert "2 of the 3" not in why_waits(wants(nodes=2), {}, nodes)
+    # Training on both could not help: it trains on the machines that there are, and waits for those.
+    assert place([wants(nodes=3)], nodes, []) == {"job-1": ("cpu", "c/cpu")}
+    assert place([wants(nodes=2)], nodes[:2], []) == {"job-1": ("cpu",)}
+    assert place([wants(nodes=3)], nodes, ["c/cpu"]) == {}
+    assert place([wants(nodes=3)], [*nodes[:2], node("c", machine="n", why_closed="silent")], []) == {}
+    assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by job other)"
+    assert place([wants(nodes=4)], nodes, []) == {}
+    assert "waiting for 4 nodes: 2 of the" in why_waits(wants(nodes=4), {}, nodes)
+    # Its GPUs may be others than the other agent's.
+    assert place([wants(nodes=2)], [node("head", "cuda:0", head=True), node("b", "cuda:0", machine="head")], []) == {}
+    # Nor is its CPU two CPUs.
+    assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("c/cpu",)}
+    assert place([wants(1, labels={})], nodes, ["b/cpu", "c/cpu"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"labels": {"zone": "x"}}, "b has not the label zone=x"),
+        ({"cpus": 64}, "b has 8 CPUs"),
+        ({"memory_gb": 100}, "b has 16 GiB of memory"),
+        ({"model": "org/other"}, "b has no org/other"),
+        ({"device": "cuda"}, "b has no cuda"),
+        ({"device": "mps"}, "b has no mps"),
+    ],
+)
+def test_a_node_must_have_what_a_job_asks_for_and_the_job_says_what_it_has_not(asked: dict[str, Any], why: str) -> None:
+    rich = {"cpus": 8, "memory_bytes": 16 * GIB, "labels": {"zone": "b"}, "models": frozenset({"org/model"})}
+    nodes = [HEAD, node("b", **rich)]
+    assert place([wants(**asked)], nodes, []) == {}
+    assert why in why_waits(wants(**asked), {}, nodes)
+    fitting = {"labels": {"zone": "b"}, "cpus": 8, "memory_gb": 16, "model": "org/model"}
+    assert place([wants(**fitting)], nodes, []) == {"job-1": ("b/cpu",)}
+
+
+def test_only_gpus_with_enough_memory_are_given() -> None:
+    memory = {"cuda:0": 24 * GIB, "cuda:1": 80 * GIB}
+    nodes = [HEAD, node("b", *GPUS, memory=memory)]
+    assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, []) == {"job-1": ("b/cuda:1",)}
+    assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, ["b/cuda:1"]) == {}
+    two = wants(device="cuda", gpu_memory_gb=40, per_node=2)
+    assert "b has 1 GPUs with 40 GiB" in why_waits(two, {}, nodes)
+
+
+def test_auto_means_what_the_service_s_own_machine_has_on_every_node() -> None:
+    nodes = [node("head", *GPUS, head=True), node("b", "cpu")]
+    assert place([wants()], nodes, GPUS) == {}
+    assert place([wants(device="cpu")], nodes, GPUS) == {"job-1": ("b/cpu",)}
+
+
+def test_a_node_that_is_closed_gets_nothing() -> None:
+    nodes = [HEAD, node("b", why_closed="silent since 12:00:00 UTC")]
+    assert place([wants()], nodes, ["cpu"]) == {}
+    assert "b is silent since 12:00:00 UTC" in why_waits(wants(), {"cpu": "x"}, nodes)
+
+
+def test_a_machine_without_an_agent_is_no_part_of_several() -> None:
+    nodes = [node("head", head=True, joins=False), node("b")]
+    assert place([wants(nodes=2)], nodes, []) == {}
+    assert place([wants()], nodes, []) == {"job-1": ("cpu",)}
+
+
+def test_the_smallest_hole_that_will_do_is_filled() -> None:
+    nodes = [HEAD, node("b", *GPUS), node("c", *GPUS)]
+    assert place([wants(device="cuda")], nodes, ["c/cuda:0"]) == {"job-1": ("c/cuda:1",)}
+
+
+def test_who_was_running_before_may_go_on_with_fewer_nodes() -> None:
+    nodes = [HEAD, node("b")]
+    assert place([wants(nodes=3, min_nodes=2)], nodes, []) == {}
+    assert place([wants(nodes=3, min_nodes=2, tried=True)], nodes, []) == {"job-1": ("cpu", "b/cpu")}
+    assert place([wants(nodes=3, min_nodes=2, tried=True)], nodes, ["cpu"]) == {}
+
+
+def test_single_jobs_cannot_starve_one_over_several_nodes() -> None:
+    nodes = [HEAD, node("b"), node("c")]
+    jobs = [wants(1, nodes=2, scheduled_at=0.0), *(wants(age, scheduled_at=1e4) for age in (2, 3))]
+    taken = ["b/cpu", "c/cpu"]
+    assert place(jobs, nodes, taken, now=PATIENCE - 1) == {"job-2": ("cpu",)}
+    assert place(jobs, nodes, taken, now=PATIENCE + 1) == {}
+    # No more nodes are kept than it needs.
+    assert place(jobs, [*nodes, node("d")], [*taken[:1], "cpu", "d/cpu"], now=PATIENCE + 1) == {}
+    large = [*nodes, node("d", *GPUS, cpus=9)]
+    assert place([*jobs, wants(4, device="cuda")], large, taken, now=PATIENCE + 1) == {"job-4": ("d/cuda:0",)}
+
+
+def test_a_job_that_no_set_of_nodes_can_serve_keeps_nothing_back() -> None:
+    nodes = [HEAD, node("b")]
+    assert place([wants(1, nodes=3), wants(2)], nodes, [], now=1e9) == {"job-2": ("cpu",)}
+
+
+def test_what_a_job_asks_for_survives_the_queue() -> None:
+    spec = job_spec(resources=ResourcesSpec(nodes=2, min_nodes=1, labels={"a": "b"}, model_present=True), ranks=2)
+    assert demand(Demand.of(spec).text()) == Demand(resources=spec.resources, model=spec.model)
+    assert (Demand.of(job_spec()).text(), demand("")) == ("", Demand(home=True))

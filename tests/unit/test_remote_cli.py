@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl_remote import cli, client
-from llama_stack_provider_trl_remote.terminal import bar, duration, progress_line, table
+from llama_stack_provider_trl_remote.terminal import bar, duration, how_to_add_a_node, progress_line, table
 from llama_stack_provider_trl_remote.watch import new_lines
 from tests.fake_service import FakeService, fake_service, ndjson, progress, status
 
@@ -380,7 +380,52 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     assert run("datasets", "list")[1] == (
         "dataset  rows  source\npairs    8     rows\nfile     ?     file:///x.jsonl\n"
     )
-    assert run("nodes")[1] == "node  device  job\nhead  cpu     job-1\n"
+    listed, _, more = run("nodes")[1].partition("\n\n")
+    assert listed == "node  device  job    state\nhead  cpu     job-1  open"
+    assert "TRL_SERVICE_HOST=ADDRESS" in more  # nobody joins on loopback
+
+
+def test_nodes_are_taken_out_and_put_back(run: Run, service: FakeService) -> None:
+    for command in ("cordon", "uncordon", "drain"):
+        assert run("nodes", command, "gpu-b")[1].startswith("node")
+        assert service.seen[f"POST /v1/nodes/gpu-b/{command}"] == 1
+    assert run("nodes", "remove", "gpu-b")[1].startswith("node")
+    assert service.seen["DELETE /v1/nodes/gpu-b"] == 1
+    assert run("nodes", "list")[1].startswith("node")
+
+
+def test_how_to_add_a_node_is_a_command() -> None:
+    script = "./scripts/run-remote-fsdp-server.sh"
+    joins = "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1 MASTER_ADDR="
+    assert how_to_add_a_node("http://10.0.0.100:8322") == f"{joins}10.0.0.100 {script}"
+    assert how_to_add_a_node("http://10.0.0.100:9000") == f"{joins}10.0.0.100 TRL_SERVICE_PORT=9000 {script}"
+    secure = how_to_add_a_node("https://head:8322")
+    assert secure == f"{joins}head TRL_SERVICE_URL=https://head:8322 {script}"
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "said"),
+    [
+        ("http://10.255.255.1:8322", {}, "a worker needs a token of the service"),
+        ("http://127.0.0.1:8322", {"TRL_SERVICE_NODE_TOKEN": "t"}, "where no other machine reaches it"),
+        (
+            "http://127.0.0.1:8322",
+            {"TRL_SERVICE_TOKEN": "t", "TRL_NODE_ADDRESS": "10.0.0.1", "TRL_NODE_NAME": "a b"},
+            "cannot be a node's name",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_be_one_says_so_at_once(
+    url: str, environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TRL_SERVICE_NODE_TOKEN", "TRL_SERVICE_TOKEN", "TRL_NODE_ADDRESS", "TRL_NODE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["agent", "--service", url]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(service: FakeService) -> None:

@@ -18,6 +18,7 @@ from llama_stack_provider_trl.recipes.spec import (
     JobSpec,
     QatSpec,
     ReferenceSpec,
+    ResourcesSpec,
     ResumeFrom,
     ShardingSpec,
 )
@@ -452,3 +453,76 @@ def test_every_attempt_takes_the_rows_per_step_of_the_job(settings: Settings) ->
     assert attempt.rows_per_step == spec.rows_per_step
     assert attempt.resume_candidates == (Path("/c/checkpoint-4"), Path("/c/checkpoint-2"))
     assert derive(spec, 1, "cpu", Path("/run")).resume_candidates == ()
+
+
+# Several machines
+
+
+@pytest.fixture
+def cluster(settings: Settings) -> Settings:
+    return replace(settings, sharding=ShardingSpec(), max_nodes=1024)
+
+
+def test_resources_say_how_many_machines_and_ranks_train(cluster: Settings) -> None:
+    spec = spec_of(sft(), cluster, resources={"nodes": 3, "min_nodes": 2, "labels": {"zone": "a"}}, nproc_per_node=2)
+    assert (spec.ranks, spec.nodes, spec.ranks_per_node, spec.rows_per_step) == (6, 3, 2, 12)
+    assert spec.resources == ResourcesSpec(nodes=3, min_nodes=2, labels={"zone": "a"})
+    assert spec.sharding is not None
+    attempt = derive(spec, 2, "cpu", Path("/run"), nodes=2)
+    assert (attempt.world_size, attempt.rows_per_step) == (4, 12)
+    assert derive(spec, 1, "cpu", Path("/run")).world_size == 6
+
+
+def test_nnodes_is_the_number_of_a_job_that_does_not_say(cluster: Settings) -> None:
+    four = replace(cluster, nodes=4)
+    assert spec_of(sft(), four).resources == ResourcesSpec(nodes=4, min_nodes=4)
+    assert spec_of(sft(), four, resources={"cpus": 2}).resources == ResourcesSpec(nodes=4, min_nodes=4, cpus=2)
+    assert spec_of(sft(), four, resources={"nodes": 1}).nodes == 1
+
+
+def test_a_job_stays_where_its_model_and_its_device_are(cluster: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    here = sft(model=str(tmp_path))
+    assert spec_of(here, cluster).resources is None
+    assert spec_of(sft(), replace(cluster, devices=("cuda:0",)), device="cuda:0").resources is None
+    assert spec_of(here, cluster, resources={}).resources == ResourcesSpec()
+    assert spec_of(sft(), cluster).resources == ResourcesSpec()
+    assert spec_of(sft(), replace(cluster, max_nodes=1)).resources is None
+
+
+def test_other_machines_may_have_devices_that_this_one_has_not(cluster: Settings) -> None:
+    assert spec_of(sft(), cluster, device="cuda").device == "cuda"
+    assert spec_of(sft(), cluster, nproc_per_node=8).ranks == 8
+    with pytest.raises(InvalidRequest, match=r"provider_options\.device"):
+        spec_of(sft(), replace(cluster, max_nodes=1), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("resources", "field", "hint"),
+    [
+        ({"nodes": 2, "min_nodes": 3}, "resources.min_nodes", "at most nodes, 2"),
+        ({"gpu_memory_gb": 80}, "resources.gpu_memory_gb", "device cpu has no memory of its own"),
+        ({"gpus": 8}, "resources.gpus", "the options are: nodes, min_nodes"),
+        ({"nodes": 0}, "resources.nodes", "greater than 0"),
+    ],
+)
+def test_resources_that_cannot_be_are_refused_by_name(
+    cluster: Settings, resources: dict[str, Any], field: str, hint: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        spec_of(sft(), cluster, resources=resources, device="cpu")
+    assert f"provider_options.{field}" in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_a_directory_is_in_no_node_s_cache(cluster: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match=r"model_present.*name a model id"):
+        spec_of(sft(model=str(tmp_path)), cluster, resources={"model_present": True})
+
+
+def test_nobody_can_join_a_service_on_loopback_and_the_inline_provider(settings: Settings, cluster: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"resources\.nodes.*TRL_SERVICE_HOST"):
+        spec_of(sft(), replace(cluster, max_nodes=1), resources={"nodes": 2})
+    with pytest.raises(InvalidRequest, match="trains on its own machine"):
+        spec_of(sft(), settings, resources={"cpus": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import re
 import subprocess
 import sys
@@ -71,8 +72,8 @@ def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(
     [
         ({"fsdp_config": {"limit_all_gathers": False}}, "FSDP2 always limits"),
         ({"fsdp_config": {"sharding_strategy": "SOME_SHARD"}}, "sharding_strategy='SOME_SHARD'"),
-        ({"torch_run_config": {"nnodes": 2}}, "several machines is not built yet"),
-        ({"torch_run_config": {"node_rank": 1}}, "several machines is not built yet"),
+        ({"torch_run_config": {"node_rank": 1}}, "the service is the head, node 0: a worker runs `trl-remote agent"),
+        ({"node_name": "a/b"}, "node_name='a/b'"),
         ({"torch_run_config": {"nproc_per_node": 0}}, "from 1 to 1024, or auto"),
         ({"trust_remote_code": ["org/model"]}, "ORG/NAME@REVISION"),
         ({"max_seq_length": "long"}, "max_seq_length='long'"),
@@ -267,3 +268,22 @@ def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
         inner = {"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token}.get(name)
         names += _names(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return names
+
+
+def test_several_machines_need_an_address_that_they_can_reach(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nnodes=2: .*TRL_SERVICE_HOST.*TRL_SERVICE_TOKEN"):
+        load(tmp_path, torch_run_config={"nnodes": 2}).check_exposure()
+    open_one = {"host": "0.0.0.0", "api_token": "t", "insecure": True}
+    settings = load(tmp_path, torch_run_config={"nnodes": 2}, **open_one)
+    settings.check_exposure()
+    jobs = settings.for_jobs(("cpu",))
+    assert (jobs.nodes, jobs.max_nodes > 2) == (2, True)
+    assert load(tmp_path).for_jobs(("cpu",)).max_nodes == 1
+
+
+def test_agents_have_a_token_and_machines_a_name(tmp_path: Path) -> None:
+    environ = {"TRL_SERVICE_TOKEN": "all", "TRL_SERVICE_NODE_TOKEN": "agents", "TRL_NODE_NAME": "head-1"}
+    settings = load(tmp_path, environ, tokens=[{"token": "more", "role": "node"}])
+    assert settings.credentials == {"all": "admin", "agents": "node", "more": "node"}
+    assert settings.node_name == "head-1"
+    assert load(tmp_path, node_name="").node_name == platform.node()

@@ -409,7 +409,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -432,8 +432,12 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: in
 
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
-    jobs, attempts = ["wanted_device", "priority", "ranks", "checkpoint_dir"], []
-    connection.execute("DROP INDEX jobs_by_checkpoint_dir")
+    for table in ("tasks", "nodes"):
+        connection.execute(f"DROP TABLE {table}")
+    jobs, attempts = ["demand"], []
+    if version < 3:
+        jobs += ["wanted_device", "priority", "ranks", "checkpoint_dir"]
+        connection.execute("DROP INDEX jobs_by_checkpoint_dir")
     if version == 1:
         connection.execute("DROP VIEW job_records")
         jobs += ["retries_used", "not_before"]

@@ -15,6 +15,7 @@ from llama_stack_provider_trl_remote.service.errors import _MEANING
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+NODES = (REPOSITORY / "docs" / "multi-node.md").read_text()
 SAID = {"it says", "its `detail` says", "its message says", "`warnings` has"}
 """Headings of the columns that quote."""
 
@@ -67,11 +68,18 @@ def _text(node: ast.AST) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("quote", sorted(set(quotes())))
+def quotes_of_nodes() -> list[str]:
+    """Of docs/multi-node.md, whose sentences stand in the last table."""
+    return re.findall(r"^\| `([^`]+)` \|", NODES.split("## What it says")[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("quote", sorted({*quotes(), *quotes_of_nodes()}))
 def test_a_quoted_sentence_is_one_that_a_program_says(quote: str) -> None:
     parts = [re.escape(part) for part in quote.removesuffix("…").split("…")]
     assert max(len(part.strip()) for part in quote.split("…")) >= 8, "too little to tell it from any other"
-    assert re.search("…[^\n]*?".join(parts), sources()), f"nothing says {quote!r}: correct docs/troubleshooting.md"
+    assert re.search("…[^\n]*?".join(parts), sources()), (
+        f"nothing says {quote!r}: correct docs/troubleshooting.md or docs/multi-node.md"
+    )
 
 
 def test_every_reason_of_a_failure_has_a_row() -> None:

@@ -1,0 +1,139 @@
+"""Placement, simulated: 50 nodes, 2,000 jobs of many kinds that arrive and end, on a clock of its own.
+
+    python -m benchmarks.placement
+
+Prints, as a table: how long a decision took (one look at the whole queue), how long jobs waited by size, whether any
+starved, and how much of the GPUs' time was used while there was more to do than they could. Ends with 1
+where a decision took longer than 50 ms of CPU time or a job was never placed. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from typing import NamedTuple
+
+from llama_stack_provider_trl.jobs.placement import PATIENCE, Demand, Node, Queued, place, why_waits
+from llama_stack_provider_trl.recipes.spec import ResourcesSpec
+
+NODES, GPUS, JOBS = 50, 8, 2000
+LIMIT_MS = 50.0
+SEED = 1
+# nodes, GPUs per node, share of the jobs: most are small, and the few large ones are those that could starve.
+SIZES = ((1, 1, 0.55), (1, 2, 0.15), (1, 4, 0.12), (1, 8, 0.08), (2, 8, 0.06), (4, 8, 0.03), (8, 8, 0.01))
+MEAN_SECONDS = 1800.0
+LOOK = 60.0
+"""Seconds between two looks; the supervisor's are shorter, and find the same kinds of jobs."""
+BURST = 1000
+"""Jobs that are there at the beginning; the others arrive one by one, a little faster than they can be served."""
+
+
+class Job(NamedTuple):
+    queued: Queued
+    seconds: float
+    size: tuple[int, int]
+
+
+def machines() -> list[Node]:
+    """Three quarters with large GPUs; two zones."""
+    found = []
+    for number in range(NODES):
+        memory = (80 if number % 4 else 24) << 30
+        devices = tuple(f"cuda:{gpu}" for gpu in range(GPUS))
+        found.append(
+            Node(
+                f"node-{number}",
+                devices,
+                f"machine-{number}",
+                head=number == 0,
+                memory=dict.fromkeys(devices, memory),
+                cpus=96,
+                memory_bytes=512 << 30,
+                labels={"zone": "ab"[number % 2]},
+            )
+        )
+    return found
+
+
+def jobs(rng: random.Random) -> list[Job]:
+    """In the order in which they arrive."""
+    demand = sum(nodes * gpus * share for nodes, gpus, share in SIZES) * MEAN_SECONDS
+    between = demand / (NODES * GPUS) * 0.95
+    found, now = [], 0.0
+    for age in range(JOBS):
+        now += rng.expovariate(1 / between) if age >= BURST else 0.0
+        (nodes, gpus, _), *_ = rng.choices(SIZES, [share for *_, share in SIZES])
+        asked = ResourcesSpec(
+            nodes=nodes,
+            min_nodes=nodes,
+            gpu_memory_gb=40 if rng.random() < 0.3 else None,
+            labels={"zone": rng.choice("ab")} if rng.random() < 0.2 else {},
+        )
+        text = Demand(resources=asked).text()
+        priority = rng.choices((-1, 0, 1), (0.1, 0.8, 0.1))[0]
+        queued = Queued(f"job-{age}", "cuda", age, priority, "", nodes * gpus, now, text)
+        found.append(Job(queued, rng.expovariate(1 / MEAN_SECONDS), (nodes, gpus)))
+    return found
+
+
+def main() -> int:
+    """Returns the exit status."""
+    rng = random.Random(SEED)
+    nodes, coming = machines(), jobs(rng)[::-1]
+    by_name = {job.queued.job_uuid: job for job in coming}
+    waiting: dict[str, Queued] = {}
+    running: dict[str, tuple[str, ...]] = {}
+    ends: list[tuple[float, str]] = []
+    decisions: list[float] = []
+    reasons: list[float] = []
+    waited: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    now = used = offered = 0.0
+    while coming or waiting or ends:
+        while coming and coming[-1].queued.scheduled_at <= now:
+            job = coming.pop()
+            waiting[job.queued.job_uuid] = job.queued
+        while ends and ends[0][0] <= now:
+            del running[heapq.heappop(ends)[1]]
+        taken = {place_: name for name, places in running.items() for place_ in places}
+        begin = time.thread_time()
+        chosen = place(waiting.values(), nodes, taken, now)
+        decisions.append(time.thread_time() - begin)
+        for name, places in chosen.items():
+            job = by_name[name]
+            assert len(places) == job.queued.ranks
+            assert taken.keys().isdisjoint(places)
+            running[name] = places
+            taken |= dict.fromkeys(places, name)
+            waited[job.size].append(now - waiting.pop(name).scheduled_at)
+            heapq.heappush(ends, (now + job.seconds, name))
+        kinds = {(job.device, job.ranks, job.demand): job for job in waiting.values()}
+        if len(decisions) % 20 == 1:
+            begin = time.thread_time()
+            for kind in kinds.values():
+                why_waits(kind, taken, nodes)
+            reasons.append(time.thread_time() - begin)
+        following = [coming[-1].queued.scheduled_at] if coming else []
+        following += [ends[0][0]] if ends else []
+        if not following:
+            break
+        passed = max(min(following) - now, LOOK)
+        if len(waiting) > 20:
+            used, offered = used + passed * len(taken), offered + passed * NODES * GPUS
+        now += passed
+    print(f"{NODES} nodes x {GPUS} GPUs, {JOBS} jobs, {len(decisions)} decisions, {now / 3600:.1f} h simulated")
+    print(f"a decision    median {1e3 * statistics.median(decisions):6.2f} ms   longest {1e3 * max(decisions):6.2f} ms")
+    print(f"its reasons   median {1e3 * statistics.median(reasons):6.2f} ms   longest {1e3 * max(reasons):6.2f} ms")
+    print(f"GPUs in use while more than 20 jobs waited: {100 * used / offered:.1f} %")
+    print(f"never placed: {len(waiting)}; patience {PATIENCE:.0f} s")
+    print("nodes x GPUs   jobs   waited: median   longest (s)")
+    for (count, gpus), seconds in sorted(waited.items()):
+        print(f"{count:5} x {gpus:<4} {len(seconds):8} {statistics.median(seconds):15.0f} {max(seconds):12.0f}")
+    return int(bool(waiting) or 1e3 * max(decisions) > LIMIT_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The agent of a worker node: joins a service, asks what should run here, and does it.
+
+It always calls and is never called. Trainings outlive it: one that is started again on the same data directory takes
+them up. Without an answer from the service for LEASE seconds it ends them, for the service has given them to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.launch.base import Launcher
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.process import FileLock
+
+from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
+from . import task
+from .identity import NodeError
+from .task import Node, NodeTask, kept_tasks
+
+log = logging.getLogger(__name__)
+LOCK = "agent.lock"
+NEWS = 0.1
+"""Seconds for which news are gathered before they are told."""
+RETRY = 1.0
+"""Seconds after which a service that is away is called again."""
+REPORT = 60.0
+"""Seconds between two looks at what this machine is."""
+KEEP = 24 * 3600.0
+"""Seconds for which what a job has left here is kept: its next attempt may come here again."""
+
+
+class Calls(task.Calls, Protocol):
+    """`calls.NodeClient`, or what a test plays."""
+
+    async def join(self, report: NodeReport) -> Joined: ...
+    async def poll(self, poll: Poll) -> Orders: ...
+
+
+class Agent:
+    """The agent of one node. `run` it.
+
+    Args:
+        report: looks at this machine; called again and again.
+        data_dir: the node's own. One agent at a time uses it.
+        python: interpreter that trains; None: this process's own.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        report: Callable[[], NodeReport],
+        data_dir: Path,
+        launcher: Launcher | None = None,
+        *,
+        python: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._calls, self._report, self._python = calls, report, python
+        self._data_dir = data_dir.resolve()
+        self._launcher = launcher or LocalLauncher()
+        self._clock, self._sleep = clock, sleep
+        self._tasks: dict[str, NodeTask] = {}
+        self._news = asyncio.Event()
+        self._seen = 0
+        self._interrupted = False
+        """The last poll was given up for news: whether the service is there, the next one finds out."""
+        self._heard = math.inf
+        self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Serve until cancelled; trainings go on then.
+
+        Raises:
+            NodeError: another agent uses the data directory, or this machine cannot be a node.
+            ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
+                token is wrong, it was removed.
+        """
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._data_dir / LOCK)
+        if not lock.acquire(f"agent (pid {os.getpid()})"):
+            raise NodeError(
+                f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
+            )
+        try:
+            await self._join()
+            await self._take_up()
+            while True:
+                await self._turn()
+        finally:
+            for known in self._tasks.values():
+                await known.leave()
+            lock.release()
+
+    async def _join(self) -> None:
+        """Say what this machine is, until the service has heard it."""
+        report = await asyncio.to_thread(self._report)
+        while True:
+            try:
+                joined = await self._calls.join(report)
+            except (ServiceUnreachable, ServiceRefusal) as error:
+                if isinstance(error, ServiceRefusal) and error.status < 500:
+                    raise
+                self._say(str(error))
+                self._end_if_forgotten()
+                await self._sleep(RETRY)
+                continue
+            self._hear()
+            if self._reported[1] is None:
+                log.info("node %s (%s) has joined the service on %s", report.name, report.address, joined.head)
+            self._reported = (self._clock(), report)
+            return
+
+    async def _take_up(self) -> None:
+        """Go on with what an agent before us has begun, and end what nobody knows."""
+        node = self._node()
+        for kept in await asyncio.to_thread(kept_tasks, node):
+            log.info("task %s: taken up again", kept.order.task_id)
+            self._tasks[kept.order.task_id] = kept
+        known = [kept.places.run_dir for kept in self._tasks.values()]
+        for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
+            log.warning("ended what was left running of %s: no task of this node", run_dir)
+        await asyncio.to_thread(self._clean)
+        for kept in self._tasks.values():
+            kept.begin()
+
+    async def _turn(self) -> None:
+        """Tell what is new, and hear what is wanted."""
+        now, (reported, before) = self._clock(), self._reported
+        if now - reported > REPORT:
+            self._reported = (now, before)
+            await asyncio.to_thread(self._clean)
+            if _differs(await asyncio.to_thread(self._report), before):
+                await self._join()
+        self._news.clear()
+        await self._forget()
+        assert before is not None
+        # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
+        seen = -1 if self._interrupted else self._seen
+        body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=seen)
+        try:
+            orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
+        except ServiceUnreachable as error:
+            self._say(str(error))
+            self._end_if_forgotten()
+            await self._sleep(RETRY)
+        except ServiceRefusal as refusal:
+            if refusal.status >= 500:
+                self._say(str(refusal))
+                await self._sleep(RETRY)
+            else:
+                await self._join_again(refusal)
+        else:
+            self._interrupted = orders is None
+            if orders is not None:
+                self._hear()
+                await self._follow(orders)
+
+    async def _join_again(self, refusal: ServiceRefusal) -> None:
+        """The service does not know us (any more): it has another database, or somebody has removed this node."""
+        try:
+            if refusal.status not in (404, 409):
+                raise refusal
+            self._seen = 0
+            await self._join()
+        except ServiceRefusal as final:
+            for known in self._tasks.values():
+                known.end(f"the service does not take this node any more: {final}")
+            for known in self._tasks.values():
+                await known.settle()
+            raise
+
+    async def _ask(self, body: Poll) -> Orders | None:
+        """The answer to a poll; None: there were news to tell before it came."""
+        asked, news = asyncio.create_task(self._calls.poll(body)), asyncio.create_task(self._news.wait())
+        try:
+            await asyncio.wait([asked, news], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                await asyncio.wait([asked], timeout=NEWS)
+            return asked.result() if asked.done() else None
+        finally:
+            for one in (asked, news):
+                one.cancel()
+            await asyncio.gather(asked, news, return_exceptions=True)
+
+    async def _follow(self, orders: Orders) -> None:
+        self._seen = orders.revision
+        wanted = {order.task_id: order for order in orders.tasks}
+        for task_id, order in wanted.items():
+            known = self._tasks.get(task_id)
+            if known is None:
+                log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
+                self._tasks[task_id] = new = NodeTask(self._node(), order)
+                new.begin()
+            else:
+                known.follow(order)
+        for task_id in self._tasks.keys() - wanted.keys():
+            known = self._tasks[task_id]
+            known.forgotten = True
+            known.end("the service has no such task here")
+
+    async def _forget(self) -> None:
+        """Let go of what has ended and is not asked for."""
+        for task_id, known in list(self._tasks.items()):
+            if known.forgotten and known.gone:
+                await known.leave()
+                await asyncio.to_thread(known.forget)
+                del self._tasks[task_id]
+
+    def _reports(self) -> tuple[TaskReport, ...]:
+        return tuple(known.report() for known in self._tasks.values())
+
+    def _node(self) -> Node:
+        report = self._reported[1]
+        assert report is not None
+        return Node(
+            name=report.name,
+            address=report.address,
+            boot_id=report.boot_id,
+            data_dir=self._data_dir,
+            calls=self._calls,
+            launcher=self._launcher,
+            changed=self._news.set,
+            ports_given=lambda: [port for known in self._tasks.values() if (port := known.port) is not None],
+            python=self._python,
+            sleep=self._sleep,
+        )
+
+    def _hear(self) -> None:
+        self._heard = self._clock()
+        if self._trouble:
+            log.info("the service answers again")
+        self._trouble = ""
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            log.warning("%s; trainings go on, and it is called again until it answers", trouble)
+        self._trouble = trouble
+
+    def _end_if_forgotten(self) -> None:
+        if self._clock() - self._heard > LEASE:
+            for known in self._tasks.values():
+                known.end(f"the service has not answered for {LEASE:.0f} s")
+
+    def _clean(self) -> None:
+        """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""
+        ours = {known.places.home for known in self._tasks.values()}
+        rows = {
+            known.places.rows(found["sha256"]) for known in self._tasks.values() for found in known.places.datasets()
+        }
+        for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:
+            with suppress(FileNotFoundError):
+                if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _differs(report: NodeReport, before: NodeReport | None) -> bool:
+    """Whether there is something to say of a machine: a GiB of disk more or less is."""
+    return before is None or any(
+        getattr(report, field) != getattr(before, field)
+        if field != "disk_free_bytes"
+        else abs(report.disk_free_bytes - before.disk_free_bytes) > 1 << 30
+        for field in NodeReport.model_fields
+    )

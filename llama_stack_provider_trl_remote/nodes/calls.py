@@ -1,0 +1,201 @@
+"""What an agent asks the service and tells it: one method per route."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llama_stack_provider_trl.errors import ServiceRefusal
+
+from ..client import Answer, ServiceClient, Timeouts, job_path
+from ..pull import fetch
+from ..wire import (
+    POLL_SECONDS,
+    CheckpointAnswer,
+    CheckpointReport,
+    Joined,
+    NodeReport,
+    Orders,
+    Poll,
+)
+
+GONE = 410
+_PIECE = 64 << 20
+"""Bytes of one PUT of a checkpoint's file: what is sent again after a lost connection."""
+_CHUNK = 1 << 18
+_TIMEOUTS = Timeouts(connect=3.0, read=30.0, total=60.0)
+
+
+class Behind(ServiceRefusal):
+    """Raised when the service has another part of a file than we thought. `size`: what it has."""
+
+    def __init__(self, url: str, detail: str, size: int) -> None:
+        super().__init__(url, 409, detail)
+        self.size = size
+
+
+class Pace:
+    """Lets bytes through at so many per second, over all uploads of an agent.
+
+    Args:
+        rate: bytes per second; None: as fast as they go.
+    """
+
+    def __init__(
+        self,
+        rate: float | None,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self._free_at = clock()
+
+    async def take(self, size: int) -> None:
+        """Wait until `size` bytes may go."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        self._free_at = max(self._free_at, now) + size / self._rate
+        if self._free_at > now:
+            await self._sleep(self._free_at - now)
+
+
+class NodeClient(ServiceClient):
+    """The service as a node sees it.
+
+    Args:
+        name: the node's.
+        pace: of uploads.
+    """
+
+    def __init__(self, url: str, token: str | None, name: str, pace: Pace, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(url, token, _TIMEOUTS, tls=tls)
+        self.name, self._pace = name, pace
+
+    async def join(self, report: NodeReport) -> Joined:
+        """Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
+        return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
+
+    async def poll(self, poll: Poll) -> Orders:
+        """What should run here; waits for news, up to POLL_SECONDS."""
+        # Little more than that: after a cut link, the sooner the next one goes out the better.
+        limit = POLL_SECONDS + 2.0
+        body = poll.model_dump(mode="json")
+        answer = await self._json("POST", f"{self._home}/poll", body, limit)
+        return Orders.model_validate(answer)
+
+    async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:
+        """Returns how many bytes of events the service has now; nothing was appended if it had another number."""
+        return await self._append("POST", f"{self._task(task_id)}/events", offset, lines)
+
+    async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int:
+        """As `append_events`, of a log."""
+        return await self._append("PUT", f"{self._task(task_id)}/logs/{quote(file)}", offset, data)
+
+    async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
+        """Ask for a checkpoint to be put in place."""
+        # It compares digests and forces files to disk before it answers.
+        size = sum(file.size for file in report.files)
+        limit = 60.0 + size / (32 << 20)
+        path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}"
+        return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
+
+    async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
+        """Send a file of a checkpoint, from where the service has it on."""
+        path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
+        size, have, told = file.stat().st_size, 0, False
+        while not told or have < size:
+            step = min(_PIECE, size - have)
+            try:
+                # 0 is no limit: how long a piece takes is between `pace` and the network, and `read` sees a dead one.
+                answer = await self._call(
+                    "PUT",
+                    path,
+                    params={"sha256": sha256, "offset": str(have)},
+                    data=self._bytes(file, have, step),
+                    headers={"Content-Type": "application/octet-stream"},
+                    total=0,
+                    read=60.0 + step / (32 << 20),
+                )
+                have = int(answer.offset or 0)
+            except Behind as behind:
+                if behind.size > size:
+                    raise
+                have = behind.size
+            told = True
+
+    async def rows(self, sha256: str, path: Path) -> None:
+        """Fetch a dataset by its digest; a file that is there and whole is left alone."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.fetching")
+        await fetch(self, f"/v1/blobs/{sha256}", partial, {"path": path.name, "size": None, "sha256": sha256})
+        partial.rename(path)
+
+    async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
+        """Path, size and sha256 of every file of a checkpoint that the service lists."""
+        files: list[dict[str, Any]] = (await self.get(_checkpoint(job_uuid, checkpoint)))["files"]
+        return files
+
+    async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None:
+        """Fetch one of them, as far as it is not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await fetch(self, f"{_checkpoint(job_uuid, checkpoint)}/files/{quote(file['path'])}", path, file)
+
+    async def listed_checkpoints(self, job_uuid: str) -> set[str]:
+        """Names of the directories of all checkpoints that a job has."""
+        answer = await self.get(job_path(job_uuid, "/checkpoints"))
+        return {Path(checkpoint["path"]).name for checkpoint in answer["data"]}
+
+    @property
+    def _home(self) -> str:
+        return f"/v1/nodes/{quote(self.name)}"
+
+    def _task(self, task_id: str) -> str:
+        return f"{self._home}/tasks/{quote(task_id)}"
+
+    async def _json(self, method: str, path: str, body: Any, limit: float | None = None) -> Any:
+        return json.loads((await self._call(method, path, json=body, read=limit, total=limit)).body)
+
+    async def _append(self, method: str, path: str, offset: int, data: bytes) -> int:
+        try:
+            answer = await self._call(
+                method,
+                path,
+                params={"offset": str(offset)},
+                data=data,
+                headers={"Content-Type": "application/octet-stream"},
+            )
+        except Behind as behind:
+            return behind.size
+        return int(answer.offset or 0)
+
+    async def _bytes(self, file: Path, start: int, size: int) -> AsyncIterator[bytes]:
+        with open(file, "rb") as source:
+            source.seek(start)
+            while size:
+                chunk = await asyncio.to_thread(source.read, min(_CHUNK, size))
+                if not chunk:
+                    return
+                await self._pace.take(len(chunk))
+                size -= len(chunk)
+                yield chunk
+
+    def _refusal(self, path: str, answer: Answer) -> Exception:
+        error = super()._refusal(path, answer)
+        if isinstance(error, ServiceRefusal) and error.status == 409 and (answer.offset or "").isdigit():
+            return Behind(self.url, error.detail, int(answer.offset or 0))
+        return error
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether the service says that a task is no longer this node's."""
+    return isinstance(error, ServiceRefusal) and error.status == GONE
+
+
+def _checkpoint(job_uuid: str, checkpoint: str) -> str:
+    return job_path(job_uuid, f"/checkpoints/{quote(checkpoint, safe='')}")

@@ -1,0 +1,210 @@
+"""Who and what this machine is: the report with which a node joins. No torch is imported."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.files import free_bytes
+from llama_stack_provider_trl.launch.gpus import visible_entry
+from llama_stack_provider_trl.process import machine_memory
+
+from ..wire import NAME, DeviceReport, NodeReport
+
+MACHINE_ID = "TRL_NODE_MACHINE_ID"
+ADDRESS = "TRL_NODE_ADDRESS"
+_MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_REPORTED = ("torch", "trl", "transformers", "peft")
+_QUERY = ("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
+_LOOK = (
+    "import json, sys; from importlib import metadata as m\n"
+    "found = dict(python='.'.join(map(str, sys.version_info[:3])))\n"
+    "for name in sys.argv[1:]:\n"
+    "    try: found[name] = m.version(name)\n"
+    "    except m.PackageNotFoundError: found[name] = ''\n"
+    "print(json.dumps(found))"
+)
+
+
+class NodeError(TrlError, ValueError):
+    """Raised when this machine cannot be a node as it is; says what to change."""
+
+
+def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
+    """Of the physical machine: TRL_NODE_MACHINE_ID, else what the system gives itself at its installation; where it
+    does not, its name and the address of a network card."""
+    if chosen := environ.get(MACHINE_ID, "").strip():
+        return chosen
+    for file in files:
+        with suppress(OSError):
+            if found := file.read_text().strip():
+                return found
+    return f"{platform.node()}-{uuid.getnode():012x}"
+
+
+def boot_id() -> str:
+    """Of this run of the operating system: what was started in another one is gone."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # macOS
+        done = subprocess.run(["sysctl", "-n", "kern.boottime"], capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+
+
+def node_name(chosen: str | None) -> str:
+    """The name under which a machine joins; its host name where none is chosen.
+
+    Raises:
+        NodeError: it cannot be one.
+    """
+    name = chosen or socket.gethostname()
+    if not re.fullmatch(NAME, name):
+        raise NodeError(
+            f"{name!r} cannot be a node's name: use letters, digits, '.', '_' and '-' (--name, or TRL_NODE_NAME)"
+        )
+    return name
+
+
+def reachable_address(url: str, environ: Mapping[str, str]) -> str:
+    """The address at which other nodes reach this one: TRL_NODE_ADDRESS, else the one that packets to the service
+    leave from.
+
+    Raises:
+        NodeError: it is a loopback address, or the service's name leads nowhere.
+    """
+    if chosen := environ.get(ADDRESS, "").strip():
+        try:
+            address = ipaddress.ip_address(chosen)
+        except ValueError as error:
+            raise NodeError(
+                f"{ADDRESS}={chosen!r} is no IP address: give the one at which other nodes reach this one"
+            ) from error
+        if address.is_loopback or address.is_unspecified:
+            raise NodeError(f"{ADDRESS}={chosen!r}: other machines cannot reach this one there; give its own address")
+        return chosen
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            address = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except OSError as error:
+        raise NodeError(f"the service's address {host} leads nowhere from here: {error.strerror or error}") from error
+    if address.is_loopback:
+        raise NodeError(
+            f"the service's address {host} is this machine's own ({target[0]}), where no other machine reaches it: use "
+            f"an address of its network (MASTER_ADDR, --service), or set {ADDRESS} to this machine's"
+        )
+    return str(address)
+
+
+def node_report(
+    name: str,
+    address: str,
+    devices: Iterable[str],
+    data_dir: Path,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    labels: Mapping[str, str] | None = None,
+    python: str | None = None,
+) -> NodeReport:
+    """What this machine is.
+
+    Args:
+        python: interpreter that trains; None: this process's own.
+
+    Raises:
+        NodeError: see `versions`.
+    """
+    return NodeReport(
+        name=name,
+        machine_id=machine_id(environ),
+        boot_id=boot_id(),
+        address=address,
+        cpus=_cpus(),
+        memory_bytes=machine_memory(),
+        disk_free_bytes=free_bytes(data_dir),
+        devices=tuple(_device(device, environ) for device in devices),
+        versions=versions(python),
+        models=tuple(cached_models(environ)),
+        labels=dict(labels or {}),
+    )
+
+
+def versions(python: str | None = None) -> dict[str, str]:
+    """Of the packages that training depends on, in the interpreter that trains; "" where one is not installed. Of
+    torch the public part: 2.13.0+cpu and 2.13.0+cu126 work together as far as versions go."""
+    if python is None or python == sys.executable:
+        found = {"python": ".".join(map(str, sys.version_info[:3])), **{name: _version(name) for name in _REPORTED}}
+    else:
+        try:
+            done = subprocess.run(
+                [python, "-c", _LOOK, *_REPORTED], capture_output=True, text=True, timeout=60, check=True, cwd="/"
+            )
+            found = json.loads(done.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            raise NodeError(f"the interpreter that trains, {python}, does not say its versions: {error}") from error
+    return {"llama_stack_provider_trl": __version__, **found, "torch": found["torch"].partition("+")[0]}
+
+
+def cached_models(environ: Mapping[str, str]) -> list[str]:
+    """Ids of the models in the Hugging Face cache of this machine."""
+    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
+    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    try:
+        found = [place for place in cache.glob("models--*") if any(place.glob("snapshots/*/*"))]
+    except OSError:
+        return []
+    return sorted(place.name.removeprefix("models--").replace("--", "/") for place in found)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpus() -> int:
+    """As many as this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
+    if not device.startswith("cuda:"):
+        return DeviceReport(name=device)
+    entry = visible_entry(device, environ)
+    for index, gpu_id, memory, model in _gpus(environ):
+        if entry == index or gpu_id.startswith(entry):
+            return DeviceReport(name=device, memory_bytes=memory, model=model)
+    return DeviceReport(name=device)
+
+
+def _gpus(environ: Mapping[str, str]) -> list[tuple[str, str, int | None, str]]:
+    """Number, UUID, bytes and model of every GPU that nvidia-smi lists; nothing where it cannot."""
+    tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = ([cell.strip() for cell in line.split(",", 3)] for line in done.stdout.splitlines() if line.count(",") >= 3)
+    return [(index, gpu_id, int(size) << 20 if size.isdigit() else None, model) for index, gpu_id, size, model in rows]

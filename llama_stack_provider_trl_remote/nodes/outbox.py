@@ -1,0 +1,186 @@
+"""What a training says, on its way to the service: every event once, in one order, whoever is killed meanwhile.
+
+The training's own event file is the queue, and the size of the service's file is how far it got. Between them only an
+order has to be kept, for an event may overtake others: a checkpoint is announced when its files are with the service,
+and what was said after it does not wait. `shipped.order` has one line for each event that may go, where in the event
+file it is. It is written before the event is sent; so what the service has is always a beginning of what it says.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .localize import Places
+
+ORDER = "shipped.order"
+_FINAL = ("finished", "failed", "paused")
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Held:
+    """An event that waits: a checkpoint for its files, a last word for the checkpoints before it."""
+
+    start: int
+    length: int
+    event: dict[str, Any]
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return bool(self.event["type"] == "checkpoint")
+
+
+class Outbox:
+    """The events of one task. Made anew after a restart it goes on where the one before it was.
+
+    Args:
+        places: which paths an event gets. They must be the same after a restart.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._events = places.files.events
+        self._order = places.run_dir / ORDER
+        self._starts, self._lengths, self._ends = array("q"), array("q"), array("q")
+        """Of each event that may go: where it is in the event file, and where it ends in what is sent."""
+        self._read = 0
+        self._known: set[int] = set()
+        self._held: list[Held] = []
+        self.said_finished = False
+        self._recover()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all events that may go."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        return tuple(self._held)
+
+    def take_in(self) -> None:
+        """Read on in the event file: whole lines only.
+
+        Raises:
+            OSError: the order cannot be kept (a full disk); what was read is read again the next time.
+        """
+        ready: list[tuple[int, int]] = []
+        held: list[Held] = []
+        read = self._read
+        for start, line in self._lines(read):
+            read = start + len(line)
+            if start in self._known:
+                self._notice(json.loads(line))
+                continue
+            event = json.loads(line)
+            if self._waits(event, [*self._held, *held]):
+                held.append(Held(start, len(line), event))
+            else:
+                ready.append((start, len(line)))
+                self._notice(event)
+        self._append(ready)
+        self._known = {start for start in self._known if start >= read}
+        self._held += held
+        self._read = read
+
+    def release(self, checkpoint: Held) -> None:
+        """A checkpoint is with the service: its event may go, and a last word that waited for nothing else.
+
+        Raises:
+            OSError: as `take_in`.
+        """
+        ready, left = [checkpoint], [held for held in self._held if held is not checkpoint]
+        while left and not left[0].is_checkpoint:
+            ready.append(left.pop(0))
+        self._append([(held.start, held.length) for held in ready])
+        self._held = left
+        for held in ready:
+            self._notice(held.event)
+
+    def piece(self, offset: int, limit: int = _PIECE) -> bytes:
+        """What the service's file lacks from byte `offset` on: about `limit` bytes, up to the end of an event."""
+        index = bisect_right(self._ends, offset)
+        found = bytearray()
+        with open(self._events, "rb") as file:
+            while index < len(self._starts) and len(found) < limit:
+                line = self._places.event(os.pread(file.fileno(), self._lengths[index], self._starts[index]))
+                begin = self._ends[index] - len(line)
+                found += line[max(0, offset - begin) :]
+                index += 1
+        return bytes(found)
+
+    def _waits(self, event: dict[str, Any], held: list[Held]) -> bool:
+        kind = event.get("type")
+        if kind == "checkpoint":
+            return not self._places.shared
+        return kind in _FINAL and any(other.is_checkpoint for other in held)
+
+    def _notice(self, event: dict[str, Any]) -> None:
+        self.said_finished = self.said_finished or event.get("type") == "finished"
+
+    def _lines(self, offset: int) -> list[tuple[int, bytes]]:
+        try:
+            with open(self._events, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        found = []
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            found.append((offset, line))
+            offset += len(line)
+        return found
+
+    def _append(self, spans: list[tuple[int, int]]) -> None:
+        if not spans:
+            return
+        text = "".join(f"{start} {length}\n" for start, length in spans).encode()
+        fd = os.open(self._order, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            before = os.fstat(fd).st_size
+            if os.write(fd, text) != len(text):
+                os.ftruncate(fd, before)
+                raise OSError(errno.ENOSPC, "no space is left for the order of events", str(self._order))
+        finally:
+            os.close(fd)
+        self._add(spans)
+
+    def _add(self, spans: list[tuple[int, int]]) -> None:
+        with open(self._events, "rb") as file:
+            for start, length in spans:
+                line = self._places.event(os.pread(file.fileno(), length, start))
+                self._starts.append(start)
+                self._lengths.append(length)
+                self._ends.append(self.size + len(line))
+
+    def _recover(self) -> None:
+        """Take up what was released before, and drop the half of a line with which the one before us died."""
+        try:
+            data = self._order.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.truncate(self._order, len(whole))
+        spans = [(int(start), int(length)) for start, length in (line.split() for line in whole.splitlines())]
+        self._known = {start for start, _ in spans}
+        self._add(spans)
+
+
+def first_failed(events: Path) -> dict[str, Any] | None:
+    """The first `failed` event of a file, which is all that a node without rank 0 has to tell; None: there is none."""
+    try:
+        lines = events.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    for line in lines:
+        if line.endswith(b"\n") and (event := json.loads(line)).get("type") == "failed":
+            return dict(event)
+    return None

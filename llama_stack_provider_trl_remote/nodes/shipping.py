@@ -1,0 +1,191 @@
+"""What a task leaves behind, on its way to the service beside the training: events, logs, checkpoints.
+
+Each of the three goes on until the task has exited and all of it is there. A service that is away is asked again until
+it is back; what it says of a task that is no longer this node's (410) ends the shipping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.files import damage, file_names, sha256_of
+
+from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
+from .calls import is_gone
+from .localize import Places
+from .outbox import Held, Outbox
+
+log = logging.getLogger(__name__)
+LOOK = 0.25
+"""Seconds between two looks at the event file."""
+LOG_LOOK = 2.0
+RETRY = 2.0
+"""Seconds after which a service that was away, or a full disk, is tried again."""
+_LOG_PIECE = 1 << 18
+_LOG_BEHIND = 1 << 20
+"""Bytes of a log that may wait; what is older is left out."""
+_STEP = re.compile(r"checkpoint-\d+")
+
+
+class Calls(Protocol):
+    """The part of `calls.NodeClient` that shipping needs."""
+
+    async def append_events(self, task_id: str, offset: int, lines: bytes) -> int: ...
+    async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int: ...
+    async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer: ...
+    async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None: ...
+    async def listed_checkpoints(self, job_uuid: str) -> set[str]: ...
+
+
+class Shipping:
+    """Events, logs and checkpoints of one task.
+
+    Args:
+        exited: set once no process of the task is left.
+        say: told what is being uploaded, or what is in the way; "" when that is over.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        calls: Calls,
+        exited: asyncio.Event,
+        say: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._places, self._calls, self._exited, self._say, self._sleep = places, calls, exited, say, sleep
+        self._task_id = places.order.task_id
+        self._outbox = Outbox(places) if places.order.node_rank == 0 else None
+        self._sent = 0
+        self._all_read = False
+        self._announced: set[str] = set()
+        """Step checkpoints that are with the service and still here."""
+        self._log_sent: dict[str, int] = {}
+        """Log -> up to which byte of it the service has it."""
+
+    @property
+    def said_finished(self) -> bool:
+        """Whether the job is done: nothing of it is needed here any more."""
+        return self._outbox is not None and self._outbox.said_finished
+
+    async def run(self) -> None:
+        """Ship until nothing is left. Raises a ServiceRefusal (410): the task is somebody else's now."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._until_done(self._ship_logs, LOG_LOOK))
+            if self._outbox is not None:
+                group.create_task(self._until_done(self._ship_events, LOOK))
+                group.create_task(self._until_done(self._ship_checkpoints, LOOK))
+
+    async def _until_done(self, ship: Callable[[bool], Awaitable[bool]], pause: float) -> None:
+        trouble = ""
+        while True:
+            over = self._exited.is_set()  # before it looks: what has exited says nothing more
+            try:
+                if await ship(over):
+                    return
+                trouble = self._note("", trouble)
+                await self._sleep(pause)
+            except (ServiceUnreachable, ServiceRefusal, OSError) as error:
+                if is_gone(error):
+                    raise
+                trouble = self._note(str(error), trouble)
+                await self._sleep(RETRY)
+
+    def _note(self, trouble: str, before: str) -> str:
+        if trouble != before:
+            self._say(trouble)
+            if trouble:
+                log.warning("task %s: %s", self._task_id, trouble)
+        return trouble
+
+    async def _ship_events(self, over: bool) -> bool:
+        outbox = self._outbox
+        assert outbox is not None
+        outbox.take_in()
+        self._all_read = over
+        while self._sent < outbox.size:
+            piece = outbox.piece(self._sent)
+            have = await self._calls.append_events(self._task_id, self._sent, piece)
+            if have > outbox.size:
+                raise ServiceUnreachable(
+                    "",
+                    f"has {have} bytes of events of {self._task_id}, and this node wrote {outbox.size}",
+                    "end the job",
+                )
+            self._sent = have
+        return over and not outbox.held
+
+    async def _ship_checkpoints(self, over: bool) -> bool:
+        outbox = self._outbox
+        assert outbox is not None
+        done = self._all_read
+        waiting = next((held for held in outbox.held if held.is_checkpoint), None)
+        if waiting is None:
+            return over and done
+        await self._ship_checkpoint(waiting)
+        outbox.release(waiting)
+        await self._forget_old_ones(Path(waiting.event["path"]))
+        return False
+
+    async def _ship_checkpoint(self, held: Held) -> None:
+        path = Path(held.event["path"])
+        report = await asyncio.to_thread(_reported, path, held)
+        while (answer := await self._calls.offer(self._task_id, path.name, report)).missing:
+            for number, name in enumerate(answer.missing, 1):
+                file = next(file for file in report.files if file.path == name)
+                size = f"{file.size / (1 << 20):.1f} MiB"
+                self._say(f"uploads {path.name}, file {number} of {len(answer.missing)}: {name}, {size}")
+                await self._calls.upload(self._task_id, path.name, name, file.sha256, path / name)
+        self._say("")
+
+    async def _forget_old_ones(self, shipped: Path) -> None:
+        """Remove the step checkpoints that the service has removed: which ones are kept is decided there."""
+        listed = await self._calls.listed_checkpoints(self._places.order.job_uuid)
+        for name in self._announced - listed:
+            log.info("task %s: %s is not kept by the service, and no longer here", self._task_id, name)
+            await asyncio.to_thread(shutil.rmtree, shipped.parent / name, True)
+        # The one that has just been shipped is listed when the supervisor has read its event.
+        self._announced = (self._announced & listed) | ({shipped.name} if _STEP.fullmatch(shipped.name) else set())
+
+    async def _ship_logs(self, over: bool) -> bool:
+        for path in sorted([*self._places.run_dir.glob("rank-*.log"), *self._places.run_dir.glob("torchrun.log")]):
+            await self._ship_log(path)
+        return over
+
+    async def _ship_log(self, path: Path) -> None:
+        name = path.name
+        if name not in self._log_sent:
+            self._log_sent[name] = await self._calls.put_log(self._task_id, name, 0, b"")
+        while (rest := path.stat().st_size - self._log_sent[name]) > 0:
+            if rest > _LOG_BEHIND:  # the service notes that something is missing
+                self._log_sent[name] += rest - _LOG_PIECE
+            data = await asyncio.to_thread(_part, path, self._log_sent[name])
+            self._log_sent[name] = await self._calls.put_log(self._task_id, name, self._log_sent[name], data)
+
+
+def _part(path: Path, start: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(_LOG_PIECE)
+
+
+def _reported(path: Path, held: Held) -> CheckpointReport:
+    """The files of a checkpoint with their digests.
+
+    Raises:
+        OSError: it is gone, or it is not any more what was written.
+    """
+    if (wrong := damage(path)) is not None:
+        raise OSError(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
+    files = [
+        CheckpointFileReport(path=name, size=(path / name).stat().st_size, sha256=sha256_of(path / name))
+        for name in file_names(path)
+    ]
+    return CheckpointReport(kind=held.event["kind"], files=tuple(files))

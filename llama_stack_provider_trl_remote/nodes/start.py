@@ -1,0 +1,121 @@
+"""An agent as it is started: from a shell on a worker, or by the service for its own machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import ssl
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.devices import usable_devices
+
+from .agent import Agent
+from .calls import NodeClient, Pace
+from .identity import NodeError, node_name, node_report, reachable_address
+
+DEFAULT_DATA_DIR = "~/.llama/trl-node"
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """What an agent has to know."""
+
+    url: str
+    """The service's address."""
+    token: str | None
+    name: str
+    data_dir: Path
+    address: str
+    """Literal IP address at which other nodes reach this one."""
+    devices: tuple[str, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    upload_mb_per_s: float | None = None
+    python: str | None = None
+    """Interpreter that trains; None: this process's own."""
+    tls: ssl.SSLContext | None = None
+    """Whom to trust at an https address; None: whom the system trusts."""
+
+
+def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Agent:
+    """The agent of this machine; `run` it in one event loop."""
+    rate = settings.upload_mb_per_s
+    pace = Pace(None if rate is None else rate * (1 << 20), time.monotonic)
+    report = partial(
+        node_report,
+        settings.name,
+        settings.address,
+        settings.devices,
+        settings.data_dir,
+        environ,
+        labels=settings.labels,
+        python=settings.python,
+    )
+    client = NodeClient(settings.url, settings.token, settings.name, pace, settings.tls)
+    return Agent(client, report, settings.data_dir, python=settings.python)
+
+
+def worker_settings(
+    url: str,
+    environ: Mapping[str, str],
+    *,
+    name: str | None = None,
+    data_dir: str | None = None,
+    device: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    upload_mb_per_s: float | None = None,
+) -> NodeSettings:
+    """Of a worker, from its command line and its environment.
+
+    Raises:
+        NodeError: there is no token, or the service's address is no use to other machines; InvalidRequest: there is no
+            such device.
+    """
+    token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
+    if not token:
+        raise NodeError(
+            "a worker needs a token of the service: set TRL_SERVICE_NODE_TOKEN (role node), or TRL_SERVICE_TOKEN"
+        )
+    return NodeSettings(
+        url=url,
+        token=token,
+        name=node_name(name or environ.get("TRL_NODE_NAME")),
+        data_dir=Path(data_dir or environ.get("TRL_NODE_DATA_DIR") or DEFAULT_DATA_DIR).expanduser().absolute(),
+        address=reachable_address(url, environ),
+        devices=tuple(usable_devices(device or environ.get("TRL_NODE_DEVICE") or "auto")),
+        labels=labels or {},
+        upload_mb_per_s=upload_mb_per_s,
+    )
+
+
+def serve(settings: NodeSettings) -> int:
+    """Be a worker node until SIGTERM or SIGINT; trainings go on then. Raises what `Agent.run` raises."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    lines = {
+        "version": __version__,
+        "node": settings.name,
+        "address": settings.address,
+        "data": settings.data_dir,
+        "devices": ", ".join(settings.devices),
+        "service": settings.url,
+    }
+    for name, value in lines.items():
+        print(f"{name:>8}  {value}", flush=True)
+    asyncio.run(_until_told(make_agent(settings)))
+    print("the agent has stopped; trainings go on and are taken up at the next start", flush=True)
+    return 0
+
+
+async def _until_told(agent: Agent) -> None:
+    running = asyncio.create_task(agent.run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    with suppress(asyncio.CancelledError):
+        await running

@@ -1,0 +1,424 @@
+"""One task on this node, from the order to the last byte that it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.files import atomic_write_json, damage, put_in_place, resolve_under, sha256_of, touched
+from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import given_port
+from llama_stack_provider_trl.launch.torchrun import LOOPBACK
+
+from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
+from . import shipping
+from .calls import is_gone
+from .localize import Places
+from .outbox import first_failed
+from .probe import Door, listen, probe
+from .shipping import Shipping
+
+log = logging.getLogger(__name__)
+RECORD = "order.json"
+LOOK = 0.25
+"""Seconds between two looks at the processes of a task."""
+_STAGES = list(Stage)
+
+
+class Calls(shipping.Calls, Protocol):
+    """The part of `calls.NodeClient` that a task needs."""
+
+    async def rows(self, sha256: str, path: Path) -> None: ...
+    async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]: ...
+    async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a task has to know of the node that it is on."""
+
+    name: str
+    address: str
+    boot_id: str
+    data_dir: Path
+    calls: Calls
+    launcher: Launcher
+    changed: Callable[[], None]
+    """Called when there is something new to report."""
+    ports_given: Callable[[], Collection[int]] = tuple
+    """Ports that other tasks of the node were given: their ranks may not listen yet."""
+    python: str | None = None
+    """Interpreter that trains; None: our own."""
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class NodeTask:
+    """A task as the service wants it, and as it is here. Everything that must survive the agent is in `order.json`,
+    beside the runner's own files."""
+
+    def __init__(self, node: Node, order: TaskOrder, shared: bool | None = None, port: int | None = None) -> None:
+        self._node, self.order = node, order
+        self._shared, self._port = shared, port
+        self._told = asyncio.Event()
+        self._exited = asyncio.Event()
+        self._done: set[Stage] = set()
+        self._error = ""
+        self._detail = ""
+        self._observation: Observation | None = None
+        self._failed: dict[str, Any] | None = None
+        self._shipped = False
+        self._door: Door | None = None
+        self._said_finished = False
+        self._work: asyncio.Task[None] | None = None
+        self.gone = False
+        """No process of it is left, and it was ordered to stop."""
+        self.forgotten = False
+        """The service no longer names it."""
+
+    @property
+    def places(self) -> Places:
+        return Places(self.order, self._node.data_dir, bool(self._shared))
+
+    @property
+    def port(self) -> int | None:
+        """Where it listens for its peers, and then, on rank 0's node, its ranks do."""
+        return given_port(self.places.run_dir) if self._port is None else self._port
+
+    @property
+    def said_finished(self) -> bool:
+        return self._said_finished
+
+    def begin(self) -> None:
+        """Take it up, or take it up again."""
+        self._keep()
+        self._work = asyncio.create_task(self._end() if self.order.stage is Stage.stop else self._drive())
+
+    def follow(self, order: TaskOrder) -> None:
+        """Go on to what the service wants now. Stages are gone through forward only."""
+        if self.order.stage is Stage.stop or order == self.order:
+            return
+        if _STAGES.index(order.stage) < _STAGES.index(self.order.stage):
+            return
+        self.order = order
+        if order.stage is Stage.stop:
+            self._cancel_work()
+            self._work = asyncio.create_task(self._end())
+        else:
+            self._keep()
+        self._told.set()
+        self._node.changed()
+
+    def end(self, why: str) -> None:
+        """End it without being told to: it is no longer ours, or nobody has asked for it for too long."""
+        if self.order.stage is not Stage.stop:
+            log.info("task %s: %s", self.order.task_id, why)
+            self.follow(self.order.model_copy(update={"stage": Stage.stop}))
+            self._error = why
+
+    async def settle(self) -> None:
+        """Wait for what is under way."""
+        while self._work is not None and not self._work.done():
+            await asyncio.wait([self._work])
+
+    async def leave(self) -> None:
+        """Stop looking after it; its processes go on."""
+        self._cancel_work()
+        with suppress(asyncio.CancelledError):
+            await self.settle()
+        await self._close_door()
+
+    def forget(self) -> None:
+        """Remove its files, and those of its job where nothing needs them any more."""
+        shutil.rmtree(self.places.run_dir, ignore_errors=True)
+        if self._said_finished:
+            shutil.rmtree(self.places.home, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                os.utime(self.places.home)  # from now on it is kept for a while
+
+    def report(self) -> TaskReport:
+        stage, seen = self.order.stage, self._observation
+        if stage is Stage.stop:
+            progress = Progress.done if self.gone else Progress.working
+        elif self._error:
+            progress = Progress.failed
+        else:
+            over = stage in self._done or (seen is not None and seen.state is TaskState.exited)
+            progress = Progress.done if over else Progress.working
+        return TaskReport(
+            task_id=self.order.task_id,
+            stage=stage,
+            progress=progress,
+            detail=self._detail or (seen.detail if seen else ""),
+            error=self._error,
+            port=self.port,
+            observation=None if seen is None else asdict(seen),
+            failed=self._failed,
+            shipped=self._shipped,
+        )
+
+    async def _drive(self) -> None:
+        try:
+            seen = await asyncio.to_thread(self._node.launcher.poll, self._spec())
+            if seen.state is TaskState.unknown:
+                await self._prepare()
+                await self._until(Stage.probe if self.order.nodes > 1 else Stage.run)
+                if self.order.stage is Stage.probe:
+                    await self._probe()
+                    await self._until(Stage.run)
+                await self._close_door()
+                await asyncio.to_thread(self._node.launcher.start, self._spec())
+            await self._look_after()
+        except (TrlError, OSError, ValidationError) as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("task %s", self.order.task_id)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = str(error) or type(error).__name__
+        log.warning("task %s: %s", self.order.task_id, self._error)
+        self._node.changed()
+
+    async def _prepare(self) -> None:
+        """Have all that the ranks will read, then be there for the other nodes."""
+        self._say("looks for its files")
+        await asyncio.to_thread(self._look_at_models)
+        if self._shared is None:
+            self._shared = await asyncio.to_thread(self._sees_the_services_disk)
+            self._keep()
+        places = self.places
+        for rows in places.datasets():
+            target = places.rows(rows["sha256"])
+            if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
+                self._say(f"fetches {rows['num_rows']} rows")
+                await self._node.calls.rows(rows["sha256"], target)
+        spec = places.spec(await self._fetch_checkpoints())
+        places.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(places.files.spec, spec)
+        if _STAGES.index(self.order.stage) < _STAGES.index(Stage.run):
+            await self._open_door()
+        self._say("")
+        self._finish(Stage.prepare)
+
+    async def _open_door(self) -> None:
+        """Listen; after a restart where the other nodes have been told."""
+        ports = self.order.ports if self._port is None else (self._port, 1)
+        self._door = Door(listen(self._node.address, ports, self._node.ports_given()), self.order.task_id)
+        self._port = self._door.port
+        self._keep()
+        await self._door.open()
+
+    async def _probe(self) -> None:
+        await probe(self._node.name, self.order)
+        self._finish(Stage.probe)
+
+    async def _look_after(self) -> None:
+        """Watch the processes, and ship what they say, until neither has anything left."""
+        gone: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch())
+                group.create_task(self._ship())
+        except* (TrlError, OSError) as errors:
+            gone = _flat(errors)[0]
+        if gone is None:
+            self._shipped = True
+            self._node.changed()
+        elif is_gone(gone):
+            # Not from here: `end` cancels what we are.
+            asyncio.get_running_loop().call_soon(self.end, f"the service no longer wants it here: {gone}")
+        else:
+            raise gone
+
+    async def _watch(self) -> None:
+        while True:
+            seen = await asyncio.to_thread(self._node.launcher.poll, self._spec())
+            if seen.state is TaskState.unknown:
+                seen = Observation(TaskState.exited, detail=f"{self.places.run_dir} was removed")
+            if self.order.node_rank:
+                self._failed = first_failed(self.places.files.events)
+            if seen != self._observation:
+                self._observation = seen
+                self._node.changed()
+            if seen.state is TaskState.exited:
+                return self._exited.set()
+            if self.order.stage is Stage.pause and self.order.node_rank == 0:
+                try:
+                    await asyncio.to_thread(self._node.launcher.pause, self._spec())
+                except OSError as error:  # a full disk, which gets free again
+                    self._say(f"it cannot be told to pause: {error}")
+            await self._node.sleep(LOOK)
+
+    async def _ship(self) -> None:
+        work = Shipping(self.places, self._node.calls, self._exited, self._say, self._node.sleep)
+        try:
+            await work.run()
+        finally:
+            self._said_finished = work.said_finished
+
+    async def _end(self) -> None:
+        """No process of it is left when this is over."""
+        await self._close_door()
+        task = self._spec()
+        while (seen := await asyncio.to_thread(self._node.launcher.poll, task)).state is not TaskState.exited:
+            try:
+                await asyncio.to_thread(self._node.launcher.cancel, task)
+            except OSError as error:
+                self._say(f"it cannot be ended: {error}")
+                if seen.state is TaskState.unknown:
+                    break  # nor could it be started: there is nothing of it
+            await self._node.sleep(LOOK)
+        self._observation = seen
+        self.gone = True
+        self._node.changed()
+
+    def _spec(self) -> TaskSpec:
+        order, master = self.order, self.order.master
+        first, count = order.ports
+        # Only rank 0's node sees events, and so progress; and only rank 0 can save before the time is over.
+        leads = order.node_rank == 0
+        return TaskSpec(
+            task_id=order.task_id,
+            run_dir=self.places.run_dir,
+            devices=order.devices,
+            python=self._node.python,
+            ranks=order.ranks,
+            nodes=order.nodes,
+            node_rank=order.node_rank,
+            address=self._node.address if order.nodes > 1 else LOOPBACK,
+            master_addr=master.address if order.nodes > 1 and master else LOOPBACK,
+            master_port=master.port if master else first,
+            last_port=first + count - 1,
+            time_limit=order.time_limit if leads else None,
+            hang_timeout=order.hang_timeout if leads else None,
+        )
+
+    async def _fetch_checkpoints(self) -> list[str]:
+        """The service's names of the checkpoints that are here to go on from: the first one that is whole, which is the
+        same on every node, for all get the same bytes."""
+        for path in self.places.resumed_from():
+            target = self.places.here(path)
+            if not (self._shared and target == Path(path)):
+                await self._pull(Path(path), target)
+            if (wrong := await asyncio.to_thread(damage, target)) is None:
+                return [path]
+            log.warning("task %s: %s is damaged: %s", self.order.task_id, path, wrong)
+        return []
+
+    async def _pull(self, path: Path, target: Path) -> None:
+        """Have a checkpoint of the service here, as it is there."""
+        job_uuid = self.order.job_uuid
+        # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
+        identifier = path.name if path.is_relative_to(self.places.theirs) else GIVEN
+        files = await self._node.calls.checkpoint_files(job_uuid, identifier)
+        if await asyncio.to_thread(_is_the_same, target, files):
+            return
+        staging = target.with_name(f"{target.name}.tmp")
+        for number, file in enumerate(files, 1):
+            size = f"{file['size'] / (1 << 20):.1f} MiB"
+            self._say(f"fetches {path.name}, file {number} of {len(files)}: {file['path']}, {size}")
+            place = resolve_under(staging, file["path"], "checkpoint file")
+            await self._node.calls.checkpoint_file(job_uuid, identifier, place, file)
+        await asyncio.to_thread(put_in_place, staging, target)
+
+    def _look_at_models(self) -> None:
+        job = self.order.spec["job"]
+        reference = ((job.get("dpo") or {}).get("reference") or {}).get("model")
+        for model in (job["model"], reference):
+            if model and Path(model).is_absolute() and not Path(model).exists():
+                raise FileNotFoundError(
+                    f"the model {model} is not on node {self._node.name}: put it there under the same path (shared "
+                    "storage, or a copy), or name a model id, which every node takes from its cache or the hub"
+                )
+
+    def _sees_the_services_disk(self) -> bool:
+        try:
+            return (
+                bool(self.order.shared_mark) and Path(self.order.shared_mark).read_text().strip() == self.order.task_id
+            )
+        except OSError:
+            return False
+
+    async def _until(self, stage: Stage) -> None:
+        """Wait until the service wants at least this."""
+        while _STAGES.index(self.order.stage) < _STAGES.index(stage):
+            self._told.clear()
+            await self._told.wait()
+
+    def _finish(self, stage: Stage) -> None:
+        self._done.add(stage)
+        self._node.changed()
+
+    def _say(self, detail: str) -> None:
+        if detail != self._detail:
+            self._detail = detail
+            self._node.changed()
+
+    def _keep(self) -> None:
+        self.places.run_dir.mkdir(parents=True, exist_ok=True)
+        record = {
+            "boot_id": self._node.boot_id,
+            "shared": self._shared,
+            "port": self._port,
+            "order": self.order.model_dump(mode="json"),
+        }
+        atomic_write_json(self.places.run_dir / RECORD, record, mode=0o600)
+
+    def _cancel_work(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _close_door(self) -> None:
+        if self._door is not None:
+            door, self._door = self._door, None
+            await door.close()
+
+
+def kept_tasks(node: Node) -> list[NodeTask]:
+    """The tasks that an agent before us has left on this node; those of an earlier boot are gone, and so is their
+    directory."""
+    found = []
+    for record in sorted(node.data_dir.glob(f"jobs/*/attempts/*/{RECORD}")):
+        try:
+            kept = json.loads(record.read_text())
+            order = TaskOrder.model_validate(kept["order"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s cannot be read, and is left alone: %s", record, error)
+            continue
+        if kept["boot_id"] == node.boot_id:
+            found.append(NodeTask(node, order, kept["shared"], kept["port"]))
+        else:
+            shutil.rmtree(record.parent, ignore_errors=True)
+    return found
+
+
+def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:
+    """Whether a checkpoint is here with exactly these bytes."""
+    try:
+        return bool(files) and all(
+            (target / file["path"]).stat().st_size == file["size"]
+            and sha256_of(target / file["path"]) == file["sha256"]
+            for file in files
+        )
+    except OSError:
+        return False
+
+
+def _flat(errors: BaseExceptionGroup[Any]) -> list[BaseException]:
+    return [
+        leaf
+        for error in errors.exceptions
+        for leaf in (_flat(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]

@@ -1,0 +1,85 @@
+"""The service's machine as a node of jobs that span several: the same agent as on the others, which calls our own
+address. Jobs on this machine alone need none."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import ssl
+from pathlib import Path
+
+from llama_stack_provider_trl.errors import TrlError
+
+from ..nodes.start import NodeSettings, make_agent
+from .context import Service
+from .settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+_ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
+"""Addresses of nobody (RFC 5737, RFC 3849): what leaves for them leaves by the default route."""
+
+
+async def be_a_node(service: Service, port: int) -> None:
+    """Take part until cancelled; why not, where it cannot, goes to the log. The trainings go on."""
+    settings = service.settings
+    try:
+        address = address_for_ranks(settings)
+        agent = make_agent(
+            NodeSettings(
+                url=_own_url(settings, port),
+                token=service.node_token,
+                name=service.node_name,
+                data_dir=settings.data_dir / "node",
+                address=address,
+                devices=service.devices,
+                python=str(settings.train_python) if settings.train_python else None,
+                tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
+            )
+        )
+        await agent.run()
+    except (TrlError, OSError) as error:
+        log.error("this machine takes no part in jobs over several: %s", error)
+
+
+def address_for_ranks(settings: ServiceSettings) -> str:
+    """The literal address at which ranks on other machines reach this one: `master_addr`, else the address that the
+    service listens on, else the one by which this machine reaches others.
+
+    Raises:
+        OSError: it reaches none.
+    """
+    for chosen in (settings.torch_run_config.master_addr, settings.host):
+        try:
+            address = ipaddress.ip_address(chosen.strip("[]"))
+        except ValueError:
+            continue
+        if not address.is_loopback and not address.is_unspecified:
+            return str(address)
+    for target, family in _ELSEWHERE:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    raise OSError("it has no address that others could reach: set torch_run_config.master_addr to one")
+
+
+def _own_url(settings: ServiceSettings, port: int) -> str:
+    host = settings.host.strip("[]")
+    try:
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            host = "::1" if address.version == 6 else "127.0.0.1"
+    except ValueError:
+        pass
+    return f"{'http' if settings.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _trusting(certificate: Path) -> ssl.SSLContext:
+    """Exactly our own certificate, whatever names it has."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context

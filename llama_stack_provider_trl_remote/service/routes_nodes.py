@@ -1,0 +1,340 @@
+"""The machines that jobs run on: what operators ask of them, and what their agents say (`wire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import psutil
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import free_bytes
+from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+
+from ..wire import (
+    NAME,
+    POLL_SECONDS,
+    SILENCE,
+    VERSIONS,
+    CheckpointAnswer,
+    CheckpointReport,
+    Joined,
+    NodeReport,
+    Orders,
+    Poll,
+    Progress,
+    Stage,
+    TaskOrder,
+    TaskReport,
+)
+from .auth import needs_admin
+from .bodies import ListNodesResponse, Node, Sha256
+from .context import Context, Service
+from .errors import Conflict, NotFound, declared
+from .routes_jobs import as_json
+
+log = logging.getLogger(__name__)
+router = APIRouter(prefix="/nodes", tags=["nodes"])
+
+LOOK = 0.1
+"""Seconds between two looks at whether there is something new for a node that waits: a point read of 20 us."""
+Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
+TaskId = Annotated[str, Path(description="As its order has it")]
+Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
+Offset = Annotated[int, Query(ge=0, le=2**53, description="Bytes that were sent before")]
+_BYTES = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_OFFSET = {
+    "description": "Upload-Offset: bytes that are here now",
+    "headers": {"Upload-Offset": {"schema": {"type": "string"}}},
+}
+
+
+@router.get("", response_model=ListNodesResponse, responses=declared())
+async def nodes(service: Context) -> Response:
+    """The machines that jobs may run on, and which job has which device; the service's own first."""
+    return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
+
+
+@router.post("", response_model=Joined, responses=declared(409))
+async def join(service: Context, body: NodeReport) -> Response:
+    """Join, or say anew what there is."""
+    await asyncio.to_thread(_join, service, body)
+    return as_json(Joined(node=body.name, head=service.node_name, version=__version__))
+
+
+@router.post("/{name}/poll", response_model=Orders, responses=declared(404, 409))
+async def poll(service: Context, name: Name, body: Poll) -> Response:
+    """What the node is to do, as soon as that is something new."""
+    if await asyncio.to_thread(_take_in, service, name, body):
+        service.supervisor.wake()
+    deadline = time.monotonic() + POLL_SECONDS
+    while True:
+        record = _known(service, name)
+        if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
+            return as_json(await asyncio.to_thread(_orders, service, record))
+        await asyncio.sleep(LOOK)
+
+
+@router.post("/{name}/cordon", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+async def cordon(service: Context, name: Name) -> Response:
+    """Give a node no further jobs."""
+    return await _set_mode(service, name, "cordoned")
+
+
+@router.post("/{name}/uncordon", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+async def uncordon(service: Context, name: Name) -> Response:
+    """Give a node jobs again."""
+    return await _set_mode(service, name, "open")
+
+
+@router.post("/{name}/drain", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+async def drain(service: Context, name: Name) -> Response:
+    """Give a node no further jobs; those that train there save and go on elsewhere."""
+    return await _set_mode(service, name, "draining")
+
+
+@router.delete("/{name}", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
+async def remove(service: Context, name: Name) -> Response:
+    """Forget a node that is gone or has been emptied. Its agent may join again."""
+    await asyncio.to_thread(_remove, service, name)
+    service.supervisor.wake()
+    return Response(status_code=204)
+
+
+@router.post(
+    "/{name}/tasks/{task_id}/events",
+    status_code=204,
+    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
+    openapi_extra=_BYTES,
+)
+async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
+    """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
+    lines = await _body(request)
+    size = await asyncio.to_thread(service.shipping.add_events, task_id, _heard(service, name), offset, lines)
+    service.supervisor.wake()
+    return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+@router.put(
+    "/{name}/tasks/{task_id}/logs/{file}",
+    status_code=204,
+    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
+    openapi_extra=_BYTES,
+)
+async def add_log(
+    service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
+) -> Response:
+    """Append to a log; an offset behind its end leaves out what is between."""
+    data = await _body(request)
+    size = await asyncio.to_thread(service.shipping.add_log, task_id, _heard(service, name), file, offset, data)
+    return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+@router.post(
+    "/{name}/tasks/{task_id}/checkpoints/{checkpoint}",
+    response_model=CheckpointAnswer,
+    responses=declared(404, 409, 410, 507),
+)
+async def ask_for_checkpoint(
+    service: Context, name: Name, task_id: TaskId, checkpoint: Checkpoint, body: CheckpointReport
+) -> Response:
+    """Which files of a checkpoint are missing here; once none is, it is in place."""
+    loop, ask = asyncio.get_running_loop(), service.shipping.ask
+    # It may read what is in place already: with the other readers, so that calls find a free thread.
+    answer = await loop.run_in_executor(service.digests.threads, ask, task_id, _heard(service, name), checkpoint, body)
+    return as_json(answer)
+
+
+@router.put(
+    "/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path:path}",
+    status_code=204,
+    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
+    openapi_extra=_BYTES,
+)
+async def add_checkpoint_file(
+    service: Context,
+    name: Name,
+    task_id: TaskId,
+    checkpoint: Checkpoint,
+    path: Annotated[str, Path(description="As the checkpoint's report names it")],
+    sha256: Annotated[Sha256, Query(description="Of the whole file")],
+    request: Request,
+    offset: Offset = 0,
+) -> Response:
+    """A file of a checkpoint, or the rest of one: what has come before a connection breaks is kept."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        async for piece in request.stream():
+            _heard(service, name)
+            yield piece
+
+    size = await service.shipping.receive(task_id, _heard(service, name), checkpoint, path, sha256, offset, pieces())
+    return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+def _heard(service: Service, name: str) -> str:
+    service.presence.heard(name)
+    return name
+
+
+async def _body(request: Request) -> bytes:
+    return b"".join([piece async for piece in request.stream()])
+
+
+def _known(service: Service, name: str) -> NodeRecord:
+    record = service.store.node(name)
+    if record is None:
+        raise NotFound(f"there is no node {name!r} here: join first (POST /v1/nodes)")
+    return record
+
+
+def _join(service: Service, report: NodeReport) -> None:
+    """Raises InvalidRequest, Conflict."""
+    try:
+        address = ipaddress.ip_address(report.address)
+    except ValueError as error:
+        hint = "give the literal IP address at which the other nodes reach this one (TRL_NODE_ADDRESS)"
+        raise InvalidRequest("address", report.address, hint) from error
+    if address.is_loopback and not service.settings.on_loopback:
+        hint = "other nodes cannot reach that: give the address of the interface that they share (TRL_NODE_ADDRESS)"
+        raise InvalidRequest("address", report.address, hint)
+    ours = service.versions()
+    for package in VERSIONS:
+        theirs = report.versions.get(package, "").partition("+")[0]
+        if theirs != ours[package]:
+            raise Conflict(
+                f"node {report.name!r} has {package} {theirs or 'none'}, the service has {ours[package] or 'none'}: "
+                "install the same version on both"
+            )
+    known = service.store.node(report.name)
+    if known is not None and known.machine_id != report.machine_id and _is_live(service, known):
+        raise Conflict(
+            f"the node {report.name!r} is there already: machine {known.machine_id}, and this one is machine "
+            f"{report.machine_id}; choose another name (--name, TRL_NODE_NAME)"
+        )
+    service.store.join(report.name, report.machine_id, report.boot_id, report.model_dump_json())
+    service.presence.heard(report.name)
+    service.supervisor.wake()
+    if known is None:
+        log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
+
+
+def _is_live(service: Service, record: NodeRecord) -> bool:
+    """Heard of within SILENCE, before the service was started too."""
+    if service.presence.was_heard(record.name):
+        return not service.presence.is_lost(record.name)
+    return time.time() - record.seen_at.timestamp() < SILENCE
+
+
+def _take_in(service: Service, name: str, body: Poll) -> bool:
+    """What a node says. Returns whether any of it is new. Raises NotFound, Conflict."""
+    record = _known(service, name)
+    if record.boot_id != body.boot_id:
+        raise Conflict(
+            f"node {name!r} has started anew or is another machine (boot {record.boot_id}, this is {body.boot_id}): "
+            "join again"
+        )
+    service.presence.heard(name)
+    if time.time() - record.seen_at.timestamp() > SILENCE / 3:
+        service.store.note_seen(name)
+    said = {report.task_id: report for report in body.tasks}
+    gone = [
+        task.task_id
+        for task in service.store.tasks_of(name)
+        if task.stage == Stage.stop and _is_over(said.get(task.task_id))
+    ]
+    return service.store.note_tasks(name, {key: report.model_dump_json() for key, report in said.items()}, gone)
+
+
+def _is_over(report: TaskReport | None) -> bool:
+    """Whether nothing of a task that was told to stop is left. None: the node does not know it (any more)."""
+    return report is None or (report.stage is Stage.stop and report.progress is Progress.done)
+
+
+def _orders(service: Service, record: NodeRecord) -> Orders:
+    orders = []
+    for task in service.store.tasks_of(record.name):
+        order = TaskOrder.model_validate_json(task.order)
+        orders.append(order.model_copy(update={"stage": Stage(task.stage)}))
+    return Orders(revision=record.revision, tasks=tuple(orders))
+
+
+async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
+    if not await asyncio.to_thread(service.store.set_mode, name, mode):
+        raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
+    log.info("node %s is %s", name, mode)
+    service.supervisor.wake()
+    return Response(status_code=204)
+
+
+def _remove(service: Service, name: str) -> None:
+    record = _known(service, name)
+    jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
+    if jobs and _is_live(service, record):
+        raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
+    service.store.remove_node(name)
+    service.presence.forget(name)
+    log.info("node %s was removed", name)
+
+
+def _nodes(service: Service) -> list[Node]:
+    holders = {place: job.job_uuid for job in service.store.active() for place in job.devices}
+    holders = {**service.store.taken_places(), **holders}
+    memory = psutil.virtual_memory()
+    found = [
+        Node(
+            node=service.node_name,
+            devices=list(service.devices),
+            jobs={place: job for place, job in holders.items() if "/" not in place},
+            cpus=psutil.cpu_count() or 1,
+            memory_bytes=memory.total,
+            memory_available_bytes=memory.available,
+            disk_free_bytes=free_bytes(service.settings.data_dir),
+            head=True,
+            agent=False,
+            state="open",
+        )
+    ]
+    for record in service.store.nodes():
+        report = NodeReport.model_validate_json(record.report)
+        told: dict[str, Any] = {
+            "agent": True,
+            "state": service.cluster.why_closed(record) or "open",
+            "address": report.address,
+            "versions": report.versions,
+            "labels": report.labels,
+            "models": list(report.models),
+            "memory_of_devices": {one.name: one.memory_bytes for one in report.devices if one.memory_bytes},
+        }
+        if record.name == service.node_name:
+            found[0] = found[0].model_copy(update=told)
+            continue
+        begin = f"{record.name}/"
+        found.append(
+            Node(
+                node=record.name,
+                devices=[device.name for device in report.devices],
+                jobs={place.removeprefix(begin): job for place, job in holders.items() if place.startswith(begin)},
+                cpus=report.cpus,
+                memory_bytes=report.memory_bytes,
+                memory_available_bytes=None,
+                disk_free_bytes=report.disk_free_bytes,
+                **told,
+            )
+        )
+    return found
+
+
+def _names(report: NodeReport) -> str:
+    return ", ".join(device.name for device in report.devices)

@@ -1,0 +1,275 @@
+"""What nodes bring: event lines, logs, and checkpoints that are put together file by file and put in place at once.
+
+Whatever comes of a task that is not current any more is refused, and a checkpoint becomes visible in the same moment in
+which that is looked at: two attempts can never both be believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import (
+    MANIFEST,
+    RunDir,
+    damage,
+    free_bytes,
+    fsync_tree,
+    point_latest,
+    put_in_place,
+    resolve_under,
+)
+from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.recipes.events import EventWriter
+
+from ..wire import CheckpointAnswer, CheckpointReport
+from .checkpoints import Digests
+from .errors import Gone, NotFound, WrongOffset
+
+LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
+_NAMES = {"step": re.compile(r"checkpoint-\d{1,12}"), "final": re.compile("final"), "merged": re.compile("merged")}
+_SKIPPED = "\n[{} bytes were left out: the node was too far behind]\n"
+_PIECE = 1 << 20
+
+
+class Shipping:
+    """Takes in what nodes bring. Safe to share between threads."""
+
+    def __init__(self, store: Store, digests: Digests) -> None:
+        self._store = store
+        self._digests = digests
+        self._lock = threading.Lock()
+        self._asked: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._senders: dict[Path, object] = {}
+        """Who writes a file: the last one to begin. Others may sit on connections that are dead."""
+
+    def current(self, task_id: str, node: str) -> NodeTaskRecord:
+        """A task of which the node may send something. Raises Gone."""
+        task = self._store.current_task(task_id, node)
+        if task is None:
+            raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
+        return task
+
+    def add_events(self, task_id: str, node: str, offset: int, lines: bytes) -> int:
+        """Append whole lines to the attempt's events; returns how many bytes there are then.
+
+        Raises:
+            Gone: or it is not rank 0's node.
+            InvalidRequest: they do not end with a line's end.
+            WrongOffset: they do not begin where the file ends.
+        """
+        task = self.current(task_id, node)
+        if task.node_rank:
+            raise Gone(f"node {node!r} has no rank 0 of task {task_id!r}: only that one's events count")
+        if lines and not lines.endswith(b"\n"):
+            raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
+        assert task.run_dir is not None
+        with self._lock, _opened(RunDir(task.run_dir).events) as file:
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            self.current(task_id, node)  # once more: whoever concludes the attempt writes here under the same lock
+            _append(file, size, lines)
+            return size + len(lines)
+
+    def append_event(self, path: Path, event: BaseModel) -> None:
+        """A last word of the service's own."""
+        with self._lock:
+            writer = EventWriter(path)
+            writer.write(event)
+            writer.close()
+
+    def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
+        """Write a part of a log; one that begins behind the file's end leaves out what is between.
+
+        Returns:
+            The file's size.
+
+        Raises:
+            Gone.
+            NotFound: there is no such log.
+            WrongOffset: it begins before the file's end.
+        """
+        task = self.current(task_id, node)
+        if not LOG.fullmatch(name):
+            raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")
+        assert task.run_dir is not None
+        if name == "torchrun.log" and task.node_rank:
+            name = f"torchrun-{task.node_rank}.log"  # each node has one
+        with self._lock, _opened(task.run_dir / name) as file:
+            size = os.fstat(file).st_size
+            if offset < size:
+                raise WrongOffset(offset, size)
+            if offset > size:
+                said = _SKIPPED.format(offset - size).encode()
+                os.pwrite(file, said[: offset - size], size)
+            _append(file, offset, data)
+            return offset + len(data)
+
+    def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
+        """Which files of a checkpoint are missing; where none is, it is put in place.
+
+        Raises:
+            Gone.
+            InvalidRequest: it is no checkpoint of the job's, or not whole.
+            OSError: the disk is full.
+        """
+        task = self.current(task_id, node)
+        job = self._store.get(task.job_uuid)
+        target = job.spec.checkpoint_dir / name
+        if not _NAMES[report.kind].fullmatch(name):
+            raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
+        _check_files(report)
+        if self._is_in_place(target, report):
+            return CheckpointAnswer(missing=(), path=str(target))
+        staging = _staging(job, task, name)
+        with self._asked[staging]:  # asked again while the first one still forces files to disk
+            if self._is_in_place(target, report):
+                return CheckpointAnswer(missing=(), path=str(target))
+            contents = staging / "files"
+            contents.mkdir(parents=True, exist_ok=True)
+            (staging / "report.json").write_text(report.model_dump_json())
+            missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
+            if missing:
+                self._check_space(job, contents, report, missing)
+                return CheckpointAnswer(missing=missing)
+            self._put_in_place(task, contents, target, report)
+            shutil.rmtree(staging, ignore_errors=True)
+        return CheckpointAnswer(missing=(), path=str(target))
+
+    async def receive(
+        self, task_id: str, node: str, name: str, path: str, sha256: str, offset: int, pieces: AsyncIterator[bytes]
+    ) -> int:
+        """A part of a file that `ask` has called missing; kept as far as it comes. Returns how many bytes are here.
+
+        Raises:
+            Gone.
+            NotFound: `ask` was not told of such a file.
+            InvalidRequest: the file has another digest: what was kept of it is dropped.
+            WrongOffset: it does not begin where what is here ends.
+        """
+        task = self.current(task_id, node)
+        staging = _staging(self._store.get(task.job_uuid), task, name)
+        try:
+            report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
+        except FileNotFoundError as error:
+            raise NotFound(f"nobody has asked for checkpoint {name!r} yet: POST its report first") from error
+        wanted = next((file for file in report.files if (file.path, file.sha256) == (path, sha256)), None)
+        if wanted is None:
+            raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
+        whole = resolve_under(staging / "files", path)
+        part = resolve_under(staging / "parts", path)
+        if _size(whole) == wanted.size:
+            return wanted.size
+        part.parent.mkdir(parents=True, exist_ok=True)
+        us = self._senders[part] = object()
+        with _opened(part) as file:
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            async for piece in pieces:
+                if self._senders.get(part) is not us:
+                    raise WrongOffset(offset, _size(part) or 0)
+                if size + len(piece) > wanted.size:
+                    raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
+                _append(file, size, piece)
+                size += len(piece)
+            if size < wanted.size:
+                return size
+            await asyncio.to_thread(os.fsync, file)
+        found = await self._digest(part)
+        if self._senders.pop(part, None) is not us:
+            raise WrongOffset(offset, _size(part) or 0)
+        if found != sha256:
+            part.unlink()
+            raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, whole)
+        return size
+
+    async def _digest(self, path: Path) -> str:
+        loop = asyncio.get_running_loop()
+        _, found = await loop.run_in_executor(self._digests.threads, self._digests.of, path)
+        return found
+
+    def _is_in_place(self, target: Path, report: CheckpointReport) -> bool:
+        """The answer was lost, or the node sees our file system."""
+        if not (target / MANIFEST).is_file():
+            return False
+        try:
+            return all(self._digests.of(target / file.path) == (file.size, file.sha256) for file in report.files)
+        except OSError:
+            return False
+
+    def _put_in_place(self, task: NodeTaskRecord, contents: Path, target: Path, report: CheckpointReport) -> None:
+        if wrong := damage(contents, of=()):
+            raise InvalidRequest("files", target.name, f"it is not whole: {wrong}")
+        fsync_tree(contents)
+        with self._store.while_current(task.task_id, task.node) as is_current:
+            if not is_current:
+                raise Gone(f"task {task.task_id!r} was ended while {target.name} came: it is not kept")
+            put_in_place(contents, target)
+            if report.kind == "step":
+                point_latest(target.parent, target.name)
+
+    def _check_space(self, job: JobRecord, staging: Path, report: CheckpointReport, missing: tuple[str, ...]) -> None:
+        coming = sum(file.size for file in report.files if file.path in missing)
+        free, needed = free_bytes(staging), coming + job.spec.min_free_bytes
+        if free < needed:
+            text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
+            raise OSError(errno.ENOSPC, text)
+
+
+def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
+    """The attempt's own; `files.remove_leftovers` knows such names."""
+    return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
+
+
+def _check_files(report: CheckpointReport) -> None:
+    names = [file.path for file in report.files]
+    if MANIFEST not in names:
+        raise InvalidRequest("files", names[:5], f"a checkpoint has a {MANIFEST}: send all files of it")
+    for name in names:
+        resolve_under(Path("/checkpoint"), name, "files.path")
+    if len(set(names)) < len(names):
+        raise InvalidRequest("files", names[:5], "a file is named twice")
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _append(file: int, offset: int, data: bytes) -> None:
+    """All of it, or nothing where the disk fills up."""
+    view, at = memoryview(data), offset
+    try:
+        while view:
+            written = os.pwrite(file, view, at)
+            view, at = view[written:], at + written
+    except OSError:
+        os.ftruncate(file, offset)
+        raise

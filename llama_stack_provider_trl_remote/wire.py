@@ -1,0 +1,186 @@
+"""What a worker node and the service say to each other. Plain models; both ends import them and nothing else of the
+other.
+
+The node always calls. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
+and, for a moment, the probe. Events, logs and files of checkpoints are sent in pieces that name their offset; the
+answer says in the header Upload-Offset what there is then, with 409 where a piece did not fit.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
+"""A node's name: what a host name may be."""
+POLL_SECONDS = 10.0
+"""How long the service keeps a poll that has nothing new to tell."""
+SILENCE = 15.0
+"""Seconds without a word after which a node counts as lost, and what ran on it starts elsewhere."""
+LEASE = 600.0
+"""Seconds without an answer after which a node ends its tasks by itself and frees their devices."""
+GIVEN = "resume-from"
+"""Identifier, on the checkpoint routes, of a job's own copy of the other job's checkpoint that it begins with."""
+VERSIONS = ("llama_stack_provider_trl", "torch")
+"""Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DeviceReport(_Message):
+    name: str
+    """cpu, mps or cuda:N."""
+    memory_bytes: int | None = None
+    """Of a GPU; None: unknown, or the machine's own memory."""
+    model: str = ""
+    """Such as `NVIDIA H100`."""
+
+
+class NodeReport(_Message):
+    """What a machine is, as it joins; sent anew when it changes."""
+
+    name: str = Field(pattern=NAME)
+    machine_id: str
+    """Of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one share it."""
+    boot_id: str
+    address: str
+    """Literal IP address at which other nodes reach this one: that of its connection to the service, or
+    TRL_NODE_ADDRESS. Never a loopback address."""
+    cpus: int = Field(gt=0)
+    memory_bytes: int = Field(gt=0)
+    disk_free_bytes: int = Field(ge=0)
+    devices: tuple[DeviceReport, ...] = Field(min_length=1)
+    versions: dict[str, str]
+    """Of VERSIONS and of python, trl, transformers, peft; "" where it is not installed."""
+    models: tuple[str, ...] = ()
+    """Model ids in its local cache."""
+    labels: dict[str, str] = {}
+
+
+class Joined(_Message):
+    """The service's answer to a report."""
+
+    node: str
+    head: str
+    """Name of the service's machine."""
+    version: str
+
+
+class Peer(_Message):
+    """Another node of the same attempt."""
+
+    node: str
+    address: str
+    port: int
+    """Where it listens for the probe; rank 0's node: where the ranks meet."""
+
+
+class Stage(StrEnum):
+    """How far the service wants a task to be; a node goes through them in this order, and only when told to."""
+
+    prepare = "prepare"
+    """Fetch rows and the checkpoint to go on from; then listen at a port of the range."""
+    probe = "probe"
+    """Try to reach every peer (3 s each)."""
+    run = "run"
+    pause = "pause"
+    stop = "stop"
+    """End it and forget it; the answer to everything of it from now on is 410."""
+
+
+class TaskOrder(_Message):
+    """One task as the service wants it."""
+
+    task_id: str
+    job_uuid: str
+    attempt: int
+    stage: Stage
+    node_rank: int = 0
+    nodes: int = 1
+    ranks: int = 1
+    """On this node; as many on each of the others."""
+    devices: tuple[str, ...]
+    spec: dict[str, Any]
+    """The AttemptSpec, with the service's paths: the node puts its own in their place."""
+    ports: tuple[int, int] = (29500, 100)
+    """The first port at which ranks may meet, and how many there are."""
+    master: Peer | None = None
+    """Rank 0's node; known from `probe` on."""
+    peers: tuple[Peer, ...] = ()
+    """Everybody else; known from `probe` on."""
+    time_limit: float | None = None
+    hang_timeout: float | None = None
+    shared_mark: str = ""
+    """Path of a file that the service has made in the job's checkpoint directory. A node that finds it there, with the
+    task id as its text, sees the same file system: checkpoints go straight there."""
+
+
+class Progress(StrEnum):
+    """What a node says of a stage."""
+
+    working = "working"
+    done = "done"
+    failed = "failed"
+
+
+class TaskReport(_Message):
+    """One task as the node sees it."""
+
+    task_id: str
+    stage: Stage
+    """The last one that it was told."""
+    progress: Progress
+    detail: str = ""
+    """What it is about: `fetches checkpoint-6 (120 of 512 MiB)`."""
+    error: str = ""
+    """Why the stage failed, as a sentence that says what to do."""
+    port: int | None = None
+    """Where it listens, once prepared."""
+    observation: dict[str, Any] | None = None
+    """`launch.base.Observation` as a dict, once it was started."""
+    failed: dict[str, Any] | None = None
+    """A `failed` event that a rank of a node without rank 0 has written."""
+    shipped: bool = False
+    """All events, logs and checkpoints of the task are with the service; nothing more will come."""
+
+
+class Poll(_Message):
+    """`POST /v1/nodes/{name}/poll`: what the node has, and what it knows already."""
+
+    boot_id: str
+    tasks: tuple[TaskReport, ...] = ()
+    seen: int = 0
+    """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
+
+
+class Orders(_Message):
+    """The answer: every task that the node is to know. What is not among them has ended or is somebody else's."""
+
+    revision: int
+    tasks: tuple[TaskOrder, ...] = ()
+
+
+class CheckpointFileReport(_Message):
+    path: str
+    """Relative to the checkpoint."""
+    size: int
+    sha256: str
+
+
+class CheckpointReport(_Message):
+    """`POST /v1/nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}`: asks for it to be put in place. The service
+    answers with the files that it lacks; when it lacks none, the checkpoint is complete there."""
+
+    kind: Literal["step", "final", "merged"]
+    files: tuple[CheckpointFileReport, ...]
+
+
+class CheckpointAnswer(_Message):
+    missing: tuple[str, ...]
+    """Paths to upload; empty: it is in place."""
+    path: str = ""
+    """Where it is, once in place."""

@@ -1,0 +1,335 @@
+"""Machines out of network namespaces: each has an address of its own on a switch whose links can be cut, a host name,
+a machine id, and a data directory that no other one sees.
+
+    with Bed(tmp_path) as bed:
+        head, a = bed.machine("head"), bed.machine("a")
+
+Everything is in namespaces that carry this process's pid in their names, and goes with them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import requests
+import yaml
+
+from llama_stack_provider_trl.files import tail
+from tests.contract.stack import Json, poll
+from tests.tiny import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
+NETWORK = "10.98.57"
+TOKEN, NODE_TOKEN = "operator", "node"
+PORT = 8322
+MOST = 4
+"""Machines of a bed."""
+
+
+def why_not() -> str:
+    """What a bed lacks here; empty: nothing."""
+    if os.getuid():
+        return "network namespaces need root"
+    for tool in ("ip", "unshare"):
+        if shutil.which(tool) is None:
+            return f"there is no `{tool}` here"
+    if not Path("/etc/machine-id").exists():
+        return "there is no /etc/machine-id to put another one over"
+    name = f"trl{os.getpid()}-0"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"no network namespace can be made: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return ""
+
+
+class Machine:
+    """One of a bed: its address, its directory, and what was started on it."""
+
+    def __init__(self, bed: Bed, name: str, number: int) -> None:
+        self.bed, self.name = bed, name
+        self.address = f"{NETWORK}.{number}"
+        self.namespace, self.port = f"{bed.prefix}-{number}", f"{bed.prefix}p{number}"
+        self.root = bed.root / name
+        self.root.mkdir(parents=True)
+        (self.root / "machine-id").write_text(f"{uuid4().hex}\n")
+        self.log = self.root / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def data_dir(self) -> Path:
+        return self.root / "data"
+
+    def start(self, *arguments: str, **environ: str) -> None:
+        """Run the shipped script there, in sight of nobody else's directory."""
+        alone = (
+            f"mount --bind {self.root} /mnt && mount -t tmpfs none {self.bed.root} && mkdir {self.root} && "
+            f"mount --move /mnt {self.root} && mount --bind {self.root}/machine-id /etc/machine-id && "
+            f'hostname {self.name} && exec "$@"'
+        )
+        variables = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("TRL_")},
+            "TRL_LOCK_DIR": str(self.root / "locks"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
+        command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]
+        with open(self.log, "ab") as output:
+            self.process = subprocess.Popen(
+                [*command, str(SCRIPT), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                env=variables,
+                start_new_session=True,
+            )
+
+    def serve(self, **environ: str) -> None:
+        """As the service's machine."""
+        block = {"device": "cpu", "torch_run_config": {"nproc_per_node": 1}, "hang_timeout": 900}
+        provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
+        config = self.root / "run_fsdp.yaml"
+        config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
+        self.start(
+            "--insecure",
+            TRL_SERVICE_CONFIG=str(config),
+            TRL_SERVICE_HOST=self.address,
+            TRL_SERVICE_DATA_DIR=str(self.data_dir),
+            TRL_SERVICE_TOKEN=TOKEN,
+            TRL_SERVICE_NODE_TOKEN=NODE_TOKEN,
+            **environ,
+        )
+
+    def join(self, head: Machine, *arguments: str, **environ: str) -> None:
+        """As a worker node."""
+        given = {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN, **environ}
+        self.start("--data-dir", str(self.data_dir), "--device", "cpu", *arguments, **given)
+
+    def pids(self) -> list[int]:
+        """Every process there."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def trainings(self) -> list[int]:
+        """Those that belong to a task."""
+        return [pid for pid in self.pids() if b"TRL_TASK_ID=" in _environment(pid)]
+
+    def kill_agent(self, number: int = signal.SIGKILL) -> None:
+        """The process that the script became, and nothing else."""
+        for pid in self.pids():
+            if b"llama_stack_provider_trl_remote" in _command(pid) and b"TRL_TASK_ID=" not in _environment(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self.reap()
+
+    def turn_off(self) -> None:
+        """Every process at once, as when the power fails."""
+        for _ in range(50):
+            pids = self.pids()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
+            if not pids:
+                return
+            time.sleep(0.1)
+
+    def reap(self) -> None:
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+
+    def link(self, up: bool) -> None:
+        """Cut its cable, or mend it."""
+        _ip("-n", self.bed.switch, "link", "set", self.port, "up" if up else "down")
+
+    def block(self, port: str, *, blocked: bool = True) -> None:
+        """Have packets to a port of other machines (`29500-29599`) vanish, as a firewall does."""
+        rule = ("to", f"{NETWORK}.0/24", "ipproto", "tcp", "dport", port, "blackhole")
+        _ip("-n", self.namespace, "rule", "add" if blocked else "del", *rule)
+
+    def log_tail(self) -> str:
+        return f"--- {self.name}\n{tail(self.log, 60, 1 << 16)}"
+
+
+class Bed:
+    """A switch and its machines. This process is connected to it too.
+
+    Args:
+        root: where the machines' directories go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "bed"
+        self.prefix = f"trl{os.getpid()}"
+        self.switch = f"{self.prefix}-sw"
+        self.machines: list[Machine] = []
+        self.session = requests.Session()
+        self.session.headers["Authorization"] = f"Bearer {TOKEN}"
+
+    def __enter__(self) -> Bed:
+        _remove_left_ones()
+        try:
+            _ip("netns", "add", self.switch)
+            _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", self.switch, "link", "set", "br0", "up")
+            _ip(
+                "link",
+                "add",
+                f"{self.prefix}h",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"{self.prefix}p0",
+                "netns",
+                self.switch,
+            )
+            _ip("-n", self.switch, "link", "set", f"{self.prefix}p0", "master", "br0", "up")
+            _ip("addr", "add", f"{NETWORK}.254/24", "dev", f"{self.prefix}h")
+            _ip("link", "set", f"{self.prefix}h", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.session.close()
+        for machine in self.machines:
+            machine.turn_off()
+        # Its other end goes with its namespace, but some time later, and the next bed has one of the same name.
+        subprocess.run(["ip", "link", "del", f"{self.prefix}h"], capture_output=True, check=False)
+        _remove([*(machine.namespace for machine in self.machines), self.switch])
+
+    def machine(self, name: str) -> Machine:
+        """One more, connected to all others."""
+        assert len(self.machines) < MOST
+        machine = Machine(self, name, len(self.machines) + 1)
+        self.machines.append(machine)
+        namespace, port = machine.namespace, machine.port
+        _ip("netns", "add", namespace)
+        _ip("-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.switch)
+        _ip("-n", self.switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", namespace, "addr", "add", f"{machine.address}/24", "dev", "eth0")
+        _ip("-n", namespace, "link", "set", "eth0", "up")
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        return machine
+
+    @property
+    def url(self) -> str:
+        """Of the service: the first machine's."""
+        return f"http://{self.machines[0].address}:{PORT}/v1"
+
+    def get(self, path: str, **params: Any) -> Any:
+        answer = self.session.get(f"{self.url}{path}", params=params, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: Json) -> requests.Response:
+        return self.session.post(f"{self.url}{path}", json=body, timeout=60)
+
+    def wait(self, look: Any, what: str, timeout: float) -> Any:
+        """As `poll`, with every machine's log in the error, and a service that may be away."""
+
+        def looked() -> Any:
+            with suppress(requests.RequestException):
+                return look()
+
+        try:
+            return poll(looked, what, timeout, pause=0.2)
+        except AssertionError as error:
+            logs = "\n".join(machine.log_tail() for machine in self.machines)
+            raise AssertionError(f"{error}\n{logs}") from None
+
+    def wait_for_nodes(self, *names: str) -> None:
+        """Until these machines take jobs."""
+
+        def there() -> bool:
+            nodes = self.get("/nodes")["data"]
+            return set(names) <= {node["node"] for node in nodes if node["agent"] and node["state"] == "open"}
+
+        self.wait(there, f"nodes {', '.join(names)} have joined", 90)
+
+    def status(self, job_uuid: str) -> Json:
+        return dict(self.get("/post-training/job/status", job_uuid=job_uuid))
+
+    def wait_for_end(self, job_uuid: str, timeout: float = 420) -> Json:
+        ended = ("completed", "failed", "cancelled")
+        return dict(
+            self.wait(
+                lambda: (status := self.status(job_uuid))["status"] in ended and status, f"{job_uuid} ends", timeout
+            )
+        )
+
+    def events(self, job_uuid: str) -> list[Json]:
+        return [line["event"] for line in self.get(f"/post-training/jobs/{job_uuid}/events", limit=10_000)["data"]]
+
+    def losses(self, job_uuid: str) -> dict[int, float]:
+        """Step -> loss, of the job's metric points; each step must be there once."""
+        points = [
+            point
+            for point in self.get(f"/post-training/jobs/{job_uuid}/metrics")["data"]
+            if point["kind"] == "train" and "loss" in point["metrics"]
+        ]
+        assert len({point["step"] for point in points}) == len(points)
+        return {point["step"]: point["metrics"]["loss"] for point in points}
+
+    def nothing_trains(self) -> None:
+        """No process of any task is left on any machine, within seconds."""
+        self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 20)
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Bed]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Bed(tmp_path) as bed:
+        yield bed
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
+
+
+def _remove_left_ones() -> None:
+    """Beds of processes that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    names = re.findall(r"^(trl(\d+)-(?:\d+|sw))\b", listed, re.MULTILINE)
+    left = [name for name, pid in names if not Path("/proc", pid).exists()]
+    for name in left:
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+        for pid in pids.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    _remove(left)
+
+
+def _remove(namespaces: list[str]) -> None:
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _environment(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

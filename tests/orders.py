@@ -1,0 +1,40 @@
+"""An order as the service gives it to a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl_remote.wire import Stage, TaskOrder
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    """The beginning of an AttemptSpec: what has to do with places."""
+    job = {
+        "job_uuid": "job",
+        "model": "org/model",
+        "checkpoint_dir": "/service/checkpoints/job",
+        "dataset": {"dataset_id": "d", "path": "/service/datasets/aa.jsonl", "sha256": "aa", "num_rows": 2},
+        "validation": None,
+        "resume_from": None,
+        "dpo": None,
+    }
+    return {
+        "job": job | changes.pop("job", {}),
+        "attempt": 1,
+        "run_dir": "/service/jobs/job/attempts/1",
+        "resume_from": None,
+        "fall_back_to": [],
+        **changes,
+    }
+
+
+def order(stage: Stage = Stage.prepare, **changes: Any) -> TaskOrder:
+    fields = {"task_id": "job-1", "job_uuid": "job", "attempt": 1, "stage": stage, "devices": ("cpu",), "spec": spec()}
+    return TaskOrder.model_validate({**fields, **changes})
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,343 @@
+"""Jobs over several nodes: ranks that share neither a machine nor a disk, as far as they can tell."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.files import RunDir, damage
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointDamaged,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    Prepared,
+    Reason,
+    iter_events,
+)
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
+from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
+from tests.ranks import REPOSITORY, Ranks, forked_ranks
+from tests.training import LORA, SFT_ROWS, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+MEETS = """
+import sys
+from pathlib import Path
+import torch
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.recipes import contact
+from llama_stack_provider_trl.recipes.events import EventWriter
+writer = EventWriter(RunDir(Path(sys.argv[1])).events)
+(Path(sys.argv[1]) / "began").touch()
+contact.ARRIVAL, contact.BEAT, contact.SILENCE, contact.FAREWELL = 5.0, 0.1, 1.0, 1.0
+try:
+    with contact.in_contact(torch.device("cpu"), Path(sys.argv[1]), writer):
+        print("met", flush=True)
+        sys.stdin.readline()
+except JobFailure as failure:
+    print(failure.reason, failure.message, flush=True)
+"""
+
+
+@contextmanager
+def meeting(root: Path, port: int, rank: int, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """One of two ranks on two nodes that meets the other and then waits for a line."""
+    run_dir = root / f"node-{rank}"
+    run_dir.mkdir()
+    ours = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", MEETS, str(run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **ours, **place, **environ},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def at(root: Path, spec: JobSpec) -> JobSpec:
+    """The same job with a node's own paths."""
+    rows = root / "datasets" / spec.dataset.path.name
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(spec.dataset.path, rows)
+    paths: dict[str, Any] = {
+        "checkpoint_dir": root / "checkpoints",
+        "dataset": spec.dataset.model_copy(update={"path": rows}),
+    }
+    if spec.dpo:
+        reference = spec.dpo.reference.model_copy(update={"cache": root / "reference"})
+        paths["dpo"] = spec.dpo.model_copy(update={"reference": reference})
+    return spec.model_copy(update=paths)
+
+
+def train_apart(
+    ranks: Ranks, root: Path, spec: JobSpec, checkpoint: Path | None = None
+) -> tuple[list[int], list[Event], list[JobSpec]]:
+    """Train on two nodes whose paths have nothing in common, each with its own copy of a checkpoint to go on from.
+
+    Returns:
+        Exit codes, node 0's events, and the job as each node has it.
+    """
+    nodes = [root / "node-0", root / "node-1"]
+    specs = [at(node, spec) for node in nodes]
+    copies = [checkpoint and node / "checkpoints" / checkpoint.name for node in nodes]
+    for copy in copies:
+        if checkpoint and copy and not copy.exists():
+            shutil.copytree(checkpoint, copy)
+    other = AttemptSpec(job=specs[1], attempt=1, run_dir=nodes[1] / "run", world_size=spec.ranks, resume_from=copies[1])
+    codes, events = ranks.run(nodes[0] / "run", specs[0], copies[0], elsewhere=[other])
+    return codes, events, specs
+
+
+@pytest.fixture(scope="module")
+def together(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, list[Event]]:
+    """The job on two ranks of one node."""
+    root = tmp_path_factory.mktemp("together")
+    spec = spec_of(root, "sft", 2, save_steps=2)
+    return spec, trained(ranks, root, spec)
+
+
+def below(directory: Path) -> list[str]:
+    return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_go_on(
+    ranks: Ranks, together: tuple[JobSpec, list[Event]], tmp_path: Path
+) -> None:
+    spec, expected = together
+    codes, events, (here, there) = train_apart(ranks, tmp_path / "whole", spec)
+    assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+    assert numbers(events) == numbers(expected)
+    saved = of_kind(events, CheckpointSaved)
+    assert [event.path for event in saved] == [
+        here.checkpoint_dir / name for name in ("checkpoint-2", "checkpoint-4", "final")
+    ]
+    assert below(there.checkpoint_dir) == []
+    for event in saved:
+        assert damage(event.path) is None
+        of_one = spec.checkpoint_dir / event.path.name
+        assert below(event.path) == below(of_one)
+        assert (event.path / "model.safetensors").read_bytes() == (of_one / "model.safetensors").read_bytes()
+    AutoModelForCausalLM.from_pretrained(here.checkpoint_dir / "final")
+
+    codes, resumed, _ = train_apart(ranks, tmp_path / "again", spec, here.checkpoint_dir / "checkpoint-4")
+    assert codes == [0, 0], [event.message for event in of_kind(resumed, Failed)]
+    assert of_kind(resumed, Prepared)[0].start_step == 4
+    assert numbers(resumed) == numbers(expected)[4:]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "changes"),
+    [
+        pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
+        pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora"),
+        pytest.param("dpo", "FULL_SHARD", {"dpo": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"),
+    ],
+)
+def test_whatever_is_shared_out_is_saved_whole(
+    ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
+) -> None:
+    number = changes.get("ranks", 2)
+    others = {name: value for name, value in changes.items() if name != "ranks"}
+    spec = spec_of(tmp_path, algorithm, number, strategy, save_steps=2, **others)
+    expected = trained(ranks, tmp_path, spec)
+    codes, events, (here, there) = train_apart(ranks, tmp_path, spec)
+    assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+    assert_same_numbers(numbers(events), numbers(expected))
+    assert below(there.checkpoint_dir) == []
+    checkpoint = here.checkpoint_dir / "checkpoint-4"
+    assert damage(checkpoint) is None
+    files, of_one = (
+        [name for name in below(place) if not name.endswith(".distcp")]
+        for place in (checkpoint, spec.checkpoint_dir / "checkpoint-4")
+    )
+    assert files == of_one
+    codes, resumed, _ = train_apart(ranks, tmp_path / "again", spec, checkpoint)
+    assert codes == [0] * number, [event.message for event in of_kind(resumed, Failed)]
+    assert numbers(resumed) == numbers(events)[4:]
+
+
+def test_the_best_checkpoint_is_taken_from_the_disk_that_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(
+        tmp_path,
+        "sft",
+        2,
+        save_steps=2,
+        validation_rows=SFT_ROWS[:5],
+        best_checkpoint="eval_loss",
+        optimizer=OptimizerSpec(learning_rate=1.0),  # makes it worse in the end
+    )
+    codes, events, (here, _) = train_apart(ranks, tmp_path, spec)
+    assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+    final = of_kind(events, CheckpointSaved)[-1]
+    assert final.step < 6
+    names = ("final", f"checkpoint-{final.step}")
+    found, best = (load_file(here.checkpoint_dir / name / "model.safetensors") for name in names)
+    assert all(torch.equal(found[name], best[name]) for name in best)
+
+
+def test_a_nodes_own_damaged_copy_is_set_aside_there_and_no_other(
+    ranks: Ranks, together: tuple[JobSpec, list[Event]], tmp_path: Path
+) -> None:
+    spec, _ = together
+    copy = tmp_path / "node-1" / "checkpoints" / "checkpoint-4"
+    shutil.copytree(spec.checkpoint_dir / "checkpoint-4", copy)
+    with open(copy / "model.safetensors", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"??")
+    codes, events, (here, there) = train_apart(ranks, tmp_path, spec, spec.checkpoint_dir / "checkpoint-4")
+    assert codes == [1, 1]
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.rank_failed
+    assert f"the copy of checkpoint-4 on {socket.gethostname()} is damaged (model.safetensors" in failed.message
+    assert of_kind(events, CheckpointDamaged) == []
+    assert [path.name for path in there.checkpoint_dir.iterdir()] == ["checkpoint-4.stale-1"]
+    assert (here.checkpoint_dir / "checkpoint-4").is_dir()
+
+
+def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: float = 240.0) -> list[Observation]:
+    deadline = time.monotonic() + seconds
+    while any(launcher.poll(task).state is not TaskState.exited for task in tasks):
+        assert time.monotonic() < deadline, [launcher.poll(task) for task in tasks]
+        time.sleep(0.1)
+    return [launcher.poll(task) for task in tasks]
+
+
+@pytest.mark.parametrize("fault", ["", "error", "kill"])
+def test_torchrun_on_two_nodes(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    armed = tmp_path / "faults"
+    armed.mkdir()
+    (armed / "step-2").write_text(fault)
+    spec = spec_of(tmp_path, "sft", 2)
+    launcher, tasks = LocalLauncher(), []
+    for number in range(2):
+        node = tmp_path / f"node-{number}"
+        run_dir = node / "run"
+        run_dir.mkdir(parents=True)
+        attempt = AttemptSpec(job=at(node, spec), attempt=1, run_dir=run_dir, world_size=2)
+        RunDir(run_dir).spec.write_text(attempt.model_dump_json())
+        env = {faults.VARIABLE: str(armed)} if fault and number == 1 else {}
+        tasks.append(TaskSpec("job-1", run_dir, (), nodes=2, node_rank=number, master_port=port, env=env))
+        launcher.start(tasks[-1])
+    try:
+        first, second = until_all_exited(launcher, tasks)
+    finally:
+        for task in tasks:
+            launcher.cancel(task)
+    events, others = (list(iter_events(RunDir(task.run_dir).events)) for task in tasks)
+    if not fault:
+        assert (first.exit_code, second.exit_code) == (0, 0)
+        assert of_kind(events, Finished)
+        assert others == []
+        assert (tasks[0].run_dir.parent / "checkpoints" / "final" / "model.safetensors").exists()
+        return
+    assert not of_kind(events, Finished) + of_kind(events, Failed)  # it knows nothing that node 1 does not know better
+    assert first.exit_code == 1
+    if fault == "error":
+        (failed,) = of_kind(others, Failed)
+        assert (failed.rank, failed.reason) == (1, Reason.rank_failed)
+        assert "fault at step-2" in failed.message
+    else:
+        assert (second.rank, second.exit_code) == (1, -signal.SIGKILL)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def failures(root: Path, rank: int) -> list[Failed]:
+    return of_kind(iter_events(RunDir(root / f"node-{rank}").events), Failed)
+
+
+def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, port: int) -> None:
+    with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
+        assert (said(first), said(second)) == ("met", "met")
+        second.send_signal(signal.SIGSTOP)
+        assert first.wait(20) == 1
+    (failed,) = failures(tmp_path, 0)
+    assert failed.reason is Reason.node_lost
+    assert f"rank 1 on {socket.gethostname()} has not answered rank 0" in failed.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["killed", "at-its-end"])
+def test_a_rank_whose_other_is_gone_ends_and_leaves_the_reason_to_it(
+    tmp_path: Path, port: int, number: int | None
+) -> None:
+    with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
+        assert (said(first), said(second)) == ("met", "met")
+        if number:
+            second.send_signal(number)
+        else:
+            second.communicate("\n")
+        assert first.wait(20) == 1
+    assert failures(tmp_path, 0) == []
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
+    events = RunDir(tmp_path / "node-0").events
+    with meeting(tmp_path, port, 0) as first:
+        found = said(first)
+        beaten = events.stat().st_mtime
+    assert found.startswith("launch_failed rank 0 on ")
+    assert "of 2 ranks these did not come: 1" in found
+    assert beaten > events.with_name("began").stat().st_mtime + 2.0  # it waited for 5 s, and was no hang meanwhile
+
+
+def test_a_place_to_meet_that_nobody_holds_is_named(tmp_path: Path, port: int) -> None:
+    with meeting(tmp_path, port, 1) as second:
+        found = said(second)
+    assert found.startswith("launch_failed rank 1 on ")
+    assert f"cannot reach rank 0 at 127.0.0.1 port {port}" in found
+    assert f"open TCP port {port} and" in found
+
+
+def test_ranks_that_meet_at_the_store_and_not_by_gloo_say_so(tmp_path: Path, port: int) -> None:
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(meeting(tmp_path, port, rank, GLOO_SOCKET_IFNAME=interface))
+            for rank, interface in enumerate(("lo", "none0"))
+        ]
+        found = [said(process) for process in both]
+    assert f"rank 1 on {socket.gethostname()} does not reach all of rank 0 on" in found[1]
+    assert "over none0" in found[1]
+    assert "rank 0" in found[0]

@@ -1,0 +1,609 @@
+"""The agent of a node, from joining to the last byte that a task leaves; processes and service are played."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import ServiceRefusal
+from llama_stack_provider_trl.files import write_manifest
+from llama_stack_provider_trl.launch.base import TaskState
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
+from llama_stack_provider_trl_remote.nodes import agent as agents
+from llama_stack_provider_trl_remote.nodes.agent import Agent
+from llama_stack_provider_trl_remote.nodes.identity import NodeError
+from llama_stack_provider_trl_remote.nodes.task import RECORD
+from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
+from llama_stack_provider_trl_remote.wire import Progress as Going
+from tests.fake_head import FakeHead, away, refusal
+from tests.fakes import FakeClock, FakeLauncher
+from tests.orders import order, spec, write
+
+pytestmark = pytest.mark.timeout(30)
+ROWS = b'{"a": 1}\n'
+DIGEST = hashlib.sha256(ROWS).hexdigest()
+
+
+class World:
+    """A node, its service, and the processes that run there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.data_dir = root, root / "node"
+        self.head, self.launcher, self.clock = FakeHead(), FakeLauncher(), FakeClock(0.0)
+        self.head.blobs[DIGEST] = ROWS
+        self.boot_id = "boot-1"
+
+    def agent(self) -> Agent:
+        return Agent(self.head, self.report, self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
+
+    def report(self) -> NodeReport:
+        return NodeReport(
+            name="b",
+            machine_id="m",
+            boot_id=self.boot_id,
+            address="127.0.0.1",
+            cpus=1,
+            memory_bytes=1,
+            disk_free_bytes=0,
+            devices=(DeviceReport(name="cpu"),),
+            versions={},
+        )
+
+    async def sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        await asyncio.sleep(0)
+
+    def order(self, stage: Stage = Stage.run, **changes: Any) -> TaskOrder:
+        job = {"dataset": {"dataset_id": "d", "path": f"/s/{DIGEST}", "sha256": DIGEST, "num_rows": 1}}
+        job |= changes.pop("job", {})
+        return order(stage, **{"spec": spec(job=job), "ports": (0, 1), **changes})
+
+    @property
+    def home(self) -> Path:
+        return self.data_dir / "jobs" / "job"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.home / "attempts" / "1"
+
+    def save(self, name: str, kind: str = "step") -> CheckpointSaved:
+        """Write a checkpoint as rank 0 would; returns its event."""
+        path = self.home / "checkpoints" / name
+        write(path / "weights" / "a.bin", name.encode())
+        write_manifest(path)
+        step = int(name.rpartition("-")[2]) if kind == "step" else 9
+        return CheckpointSaved(kind=kind, step=step, epoch=1, path=path, train_loss=None)  # type: ignore[arg-type]
+
+    def run(self, play: Callable[[FakeHead], Awaitable[None]]) -> None:
+        """One agent's life: from its start to the end of `play`, then it is stopped as by a signal."""
+
+        async def both() -> None:
+            # Its events belong to the loop.
+            self.head._news = asyncio.Event()
+            agent = asyncio.create_task(self.agent().run())
+            playing = asyncio.ensure_future(play(self.head))
+            done, _ = await asyncio.wait([agent, playing], return_when=asyncio.FIRST_COMPLETED)
+            for one in (agent, playing):
+                one.cancel()
+            await asyncio.gather(agent, playing, return_exceptions=True)
+            for one in done:
+                one.result()
+
+        asyncio.run(both())
+
+    def say(self, *events: BaseModel) -> None:
+        self.launcher.say("job-1", *events)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, epoch=0.5, metrics={"loss": 1.0}, peak_memory_bytes=1)
+
+
+def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(Stage.prepare))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert report.port
+        assert world.launcher.started == []
+        head.order(world.order(master=Peer(node="b", address="127.0.0.1", port=report.port)))
+        await head.until(lambda: world.launcher.started)
+        task = world.launcher.tasks["job-1"].spec
+        assert (task.run_dir, task.devices, task.master_port) == (world.run_dir, ("cpu",), report.port)
+        assert json.loads((world.run_dir / "spec.json").read_text())["run_dir"] == str(world.run_dir)
+        assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").read_bytes() == ROWS
+        world.launcher.print("job-1", "epoch 1\n")
+        world.say(progress(1), world.save("checkpoint-1"), progress(2), world.save("final", "final"), Finished(step=2))
+        await head.until(lambda: len(head.said) == 5)
+        kinds = [event["type"] for event in head.said]
+        assert kinds == ["progress", "progress", "checkpoint", "checkpoint", "finished"]
+        assert head.said[2]["path"] == "/service/checkpoints/job/checkpoint-1"
+        assert head.checkpoints["checkpoint-1"]["weights/a.bin"] == b"checkpoint-1"
+        assert "manifest.json" in head.checkpoints["final"]
+        assert not any(task.shipped for poll in head.polls for task in poll.tasks)
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+        report = head.report()
+        assert report is not None
+        assert report.observation is not None
+        assert (report.progress, report.observation["exit_code"]) == (Going.done, 0)
+        assert head.logs["rank-0.log"] == b"epoch 1\n"
+        head.order()
+        await head.until(lambda: not world.home.exists())
+
+    world.run(play)
+    assert len(world.head.joined) == 1
+    assert world.launcher.started == ["job-1"]
+    assert world.launcher.tasks["job-1"].cancels == 0
+
+
+def test_an_agent_that_is_started_again_goes_on_where_it_was(world: World) -> None:
+    async def first(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "upload", [away() for _ in range(10_000)]
+        world.say(world.save("checkpoint-1"), progress(2))
+        await head.until(lambda: len(head.said) == 1)
+
+    async def second(head: FakeHead) -> None:
+        head.trouble = []
+        world.say(progress(3))
+        await head.until(lambda: len(head.said) == 3)
+        world.say(Finished(step=3))
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+
+    world.run(first)
+    assert world.launcher.tasks["job-1"].seen.state is TaskState.running  # it outlives the agent
+    world.run(second)
+    assert sorted(event.get("step") for event in world.head.said) == [1, 2, 3, 3]
+    assert [event["type"] for event in world.head.said].count("checkpoint") == 1
+    assert world.launcher.started == ["job-1"]
+
+
+def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert report.stage is Stage.stop
+        assert report.observation is not None
+        assert report.observation["state"] == "exited"
+        head.order()
+        await head.until(lambda: not world.run_dir.exists())
+        assert head.polls[-1].tasks or head.polls[-1].seen
+        assert world.home.exists()  # its next attempt may come here
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].cancels == 1
+
+
+def test_a_task_that_is_unknown_to_the_service_is_ended(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.order()
+        await head.until(lambda: not world.run_dir.exists())
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].seen.exit_code == -15
+
+
+@pytest.mark.parametrize("only", ["events", "log", "offer", "upload"])
+def test_a_task_of_which_nothing_is_taken_any_more_ends(world: World, only: str) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = only, [refusal(410, "attempt 2 runs elsewhere")]
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.launcher.print("job-1", "x")
+        world.say(progress(1), world.save("checkpoint-1"))
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
+        report = head.report()
+        assert report is not None
+        assert "attempt 2 runs elsewhere" in report.error
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].seen.exit_code == -15
+
+
+@pytest.mark.parametrize(
+    ("only", "trouble"),
+    [
+        *((only, away) for only in ("poll", "events", "log", "offer", "upload", "listed", "join")),
+        *((only, lambda: refusal(507, "full")) for only in ("events", "upload")),
+        *((only, lambda: refusal(503)) for only in ("poll", "join")),
+    ],
+)
+def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: str, trouble: Any) -> None:
+    async def play(head: FakeHead) -> None:
+        # What is still listed is asked once for every checkpoint.
+        head.only, head.trouble = only, [trouble() for _ in range(1 if only == "listed" else 30)]
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.launcher.print("job-1", "x")
+        world.say(progress(1), world.save("checkpoint-1"), Finished(step=1))
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+
+    world.run(play)
+    assert not world.head.trouble
+    assert [event["type"] for event in world.head.said] == ["progress", "checkpoint", "finished"]
+    assert world.launcher.started == ["job-1"]
+    assert world.launcher.tasks["job-1"].cancels == 0
+
+
+def test_without_the_service_a_node_ends_its_tasks_after_the_lease(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        await head.until(lambda: head.polls[-1].tasks)
+        began = world.clock()
+        head.only, head.trouble = "", [away() for _ in range(100_000)]
+        head.let_go()
+        task = world.launcher.tasks["job-1"]
+        await head.until(lambda: task.seen.state is TaskState.exited)
+        assert LEASE < world.clock() - began < LEASE + 60
+        head.trouble = []
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
+        report = head.report()
+        assert report is not None
+        assert "has not answered for 600 s" in report.error
+
+    world.run(play)
+
+
+def test_what_a_node_has_to_tell_all_the_time_hides_neither_a_service_that_is_there_nor_one_that_is_gone(
+    world: World,
+) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        task = world.launcher.tasks["job-1"]
+
+        async def chatter(until: float) -> None:
+            while world.clock() < until and task.seen.state is not TaskState.exited:
+                task.seen = replace(task.seen, detail=str(world.clock()))
+                await asyncio.sleep(0)
+
+        await chatter(world.clock() + 2 * LEASE)
+        assert task.seen.state is TaskState.running
+        head.cut = True
+        await chatter(world.clock() + 3 * LEASE)
+        assert task.seen.state is TaskState.exited
+
+    world.run(play)
+
+
+def test_only_the_node_with_rank_0_ships_events_and_the_others_tell_a_failure(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(node_rank=1, time_limit=60.0, hang_timeout=5.0))
+        await head.until(lambda: world.launcher.started)
+        task = world.launcher.tasks["job-1"].spec
+        assert (task.node_rank, task.time_limit, task.hang_timeout) == (1, None, None)  # it sees no progress
+        write(world.run_dir / "rank-1.log", b"boom\n")
+        world.say(Failed(rank=1, reason=Reason.rank_failed, message="boom"))
+        world.launcher.exit("job-1", 1, rank=1)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+        report = head.report()
+        assert report is not None
+        assert report.failed is not None
+        assert (report.failed["message"], report.failed["rank"]) == ("boom", 1)
+
+    world.run(play)
+    assert world.head.events == b""
+    assert world.head.logs == {"rank-1.log": b"boom\n"}
+
+
+def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.launcher.print("job-1", "a" * (3 << 20) + "end")
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+
+    world.run(play)
+    log = world.head.logs["rank-0.log"]
+    assert log.endswith(b"aend")
+    assert world.head.skipped["rank-0.log"] == len(log) - (1 << 18)
+
+
+def test_checkpoints_that_the_service_removes_go_here_too(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(*(world.save(f"checkpoint-{step}") for step in (1, 2)))
+        await head.until(lambda: len(head.said) == 2)
+        head.listed = {"checkpoint-2", "checkpoint-3"}
+        world.say(world.save("checkpoint-3"))
+        await head.until(lambda: len(head.said) == 3)
+        there = world.home / "checkpoints"
+        await head.until(lambda: {path.name for path in there.iterdir()} == {"checkpoint-2", "checkpoint-3"})
+
+    world.run(play)
+
+
+def test_a_checkpoint_that_is_damaged_here_is_not_announced(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        saved = world.save("checkpoint-1")
+        write(saved.path / "weights" / "a.bin", b"short")
+        world.say(saved, progress(2))
+        await head.until(lambda: (report := head.report()) and "damaged before it could be uploaded" in report.detail)
+        assert [event["type"] for event in head.said] == ["progress"]
+
+    world.run(play)
+    assert not world.head.checkpoints
+
+
+def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
+    source = world.root / "service" / "checkpoint-6"
+    write(source / "dcp" / "a.bin", b"weights")
+    write_manifest(source)
+    damaged = world.root / "service" / "checkpoint-8"
+    shutil.copytree(source, damaged)
+    write(damaged / "dcp" / "a.bin", b"weight")
+    world.head.sources = {("job", "checkpoint-6"): source, ("job", "checkpoint-8"): damaged}
+    theirs = "/service/checkpoints/job"
+    resuming = world.order()
+    resuming.spec.update(resume_from=f"{theirs}/checkpoint-8", fall_back_to=[f"{theirs}/checkpoint-6"])
+
+    async def play(head: FakeHead) -> None:
+        head.order(resuming)
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    here = world.home / "checkpoints" / "checkpoint-6"
+    assert (written["resume_from"], written["fall_back_to"]) == (str(here), [])
+    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+    fetched = [call for call in world.head.calls if call.startswith("file checkpoint-6")]
+    assert fetched == ["file checkpoint-6/dcp/a.bin", "file checkpoint-6/manifest.json"]
+    # The next attempt on this node finds it, and does not take what has changed meanwhile for it.
+    later = resuming.model_copy(update={"task_id": "job-2", "attempt": 2})
+
+    async def again(head: FakeHead) -> None:
+        head.order(later)
+        await head.until(lambda: "job-2" in world.launcher.started)
+
+    world.run(again)
+    assert [call for call in world.head.calls if call.startswith("file checkpoint-6")] == fetched
+    write(here / "dcp" / "a.bin", b"WEIGHTS")
+
+    async def third(head: FakeHead) -> None:
+        head.order(later.model_copy(update={"task_id": "job-3", "attempt": 3}))
+        await head.until(lambda: "job-3" in world.launcher.started)
+
+    world.run(third)
+    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+
+
+def test_a_job_that_begins_with_another_ones_checkpoint_fetches_its_own_copy(world: World) -> None:
+    theirs = "/service/jobs/job/resume/3f/checkpoint-2"
+    source = world.root / "service" / "checkpoint-2"
+    write(source / "dcp" / "a.bin", b"weights")
+    write_manifest(source)
+    world.head.sources = {("job", "resume-from"): source}
+    given = {"job_uuid": "deleted", "checkpoint": "checkpoint-2", "path": theirs}
+    order = world.order(job={"resume_from": given})
+    order.spec.update(resume_from=theirs)
+
+    async def play(head: FakeHead) -> None:
+        head.order(order)
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    here = world.home / "borrowed" / "checkpoint-2"
+    assert (written["resume_from"], written["job"]["resume_from"]["path"]) == (str(here), str(here))
+    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+
+
+def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: World) -> None:
+    theirs = world.root / "service" / "checkpoints"
+    mark = write(theirs / ".shared", b"job-1")
+    write(theirs / "checkpoint-1" / "a.bin", b"a")
+    write_manifest(theirs / "checkpoint-1")
+    shared = world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)})
+    shared.spec["resume_from"] = str(theirs / "checkpoint-1")
+
+    async def play(head: FakeHead) -> None:
+        head.order(shared)
+        await head.until(lambda: world.launcher.started)
+        saved = CheckpointSaved(kind="final", step=2, epoch=1, path=theirs / "final", train_loss=None)
+        world.say(saved, Finished(step=2))
+        await head.until(lambda: len(head.said) == 2)
+
+    world.run(play)
+    assert world.head.said[0]["path"] == str(theirs / "final")
+    assert json.loads((world.run_dir / "spec.json").read_text())["resume_from"] == str(theirs / "checkpoint-1")
+    assert not [call for call in world.head.calls if call.startswith(("offer", "upload", "file"))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"job": {"model": "/models/big"}}, "the model /models/big is not on node b"),
+        ({"job": {"dpo": {"reference": {"model": "/models/ref"}}}}, "the model /models/ref is not on node b"),
+    ],
+)
+def test_a_model_that_is_not_here_is_said(world: World, changes: Any, said: str) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(Stage.prepare, **changes))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert said in report.error
+        head.order(world.order(Stage.stop, **changes))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(play)
+    assert world.launcher.started == []
+
+
+def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(Stage.prepare, nodes=2))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert report.port is not None
+        nobody = Peer(node="a", address="127.0.0.1", port=1)
+        head.order(world.order(Stage.probe, nodes=2, master=nobody, peers=(nobody,)))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "node b cannot reach node a at 127.0.0.1 port 1" in report.error
+
+    world.run(play)
+
+
+def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
+    world.launcher.refuse = OSError("no runner")
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "no runner" in report.error
+
+    world.run(play)
+
+
+def test_rank_0_is_told_to_pause(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.order(world.order(Stage.pause))
+        await head.until(lambda: world.launcher.tasks["job-1"].pauses)
+
+    world.run(play)
+
+
+def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> None:
+    async def first(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    async def second(head: FakeHead) -> None:
+        head.order()
+        await head.until(lambda: len(head.joined) == 2 and head.polls[-1].boot_id == "boot-2")
+        assert head.polls[-1].tasks == ()
+
+    world.run(first)
+    assert (world.run_dir / RECORD).exists()
+    world.boot_id = "boot-2"
+    world.run(second)
+    assert not world.run_dir.exists()
+    assert world.launcher.tasks["job-1"].seen.exit_code == -9  # swept
+
+
+@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("poll", 403), ("both", 409)])
+def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, call: str, status: int) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "", [refusal(status, "because")] * (1 if call == "poll" else 2)
+        head.let_go()
+        await asyncio.Event().wait()
+
+    if call == "join":
+        world.head.only, world.head.trouble = "join", [refusal(status, "because")]
+    with pytest.raises(ServiceRefusal, match="because"):
+        world.run(play)
+    assert all(task.seen.state is TaskState.exited for task in world.launcher.tasks.values())
+    assert len(world.launcher.tasks) == (call != "join")
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_service_with_another_database_is_joined_again(world: World, status: int) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        head.only, head.trouble = "poll", [refusal(status)]
+        head.let_go()
+        await head.until(lambda: len(head.joined) == 2 and len(head.polls) > 1)
+
+    world.run(play)
+
+
+def test_a_machine_that_has_changed_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        world.clock.advance(agents.REPORT + 1)
+        head.let_go()
+        await head.until(lambda: len(head.polls) > 1)
+        assert len(head.joined) == 1  # nothing has
+        before = world.report
+        report = before().model_copy(update={"models": ("org/new",)})
+        monkeypatch.setattr(world, "report", lambda: report)
+
+    world.run(play)
+    shrunk = world.report().model_copy(update={"disk_free_bytes": 2 << 30})
+    assert agents._differs(shrunk, shrunk.model_copy(update={"disk_free_bytes": 0}))
+    assert not agents._differs(shrunk, shrunk.model_copy(update={"disk_free_bytes": (2 << 30) - 5}))
+    assert agents._differs(shrunk, shrunk.model_copy(update={"models": ("a",)}))
+
+
+def test_a_data_directory_has_one_agent(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        with pytest.raises(NodeError, match="another agent runs on"):
+            await world.agent().run()
+
+    world.run(play)
+
+
+def test_files_that_nobody_has_come_back_for_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, rows = world.data_dir / "jobs" / "old", write(world.data_dir / "datasets" / "x.jsonl", b"")
+    old.mkdir(parents=True)
+    monkeypatch.setattr(agents, "KEEP", -1.0)
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        assert not old.exists()
+        assert not rows.exists()
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.clock.advance(agents.REPORT + 1)
+        head.order(world.order(Stage.pause))
+        await head.until(lambda: world.launcher.tasks["job-1"].pauses)
+
+    world.run(play)
+    assert world.run_dir.exists()
+    assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").exists()
+
+
+def test_stages_are_gone_through_forward_only(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        for stage in (Stage.prepare, Stage.stop, Stage.run):
+            head.order(world.order(stage))
+            await head.until(lambda: head.polls[-1].seen == head.revision)
+            report = head.report()
+            assert report is not None
+            assert report.stage is not Stage.prepare
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
+
+    world.run(play)
+    assert world.launcher.started == ["job-1"]

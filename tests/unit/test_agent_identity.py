@@ -1,0 +1,91 @@
+"""Who and what a machine says it is."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl_remote.nodes import identity
+from llama_stack_provider_trl_remote.nodes.identity import (
+    NodeError,
+    cached_models,
+    machine_id,
+    node_name,
+    node_report,
+    reachable_address,
+    versions,
+)
+from tests.orders import write
+
+
+def test_a_machine_is_known_by_its_own_id_or_the_one_it_is_given(tmp_path: Path) -> None:
+    missing, file = tmp_path / "none", write(tmp_path / "machine-id", b"0123abcd\n")
+    assert machine_id({}, (missing, file)) == "0123abcd"
+    assert machine_id({"TRL_NODE_MACHINE_ID": "rack-7"}, (file,)) == "rack-7"
+    assert machine_id({}, (missing,)) == machine_id({}, (missing,)) != ""
+
+
+def test_a_node_is_called_as_its_host_or_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-1")
+    assert node_name(None) == "host-1"
+    assert node_name("gpu.a") == "gpu.a"
+    with pytest.raises(NodeError, match="TRL_NODE_NAME"):
+        node_name("a/b")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8322", "http://localhost:8322", "http://[::1]:8322"])
+def test_a_service_at_a_loopback_address_is_no_use_to_other_machines(url: str) -> None:
+    with pytest.raises(NodeError, match="TRL_NODE_ADDRESS"):
+        reachable_address(url, {})
+    assert reachable_address(url, {"TRL_NODE_ADDRESS": "10.1.2.3"}) == "10.1.2.3"
+
+
+@pytest.mark.parametrize("chosen", ["127.0.0.1", "::1", "0.0.0.0", "gpu-a"])
+def test_a_chosen_address_must_be_one_that_others_reach(chosen: str) -> None:
+    with pytest.raises(NodeError, match=f"TRL_NODE_ADDRESS='{chosen}'"):
+        reachable_address("http://10.0.0.1:8322", {"TRL_NODE_ADDRESS": chosen})
+
+
+def test_the_versions_are_those_of_the_interpreter_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0+cu126", "trl": "1.16.0"}
+    monkeypatch.setattr(identity, "_version", lambda name: installed.get(name, ""))
+    own = versions()
+    assert (own["torch"], own["trl"], own["peft"]) == ("2.13.0", "1.16.0", "")
+    assert own["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"llama_stack_provider_trl", "transformers"} <= own.keys()
+    with pytest.raises(NodeError, match="/no/python"):
+        versions("/no/python")
+
+
+def test_another_interpreter_is_asked(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
+    python.chmod(0o755)
+    assert versions(str(python))["torch"] == ""
+
+
+def test_models_of_the_local_cache_are_reported(tmp_path: Path) -> None:
+    write(tmp_path / "hub/models--org--whole/snapshots/abc/config.json", b"{}")
+    (tmp_path / "hub/models--org--begun/snapshots").mkdir(parents=True)
+    (tmp_path / "hub/datasets--org--rows/snapshots/abc").mkdir(parents=True)
+    assert cached_models({"HF_HOME": str(tmp_path)}) == ["org/whole"]
+    assert cached_models({"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": "/none"}) == ["org/whole"]
+    assert cached_models({"HF_HOME": "/none"}) == []
+
+
+def test_a_report_says_what_the_machine_has(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '0, GPU-aa, 81559, NVIDIA H100\\n1, GPU-bb, [N/A], NVIDIA GB10\\n'\n")
+    tool.chmod(0o755)
+    environ = {"TRL_NODE_MACHINE_ID": "m", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1,0"}
+    found = node_report("a", "10.0.0.2", ["cuda:0", "cuda:1", "cpu"], tmp_path, environ, labels={"rack": "7"})
+    devices = [(device.name, device.memory_bytes, device.model) for device in found.devices]
+    assert devices == [("cuda:0", None, "NVIDIA GB10"), ("cuda:1", 81559 << 20, "NVIDIA H100"), ("cpu", None, "")]
+    assert (found.name, found.machine_id, found.address, found.labels) == ("a", "m", "10.0.0.2", {"rack": "7"})
+    assert found.cpus > 0
+    assert found.memory_bytes > 0
+    assert found.disk_free_bytes > 0
+    assert found.boot_id

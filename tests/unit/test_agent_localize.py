@@ -1,0 +1,82 @@
+"""The service's paths and the node's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl_remote.nodes.localize import Places
+from tests.orders import order, spec
+
+RESUMED = spec(
+    resume_from="/service/checkpoints/job/checkpoint-6",
+    fall_back_to=["/service/checkpoints/job/checkpoint-3", "/service/jobs/job/resume/3f/checkpoint-2"],
+    job={
+        "validation": {"dataset_id": "v", "path": "/service/datasets/bb.jsonl", "sha256": "bb", "num_rows": 1},
+        "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
+        "dpo": {"reference": {"precompute": True, "cache": "/service/reference"}},
+    },
+)
+
+
+def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
+    places = Places(order(spec=RESUMED), Path("/node"))
+    found = places.spec()
+    assert "/service" not in json.dumps(found)
+    assert found["run_dir"] == str(places.run_dir) == "/node/jobs/job/attempts/1"
+    assert found["job"]["checkpoint_dir"] == "/node/jobs/job/checkpoints"
+    assert found["job"]["dataset"]["path"] == "/node/datasets/aa.jsonl"
+    assert found["job"]["validation"]["path"] == "/node/datasets/bb.jsonl"
+    assert found["resume_from"] == "/node/jobs/job/checkpoints/checkpoint-6"
+    borrowed = "/node/jobs/job/borrowed/checkpoint-2"
+    assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
+    assert found["job"]["resume_from"]["path"] == borrowed
+    assert found["job"]["dpo"]["reference"]["cache"] == "/node/reference"
+    assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
+
+
+def test_a_spec_goes_on_from_what_is_here_only() -> None:
+    places = Places(order(spec=RESUMED), Path("/node"))
+    found = places.spec(["/service/checkpoints/job/checkpoint-3"])
+    assert (found["resume_from"], found["fall_back_to"]) == ("/node/jobs/job/checkpoints/checkpoint-3", [])
+    found = places.spec([])
+    assert (found["resume_from"], found["fall_back_to"]) == (None, [])
+
+
+def test_with_a_shared_file_system_checkpoints_stay_where_they_are() -> None:
+    places = Places(order(spec=RESUMED), Path("/node"), shared=True)
+    found = places.spec()
+    assert found["job"]["checkpoint_dir"] == "/service/checkpoints/job"
+    assert found["resume_from"] == "/service/checkpoints/job/checkpoint-6"
+    assert found["job"]["dataset"]["path"] == "/node/datasets/aa.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "here", "there"),
+    [
+        ("checkpoint", "path", "/node/jobs/job/checkpoints/final", "/service/checkpoints/job/final"),
+        ("checkpoint_damaged", "path", "/node/jobs/job/checkpoints/checkpoint-6", RESUMED["resume_from"]),
+        ("prepared", "resumed_from", "/node/jobs/job/borrowed/checkpoint-2", RESUMED["fall_back_to"][1]),
+        ("checkpoint", "path", "/elsewhere/final", "/elsewhere/final"),
+    ],
+)
+def test_the_path_in_an_event_becomes_the_services(kind: str, field: str, here: str, there: str) -> None:
+    places = Places(order(spec=RESUMED), Path("/node"))
+    line = json.dumps({"type": kind, field: here, "message": "größer"}).encode() + b"\n"
+    found = places.event(line)
+    assert json.loads(found) == {"type": kind, field: there, "message": "größer"}
+    assert found.endswith(b"\n")
+
+
+def test_an_event_without_a_path_stays_as_it_is() -> None:
+    places = Places(order(), Path("/node"))
+    for line in (b'{"type":"progress", "path":"/node/jobs/job/checkpoints/x"}\n', b'{"type": "prepared"}\n'):
+        assert places.event(line) is line
+
+
+def test_a_job_cannot_leave_the_data_directory() -> None:
+    with pytest.raises(InvalidRequest):
+        _ = Places(order(job_uuid="../outside"), Path("/node")).run_dir

@@ -1,0 +1,163 @@
+"""Events on their way to the service: each once, in one order, with the service's paths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.outbox import ORDER, Outbox, first_failed
+from tests.orders import order
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    found = Places(order(), tmp_path)
+    found.run_dir.mkdir(parents=True)
+    return found
+
+
+def say(places: Places, *events: dict[str, Any]) -> None:
+    with open(places.files.events, "ab") as file:
+        for event in events:
+            file.write(json.dumps(event).encode() + b"\n")
+
+
+def progress(step: int) -> dict[str, Any]:
+    return {"type": "progress", "step": step, "note": "é"}
+
+
+def saved(places: Places, step: int) -> dict[str, Any]:
+    return {
+        "type": "checkpoint",
+        "kind": "step",
+        "step": step,
+        "path": str(places.checkpoint_dir / f"checkpoint-{step}"),
+    }
+
+
+def shipped(outbox: Outbox, have: int = 0, limit: int = 1 << 20) -> list[dict[str, Any]]:
+    """All that the service gets, in pieces."""
+    data = bytearray()
+    while have < outbox.size:
+        piece = outbox.piece(have, limit)
+        assert piece
+        data += piece
+        have += len(piece)
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def kinds(events: list[dict[str, Any]]) -> list[Any]:
+    return [event.get("step", event["type"]) if event["type"] == "progress" else event["type"] for event in events]
+
+
+def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: Places) -> None:
+    say(places, progress(1), saved(places, 1), progress(2), {"type": "finished", "step": 2})
+    outbox = Outbox(places)
+    outbox.take_in()
+    assert kinds(shipped(outbox)) == [1, 2]
+    assert not outbox.said_finished
+    (checkpoint, finished) = outbox.held
+    assert (checkpoint.is_checkpoint, finished.is_checkpoint) == (True, False)
+    outbox.release(checkpoint)
+    events = shipped(outbox)
+    assert kinds(events) == [1, 2, "checkpoint", "finished"]
+    assert events[2]["path"] == "/service/checkpoints/job/checkpoint-1"
+    assert outbox.held == ()
+    assert outbox.said_finished
+
+
+def test_a_last_word_waits_for_every_checkpoint_before_it(places: Places) -> None:
+    outbox = Outbox(places)
+    say(places, saved(places, 1), saved(places, 2), {"type": "paused", "step": 2})
+    outbox.take_in()
+    outbox.release(outbox.held[0])
+    assert kinds(shipped(outbox)) == ["checkpoint"]
+    outbox.release(outbox.held[0])
+    assert kinds(shipped(outbox)) == ["checkpoint", "checkpoint", "paused"]
+
+
+def test_with_a_shared_file_system_a_checkpoint_waits_for_nothing(tmp_path: Path) -> None:
+    places = Places(order(), tmp_path, shared=True)
+    places.run_dir.mkdir(parents=True)
+    say(places, saved(places, 1), {"type": "finished", "step": 1})
+    outbox = Outbox(places)
+    outbox.take_in()
+    assert shipped(outbox)[0]["path"] == "/service/checkpoints/job/checkpoint-1"
+    assert outbox.held == ()
+
+
+def test_half_a_line_is_left_for_later(places: Places) -> None:
+    say(places, progress(1))
+    with open(places.files.events, "ab") as file:
+        file.write(b'{"type": "prog')
+    outbox = Outbox(places)
+    outbox.take_in()
+    assert kinds(shipped(outbox)) == [1]
+    with open(places.files.events, "ab") as file:
+        file.write(b'ress", "step": 2}\n')
+    outbox.take_in()
+    assert kinds(shipped(outbox)) == [1, 2]
+
+
+@pytest.mark.parametrize("torn", ["", "12", "1 3"])
+def test_after_a_restart_the_order_is_the_one_before_it(places: Places, torn: str) -> None:
+    """The service has what overtook a checkpoint; the new agent must not send it in another order."""
+    say(places, saved(places, 1), progress(2))
+    first = Outbox(places)
+    first.take_in()
+    first.release(first.held[0])
+    say(places, progress(3), saved(places, 3))
+    first.take_in()
+    before = first.piece(0)
+    with open(places.run_dir / ORDER, "a") as file:
+        file.write(torn)
+    say(places, progress(4), {"type": "finished", "step": 4})
+    again = Outbox(places)
+    assert again.piece(0) == before
+    again.take_in()
+    assert kinds(shipped(again)) == [2, "checkpoint", 3, 4]
+    assert [held.event["type"] for held in again.held] == ["checkpoint", "finished"]
+    again.release(again.held[0])
+    third = Outbox(places)
+    third.take_in()
+    assert kinds(shipped(third)) == [2, "checkpoint", 3, 4, "checkpoint", "finished"]
+    assert third.said_finished
+
+
+@pytest.mark.parametrize("limit", [1, 50, 1 << 20])
+def test_the_service_gets_the_rest_wherever_it_stands(places: Places, limit: int) -> None:
+    say(places, *(progress(step) for step in range(5)), {"type": "prepared", "resumed_from": None})
+    outbox = Outbox(places)
+    outbox.take_in()
+    whole = outbox.piece(0)
+    assert len(whole) == outbox.size
+    for have in range(outbox.size):
+        rest = bytearray(whole[:have])
+        while len(rest) < outbox.size:
+            rest += outbox.piece(len(rest), limit)
+        assert bytes(rest) == whole
+    assert outbox.piece(outbox.size) == b""
+
+
+def test_what_cannot_be_noted_is_not_sent_and_read_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(places, progress(1))
+    outbox = Outbox(places)
+    with monkeypatch.context() as full:
+        full.setattr("os.write", lambda fd, data: 1)
+        with pytest.raises(OSError, match="no space"):
+            outbox.take_in()
+    assert outbox.size == 0
+    outbox.take_in()
+    assert kinds(shipped(outbox)) == [1]
+    assert kinds(shipped(Outbox(places))) == [1]
+
+
+def test_a_node_without_rank_0_tells_its_first_failure(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert first_failed(path) is None
+    path.write_text('{"type": "failed", "rank": 1}\n{"type": "failed", "rank": 3}\n{"type": "fail')
+    assert first_failed(path) == {"type": "failed", "rank": 1}

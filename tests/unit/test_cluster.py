@@ -1,0 +1,594 @@
+"""Jobs over several machines, from the supervisor to what each node is ordered; the nodes are played by the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import JobConflict
+from llama_stack_provider_trl.files import RunDir, write_manifest
+from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.supervisor import LOSSES_IN_A_ROW, Supervisor
+from llama_stack_provider_trl.launch.base import Ended, Observation, TaskState
+from llama_stack_provider_trl.recipes.events import (
+    CheckpointSaved,
+    EventWriter,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+)
+from llama_stack_provider_trl.recipes.spec import AttemptSpec, ResourcesSpec
+from llama_stack_provider_trl_remote.service.checkpoints import Digests
+from llama_stack_provider_trl_remote.service.cluster import (
+    GRACE_DONE,
+    GRACE_FAILED,
+    Cluster,
+    ClusterLauncher,
+    Presence,
+)
+from llama_stack_provider_trl_remote.service.errors import Gone
+from llama_stack_provider_trl_remote.service.shipping import Shipping
+from llama_stack_provider_trl_remote.wire import (
+    SILENCE,
+    CheckpointReport,
+    DeviceReport,
+    NodeReport,
+    Stage,
+    TaskOrder,
+    TaskReport,
+)
+from tests.fakes import FakeClock, FakeLauncher, job_spec
+
+STARTED = Started(pid=1, device="cpu", versions={})
+PREPARED = Prepared(total_steps=4, num_rows=8, trainable_parameters=1, total_parameters=1)
+STEP = Progress(step=1, epoch=0.5, metrics={"loss": 2.0}, peak_memory_bytes=1)
+
+
+@dataclass
+class World:
+    """A supervisor whose passes are made by hand, on a clock that stands still."""
+
+    root: Path
+    clock: FakeClock
+    store: Store
+    local: FakeLauncher = field(default_factory=FakeLauncher)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A new process takes over."""
+        self.presence = Presence(self.clock)
+        cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"])
+        digests = Digests()
+        digests.close()
+        self.shipping = Shipping(self.store, digests)
+        self.launcher = ClusterLauncher(self.local, self.store, cluster, self.shipping, (29500, 100), self.clock)
+        self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root, nodes=cluster.nodes)
+
+    def join(self, *names: str, **changes: Any) -> None:
+        for number, name in enumerate(names):
+            report = NodeReport(
+                **{
+                    **{"name": name, "machine_id": f"machine of {name}", "boot_id": "1", "address": f"10.0.0.{number}"},
+                    **{"cpus": 4, "memory_bytes": 8 << 30, "disk_free_bytes": 0, "versions": {}},
+                    **{"devices": (DeviceReport(name="cpu"),)},
+                    **changes,
+                }
+            )
+            self.store.join(name, report.machine_id, report.boot_id, report.model_dump_json())
+            self.presence.heard(name)
+
+    def add(self, name: str = "a", nodes: int = 2, min_nodes: int | None = None, **changes: Any) -> None:
+        resources = ResourcesSpec(nodes=nodes, min_nodes=min_nodes or nodes, **changes.pop("resources", {}))
+        values = {"checkpoint_dir": self.root / "out" / name, "ranks": nodes, "resources": resources, **changes}
+        self.store.add_job(job_spec(name, **values), "digest")
+
+    def pass_time(self, seconds: float, *heard: str) -> None:
+        """In steps in which the supervisor looks; of the nodes only `heard` are heard of."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.advance(min(4.0, end - self.clock.now))
+            for name in heard:
+                self.presence.heard(name)
+            self.supervisor.tick()
+
+    def tick(self) -> None:
+        self.supervisor.tick()
+
+    def job(self, name: str = "a") -> JobRecord:
+        return self.store.get(name)
+
+    def orders(self, node: str) -> dict[str, TaskOrder]:
+        found = {}
+        for task in self.store.tasks_of(node):
+            order = TaskOrder.model_validate_json(task.order)
+            found[task.task_id] = order.model_copy(update={"stage": Stage(task.stage)})
+        return found
+
+    def report(self, node: str, stage: str, progress: str = "done", task_id: str = "a-1", **more: Any) -> None:
+        said = TaskReport(task_id=task_id, stage=Stage(stage), progress=progress, **more)  # type: ignore[arg-type]
+        self.store.note_tasks(node, {task_id: said.model_dump_json()}, ())
+
+    def gone(self, *nodes: str, task_id: str = "a-1") -> None:
+        for node in nodes:
+            self.store.note_tasks(node, {}, [task_id])
+
+    def say(self, *events: BaseModel) -> None:
+        """As rank 0's node ships them."""
+        run_dir = self.job().run_dir
+        assert run_dir is not None
+        writer = EventWriter(RunDir(run_dir).events)
+        for event in events:
+            writer.write(event)
+        writer.close()
+
+    def run(self, *nodes: str, task_id: str = "a-1") -> None:
+        """Bring a placed job in progress."""
+        for port, node in enumerate(nodes):
+            self.report(node, "prepare", task_id=task_id, port=29500 + port)
+        self.tick()
+        for node in nodes if len(nodes) > 1 else ():
+            self.report(node, "probe", task_id=task_id)
+        self.tick()
+        for node in nodes:
+            assert self.orders(node)[task_id].stage is Stage.run
+            self.report(node, "run", "working", task_id=task_id, observation=seen())
+        self.say(STARTED, PREPARED)
+        self.tick()
+        assert self.job().state is JobState.in_progress
+
+    def exit(self, node: str, exit_code: int | None = 0, **more: Any) -> None:
+        shipped = more.pop("shipped", True)
+        failed = more.pop("failed", None)
+        observation = seen(TaskState.exited, exit_code, **more)
+        self.report(node, "run", observation=observation, shipped=shipped, failed=failed)
+
+
+def seen(state: TaskState = TaskState.running, exit_code: int | None = None, **more: Any) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(asdict(Observation(state, exit_code, **more)))))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    clock = FakeClock()
+    world = World(tmp_path, clock, Store(tmp_path / "jobs.db", clock))
+    yield world
+    world.store.close()
+
+
+@pytest.fixture
+def pair(world: World) -> World:
+    """A job in progress on b and c."""
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    world.run("b", "c")
+    return world
+
+
+def test_the_nodes_of_an_attempt_are_recorded_rank_0_first(world: World) -> None:
+    world.join("b", "c")
+    world.add(ranks=4)
+    world.tick()
+    assert world.job().device == "b/cpu,c/cpu"
+    first, second = world.orders("b")["a-1"], world.orders("c")["a-1"]
+    assert [(one.node_rank, one.nodes, one.ranks, one.devices) for one in (first, second)] == [
+        (0, 2, 2, ("cpu",)),
+        (1, 2, 2, ("cpu",)),
+    ]
+    spec = AttemptSpec.model_validate(first.spec)
+    assert (spec.world_size, spec.job.device, spec.attempt) == (4, "cpu", 1)
+    assert Path(first.shared_mark).read_text() == "a-1"
+    assert world.local.started == []
+
+
+def test_the_service_s_own_machine_takes_part_once_it_has_an_agent(world: World) -> None:
+    world.join("b")
+    world.add()
+    world.tick()
+    assert world.job().state is JobState.scheduled
+    assert "1 of the 2 that there are can serve it; head has no agent" in world.job().detail
+    world.join("head")
+    world.tick()
+    assert world.job().device == "cpu,b/cpu"
+    assert world.orders("head")["a-1"].devices == ("cpu",)
+    assert world.local.started == []
+
+
+def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) -> None:
+    world.join("b", "head")
+    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out"), "digest")
+    world.tick()
+    assert (world.job().device, world.local.started) == ("cpu", ["a-1"])
+    assert world.orders("head") == {}
+
+
+def test_two_agents_on_one_machine_train_as_one_process_and_the_job_says_so(world: World) -> None:
+    world.join("b", "c", machine_id="m")
+    world.add(resources={"labels": {}})
+    world.tick()
+    job = world.job()
+    assert job.devices == ("b/cpu",)
+    assert "it asks for 2 nodes, and those that could serve it are fewer machines" in job.warnings[0]
+    assert "it trains on one node" in job.warnings[0]
+    assert job.run_dir is not None
+    attempt = AttemptSpec.model_validate_json(RunDir(job.run_dir).spec.read_text())
+    assert (attempt.world_size, attempt.rows_per_step) == (1, job.spec.rows_per_step)
+
+
+def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    world.report("b", "prepare", port=29511)
+    world.report("c", "prepare", "working", detail="fetches rows")
+    world.tick()
+    assert world.orders("b")["a-1"].stage is Stage.prepare
+    assert world.job().detail == "c: fetches rows"
+    world.report("c", "prepare", port=29512)
+    world.tick()
+    for node, peers in (("b", ["c"]), ("c", ["b"])):
+        order = world.orders(node)["a-1"]
+        assert order.stage is Stage.probe
+        assert order.master is not None
+        assert (order.master.node, order.master.address, order.master.port) == ("b", "10.0.0.0", 29511)
+        assert [peer.node for peer in order.peers] == peers
+    world.report("b", "probe")
+    world.tick()
+    assert world.orders("b")["a-1"].stage is Stage.probe
+    world.report("c", "probe")
+    world.tick()
+    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+
+
+def test_one_node_needs_no_probe(world: World) -> None:
+    world.join("b")
+    world.local.refuse = OSError("not here")
+    world.add(nodes=1, resources={"cpus": 2})
+    world.store.add_job(job_spec("other", checkpoint_dir=world.root / "other", priority=9), "digest")
+    world.tick()
+    world.report("b", "prepare", port=29500)
+    world.tick()
+    assert world.orders("b")["a-1"].stage is Stage.run
+
+
+def test_a_pair_that_cannot_talk_ends_the_attempt_with_its_sentence(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    for port, node in enumerate("bc"):
+        world.report(node, "prepare", port=29500 + port)
+    world.tick()
+    world.report("c", "probe", "failed", error="node c cannot reach node b at 10.0.0.0 port 29500: open TCP ports")
+    world.tick()
+    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    assert world.job().detail == "it ends on b, c"
+    world.gone("b", "c")
+    world.tick()
+    assert (world.job().state, world.job().reason) == (JobState.failed, Reason.launch_failed)
+    assert "cannot reach node b at 10.0.0.0 port 29500" in world.job().message
+
+
+def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:
+    pair.exit("b", 0, shipped=False)
+    pair.exit("c", 0)
+    pair.pass_time(GRACE_DONE * 2, "b", "c")
+    assert pair.job().state is JobState.in_progress  # its last checkpoint is still on its way
+    pair.say(Finished(step=4))
+    pair.exit("b", 0)
+    pair.tick()
+    assert pair.job().state is JobState.completed
+    assert pair.store.taken_places() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    pair.gone("b", "c")
+    pair.tick()
+    assert pair.store.taken_places() == {}
+
+
+def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.INTERVAL", 0.0)
+    pair.say(Finished(step=4))
+    pair.exit("b", 0)
+    pair.exit("c", 0)
+    pair.tick()
+    pair.gone("b")
+    pair.tick()
+    assert pair.job().state is JobState.completed
+    assert [task.node for task in pair.store.tasks("a-1")] == ["c"]  # it may still have it
+    pair.gone("c")
+    pair.tick()
+    assert pair.store.tasks("a-1") == []
+
+
+def test_the_node_that_ended_first_says_why(pair: World) -> None:
+    pair.exit("c", -9, rank=1)
+    pair.tick()
+    pair.clock.advance(1)
+    pair.exit("b", 1, rank=0)
+    pair.tick()
+    assert (pair.job().state, pair.job().reason) == (JobState.failed, Reason.rank_failed)
+    assert pair.job().message.startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_node_that_went_down_is_to_blame_for_the_end_of_the_others(pair: World) -> None:
+    pair.clock.advance(1)
+    pair.exit("b", 1, rank=0)
+    pair.pass_time(GRACE_FAILED + 2, "b")
+    assert pair.job().state is JobState.in_progress
+    pair.pass_time(SILENCE - GRACE_FAILED, "b")
+    pair.gone("b")
+    pair.tick()
+    assert pair.store.attempts("a")[0].reason is Reason.node_lost
+    assert "node c is silent since" in pair.store.attempts("a")[0].message
+
+
+def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) -> None:
+    failed = Failed(reason=Reason.out_of_memory, message="3 GiB short", traceback="", rank=1)
+    pair.exit("c", 1, failed=failed.model_dump(mode="json"))
+    pair.tick()
+    assert pair.job().state is JobState.in_progress  # rank 0 gets time to say something itself
+    pair.pass_time(GRACE_FAILED + 2, "b", "c")
+    pair.gone("b", "c")
+    pair.pass_time(2, "b", "c")
+    assert (pair.job().state, pair.job().reason) == (JobState.failed, Reason.out_of_memory)
+    assert "rank 1: 3 GiB short" in pair.job().message
+
+
+def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
+    failed = Failed(reason=Reason.rank_failed, message="lost contact", traceback="", rank=1)
+    pair.exit("c", 1, failed=failed.model_dump(mode="json"))
+    pair.say(Failed(reason=Reason.diverged, message="the loss is NaN", traceback=""))
+    pair.exit("b", 1)
+    pair.tick()
+    assert pair.job().reason is Reason.diverged
+
+
+def test_a_node_that_found_a_hang_says_so(pair: World) -> None:
+    pair.exit("c", -15)
+    pair.exit("b", -15, ended=Ended.hung, stacks="in all_reduce")
+    pair.tick()
+    assert pair.job().reason is Reason.hung
+
+
+def test_cancelling_ends_every_node_and_waits_until_they_have(pair: World) -> None:
+    pair.store.request_cancel("a")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    pair.gone("b")
+    pair.tick()
+    assert pair.job().state is JobState.cancelling
+    pair.gone("c")
+    pair.tick()
+    assert pair.job().state is JobState.cancelled
+
+
+def test_a_job_that_nobody_has_heard_of_is_cancelled_too(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.store.launch("a", 1, "b/cpu,c/cpu", world.root / "jobs" / "a" / "attempts" / "1")
+    world.store.request_cancel("a")  # the service was killed before it could order anything
+    world.tick()
+    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    world.gone("b", "c")
+    world.tick()
+    assert world.job().state is JobState.cancelled
+
+
+def test_pausing_is_rank_0_s_matter_and_ends_all(pair: World) -> None:
+    pair.store.request_pause("a")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
+    pair.say(Paused(step=2))
+    for node in "bc":
+        pair.exit(node, 0)
+    pair.tick()
+    assert pair.job().state is JobState.paused
+
+
+# Losing nodes
+
+
+def test_a_silent_node_ends_the_attempt_and_a_spare_one_takes_its_place(pair: World) -> None:
+    pair.join("d")
+    pair.say(STEP)
+    pair.pass_time(SILENCE - 2, "b", "d")
+    assert pair.job().attempt == 1
+    pair.pass_time(4, "b", "d")
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+    pair.gone("b")
+    pair.pass_time(8, "b", "d")
+    job = pair.job()
+    assert (job.attempt, job.device, job.retries_used) == (2, "b/cpu,d/cpu", 0)
+    (lost, _) = pair.store.attempts("a")
+    assert lost.reason is Reason.node_lost
+    assert "node c is silent since" in lost.message
+
+
+def test_without_a_spare_the_job_waits_says_for_whom_and_goes_on_when_it_is_back(pair: World) -> None:
+    pair.say(STEP)
+    pair.pass_time(SILENCE + 2, "b")
+    pair.gone("b")
+    pair.pass_time(8, "b")
+    assert pair.job().state is JobState.scheduled
+    assert "waiting for 2 nodes; c is silent since" in pair.job().detail
+    pair.pass_time(1, "b", "c")
+    # Its old task may still run there.
+    assert "c/cpu (held by job a)" in pair.job().detail
+    pair.gone("c")
+    pair.pass_time(1, "b", "c")
+    assert (pair.job().attempt, pair.job().device) == (2, "b/cpu,c/cpu")
+
+
+def test_with_min_nodes_it_goes_on_with_fewer_and_the_same_rows_per_step(world: World) -> None:
+    world.join("b", "c")
+    world.add(min_nodes=1, batch_size=2)
+    world.tick()
+    world.run("b", "c")
+    world.say(STEP)
+    world.pass_time(SILENCE + 2, "b")
+    world.gone("b")
+    world.pass_time(8, "b")
+    assert (world.job().attempt, world.job().device) == (2, "b/cpu")
+    spec = AttemptSpec.model_validate(world.orders("b")["a-2"].spec)
+    assert (spec.world_size, spec.rows_per_step, world.orders("b")["a-2"].nodes) == (1, 4, 1)
+
+
+def test_a_job_begins_with_all_its_nodes_whatever_min_nodes_says(world: World) -> None:
+    world.join("b")
+    world.add(min_nodes=1)
+    world.tick()
+    assert world.job().state is JobState.scheduled
+
+
+def test_losses_without_a_step_come_to_an_end(world: World) -> None:
+    world.add()
+    for attempt in range(1, LOSSES_IN_A_ROW + 1):
+        world.join("b", "c", boot_id=str(attempt))
+        world.pass_time(60, "b", "c")
+        assert world.job().attempt == attempt
+        world.join("b", boot_id=f"{attempt} again")
+        world.gone("c", task_id=f"a-{attempt}")
+        world.tick()
+        world.gone("c", task_id=f"a-{attempt}")
+        world.tick()
+    assert (world.job().state, world.job().reason) == (JobState.failed, Reason.node_lost)
+
+
+def test_a_node_that_was_started_anew_has_lost_its_task(pair: World) -> None:
+    pair.join("c", boot_id="2")
+    pair.tick()
+    pair.gone("b")
+    pair.tick()
+    assert pair.store.attempts("a")[0].reason is Reason.node_lost
+    assert "node c has lost it" in pair.store.attempts("a")[0].message
+
+
+def test_an_agent_that_was_started_anew_on_a_running_machine_changes_nothing(pair: World) -> None:
+    pair.join("c")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+
+
+def test_no_node_is_lost_because_the_service_was_away(pair: World) -> None:
+    pair.clock.advance(3600)
+    pair.start()
+    pair.pass_time(SILENCE - 1)
+    assert pair.job().attempt == 1
+    assert pair.orders("b")["a-1"].stage is Stage.run
+    pair.pass_time(3)
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+
+
+def test_no_node_is_lost_because_the_service_was_stopped_for_a_while(pair: World) -> None:
+    pair.clock.advance(3600)  # SIGSTOP, or a virtual machine that was suspended
+    pair.tick()
+    pair.pass_time(2)
+    assert pair.orders("b")["a-1"].stage is Stage.run
+
+
+def test_nobody_is_given_a_job_before_he_was_heard_of(world: World) -> None:
+    world.join("b", "c")
+    world.start()
+    world.add()
+    world.tick()
+    assert "b is not heard of since the service was started" in world.job().detail
+    world.pass_time(1, "b", "c")
+    assert world.job().state is JobState.launching
+
+
+def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
+    pair.join("d")
+    pair.store.set_mode("c", "draining")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
+    pair.say(STEP, Paused(step=1))
+    for node in "bc":
+        pair.exit(node, 0)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    assert (pair.job().attempt, pair.job().device, pair.job().retries_used) == (2, "b/cpu,d/cpu", 0)
+
+
+def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
+    pair.store.set_mode("c", "cordoned")
+    pair.add("next", nodes=2)
+    pair.join("d")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert "c is cordoned" in pair.job("next").detail
+
+
+# Fencing
+
+
+def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None:
+    size = RunDir(pair.job().run_dir or Path()).events.stat().st_size
+    line = STEP.model_dump_json().encode() + b"\n"
+    assert pair.shipping.add_events("a-1", "b", size, line) == size + len(line)
+    with pytest.raises(Gone, match="no rank 0"):
+        pair.shipping.add_events("a-1", "c", 0, line)
+    with pytest.raises(Gone):
+        pair.shipping.add_events("a-1", "d", size + len(line), line)
+    pair.store.request_cancel("a")
+    pair.tick()
+    with pytest.raises(Gone, match="told to stop"):
+        pair.shipping.add_events("a-1", "b", size + len(line), line)
+
+
+def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:
+    staged = pair.root / "out" / "a" / "checkpoint-2.1.tmp" / "files"
+    staged.mkdir(parents=True)
+    (staged / "model.bin").write_bytes(b"late")
+    write_manifest(staged)
+    task = pair.shipping.current("a-1", "b")
+    pair.pass_time(SILENCE + 2, "b")
+    pair.gone("b")
+    pair.pass_time(1, "b")
+    with pytest.raises(Gone):
+        pair.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=()))
+    staged.mkdir(parents=True, exist_ok=True)
+    (staged / "model.bin").write_bytes(b"late")
+    write_manifest(staged)
+    report = CheckpointReport(kind="step", files=())
+    with pytest.raises(Gone, match="ended while checkpoint-2 came"):
+        pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
+    assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
+
+
+def test_it_goes_on_from_the_checkpoint_that_is_on_the_service(pair: World) -> None:
+    pair.join("d")
+    place = pair.root / "out" / "a" / "checkpoint-2"
+    place.mkdir(parents=True)
+    (place / "model.bin").write_bytes(b"weights")
+    write_manifest(place)
+    pair.say(STEP, CheckpointSaved(kind="step", step=2, epoch=1, path=place, train_loss=2.0))
+    pair.pass_time(SILENCE + 2, "b", "d")
+    pair.gone("b")
+    pair.pass_time(8, "b", "d")
+    assert AttemptSpec.model_validate(pair.orders("d")["a-2"].spec).resume_from == place
+
+
+def test_a_job_cannot_be_forgotten_while_a_node_may_still_run_it(pair: World) -> None:
+    pair.store.request_cancel("a")
+    pair.tick()
+    pair.gone("b")
+    pair.pass_time(SILENCE + 2, "b")
+    assert pair.job().state is JobState.cancelled
+    with pytest.raises(JobConflict, match="may still have processes on c"):
+        pair.store.delete("a")
+    pair.store.remove_node("c")
+    pair.store.delete("a")
