@@ -30,7 +30,6 @@ from tests.contract.stack import Json, poll
 from tests.tiny import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
-NETWORK = "10.98.57"
 TOKEN, NODE_TOKEN = "operator", "node"
 PORT = 8322
 MOST = 4
@@ -59,7 +58,7 @@ class Machine:
 
     def __init__(self, bed: Bed, name: str, number: int) -> None:
         self.bed, self.name = bed, name
-        self.address = f"{NETWORK}.{number}"
+        self.address = f"{bed.network}.{number}"
         self.namespace, self.port = f"{bed.prefix}-{number}", f"{bed.prefix}p{number}"
         self.root = bed.root / name
         self.root.mkdir(parents=True)
@@ -158,7 +157,7 @@ class Machine:
 
     def block(self, port: str, *, blocked: bool = True) -> None:
         """Have packets to a port of other machines (`29500-29599`) vanish, as a firewall does."""
-        rule = ("to", f"{NETWORK}.0/24", "ipproto", "tcp", "dport", port, "blackhole")
+        rule = ("to", f"{self.bed.network}.0/24", "ipproto", "tcp", "dport", port, "blackhole")
         _ip("-n", self.namespace, "rule", "add" if blocked else "del", *rule)
 
     def log_tail(self) -> str:
@@ -176,6 +175,7 @@ class Bed:
         self.root = root / "bed"
         self.prefix = f"trl{os.getpid()}"
         self.switch = f"{self.prefix}-sw"
+        self.network = _free_network()
         self.machines: list[Machine] = []
         self.session = requests.Session()
         self.session.headers["Authorization"] = f"Bearer {TOKEN}"
@@ -199,7 +199,7 @@ class Bed:
                 self.switch,
             )
             _ip("-n", self.switch, "link", "set", f"{self.prefix}p0", "master", "br0", "up")
-            _ip("addr", "add", f"{NETWORK}.254/24", "dev", f"{self.prefix}h")
+            _ip("addr", "add", f"{self.network}.254/24", "dev", f"{self.prefix}h")
             _ip("link", "set", f"{self.prefix}h", "up")
         except BaseException:
             self.__exit__()
@@ -303,6 +303,13 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
+
+
+def _free_network() -> str:
+    """The first three numbers of addresses that nobody on this machine has."""
+    taken = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=False).stdout
+    found = (f"10.98.{(os.getpid() + number) % 256}" for number in range(256))
+    return next(network for network in found if f" {network}." not in taken)
 
 
 def _remove_left_ones() -> None:
