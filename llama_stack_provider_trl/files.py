@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -184,9 +184,14 @@ def point_latest(directory: Path, name: str) -> None:
     _fsync_path(directory)
 
 
-def put_in_place(staging: Path, target: Path) -> None:
-    """Make a complete directory visible under its name, in one step; one that has the name is replaced."""
+def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Make a complete directory visible under its name, in one step; one that has the name is replaced.
+
+    Args:
+        check: called when all is on the disk, as late as can be; nothing becomes visible where it raises.
+    """
     fsync_tree(staging)
+    check()
     old = target.with_name(f"{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -54,7 +54,7 @@ from ..files import (
     write_manifest,
 )
 from . import disks, ranks, shards
-from .disks import Disks
+from .disks import Disks, Turn
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
 from .liveness import shown_alive
 from .sharding import reshard
@@ -91,8 +91,11 @@ class Saver:
     of their own.
     """
 
-    def __init__(self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent) -> None:
+    def __init__(
+        self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent, turn: Turn | None = None
+    ) -> None:
         self.spec, self.writer = spec, writer
+        self.turn = turn or Turn()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -245,7 +248,7 @@ class Saver:
             faults.reach(f"saving-{step}")
             write_manifest(staging, digests)
             target = staging.parent.parent / staging.name
-            put_in_place(staging, target)
+            put_in_place(staging, target, self.turn.check)
             point_latest(target.parent, target.name)
             faults.reach(f"saved-{step}")
             announce(target)

@@ -30,6 +30,7 @@ from ..files import fsync_tree, put_in_place, write_manifest
 from ..process import available_memory
 from . import ranks
 from .checkpoints import need_space
+from .disks import Turn
 from .events import Reason
 from .models import DTYPES, load_adapter, quantize
 from .sharding import gather, reshard
@@ -130,6 +131,7 @@ def export(
     spec: JobSpec,
     sample: Sample,
     beat: Callable[[], None] = lambda: None,
+    turn: Turn | None = None,
 ) -> Exported | None:
     """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
 
@@ -139,15 +141,18 @@ def export(
     Args:
         sample: what `model` said, to compare with.
         beat: called whenever something was done.
+        turn: None: nobody else writes there.
 
     Returns:
         On rank 0 what was written, None on the others.
 
     Raises:
-        JobFailure: export_failed, naming the check that failed and what differed. The directory is not there then.
+        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
+            attempt's turn. The directory is not there then.
         OSError: the disk is, or would be, full.
     """
-    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / f"{kind}.tmp"
+    turn = turn or Turn()
+    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
     try:
         if ranks.rank() == 0:
             need_space(spec, bytes_needed(model, spec, kind))
@@ -174,7 +179,7 @@ def export(
             difference = _check_logits(kind, staging, expected, spec, sample, beat)
         faults.reach(f"exporting-{kind}")
         write_manifest(staging)
-        put_in_place(staging, target)
+        put_in_place(staging, target, turn.check)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)

@@ -25,6 +25,7 @@ from .callbacks import JobCallback, Order
 from .checkpoints import first_undamaged, need_space, step_bytes
 from .contact import in_contact
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
+from .disks import Turn
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
@@ -75,7 +76,7 @@ def _train(
 
     control = RunDir(attempt.run_dir).control
     with shown_alive(writer):
-        trainer, effective = build_trainer(spec, device, writer, share)
+        trainer, effective = build_trainer(spec, device, writer, share, Turn.of(attempt))
         resume_from = _resume_point(attempt, writer, trainer)
         start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
@@ -119,12 +120,17 @@ def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: R
 
 
 def build_trainer(
-    spec: JobSpec, device: torch.device, writer: EventWriter | Silent | None = None, share: Share | None = None
+    spec: JobSpec,
+    device: torch.device,
+    writer: EventWriter | Silent | None = None,
+    share: Share | None = None,
+    turn: Turn | None = None,
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel).
 
     Args:
         share: how each optimizer step is shared out; None: as the job's own fields say.
+        turn: None: nobody else writes into the job's checkpoint directory.
     """
     share = share or _own_share(spec)
     tokenizer = load_tokenizer(spec)
@@ -160,7 +166,7 @@ def build_trainer(
         )
     if spec.lora and spec.lora.quantize_base:
         keep_adapters_in_fp32(trainer.model)
-    trainer.bind(spec, share, writer or Silent())
+    trainer.bind(spec, share, writer or Silent(), turn)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
         "attention": model.config._attn_implementation,
@@ -243,7 +249,7 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standi
             # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
-        saved = export(kind, model, tokenizer, spec, sample, beat=callback.writer.beat)
+        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn)
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))

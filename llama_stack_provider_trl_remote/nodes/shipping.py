@@ -34,6 +34,10 @@ _LOG_BEHIND = 1 << 20
 _STEP = re.compile(r"checkpoint-\d+")
 
 
+class Damaged(OSError):
+    """Raised when a checkpoint that is to be uploaded is not what was written. It will not become so."""
+
+
 class Calls(Protocol):
     """The part of `calls.NodeClient` that shipping needs."""
 
@@ -76,7 +80,12 @@ class Shipping:
         return self._outbox is not None and self._outbox.said_finished
 
     async def run(self) -> None:
-        """Ship until nothing is left. Raises a ServiceRefusal (410): the task is somebody else's now."""
+        """Ship until nothing is left.
+
+        Raises:
+            ServiceRefusal: 410, the task is somebody else's now.
+            Damaged: a checkpoint is.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._until_done(self._ship_logs, LOG_LOOK))
             if self._outbox is not None:
@@ -93,7 +102,7 @@ class Shipping:
                 trouble = self._note("", trouble)
                 await self._sleep(pause)
             except (ServiceUnreachable, ServiceRefusal, OSError) as error:
-                if is_gone(error):
+                if is_gone(error) or isinstance(error, Damaged):
                     raise
                 trouble = self._note(str(error), trouble)
                 await self._sleep(RETRY)
@@ -180,10 +189,11 @@ def _reported(path: Path, held: Held) -> CheckpointReport:
     """The files of a checkpoint with their digests.
 
     Raises:
-        OSError: it is gone, or it is not any more what was written.
+        Damaged: it is gone, or not any more what was written.
+        OSError: it cannot be read.
     """
     if (wrong := damage(path)) is not None:
-        raise OSError(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
+        raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
     files = [
         CheckpointFileReport(path=name, size=(path / name).stat().st_size, sha256=sha256_of(path / name))
         for name in file_names(path)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
 from llama_stack_provider_trl.recipes import checkpoints
+from llama_stack_provider_trl.recipes import export as exporting
 from llama_stack_provider_trl.recipes.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -291,6 +292,38 @@ def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
     threading.Timer(0.1, told.set).start()
     with pytest.raises(OSError, match="the disk is full"):
         saver.check()
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [(None, []), (checkpoints, ["checkpoint-2", LATEST]), (exporting, ["checkpoint-2", "checkpoint-4", LATEST])],
+    ids=["before", "step", "export"],
+)
+def test_an_attempt_whose_turn_is_over_writes_nothing_more(
+    where: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off on a disk that machines share, while another attempt goes on."""
+    spec = spec_of(tmp_path)
+    spec.checkpoint_dir.mkdir()
+    mark = spec.checkpoint_dir / ".shared"
+    mark.write_text("job-1" if where else "job-2")
+    staged: list[str] = []
+
+    def written(directory: Path, *digests: Any) -> None:
+        staged.append(directory.relative_to(spec.checkpoint_dir).parts[0])
+        if len(staged) == 2 or where is exporting:
+            mark.unlink()
+        write_manifest(directory, *digests)
+
+    if where:
+        monkeypatch.setattr(where, "write_manifest", written)
+    status, events = run(tmp_path / "run", spec, turn=mark)
+    assert status == 1
+    failed = of_kind(events, Failed)[0]
+    assert (failed.reason, "the service has given up this attempt, job-1" in failed.message) == (Reason.node_lost, True)
+    left = {path.name for path in spec.checkpoint_dir.iterdir()} - {mark.name}
+    assert sorted(left) == kept
+    assert all(name.endswith(".1.tmp") for name in staged)  # nobody else's
 
 
 def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: Path, tmp_path: Path) -> None:

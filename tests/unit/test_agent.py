@@ -341,15 +341,20 @@ def test_checkpoints_that_the_service_removes_go_here_too(world: World) -> None:
     world.run(play)
 
 
-def test_a_checkpoint_that_is_damaged_here_is_not_announced(world: World) -> None:
+def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         saved = world.save("checkpoint-1")
         write(saved.path / "weights" / "a.bin", b"short")
         world.say(saved, progress(2))
-        await head.until(lambda: (report := head.report()) and "damaged before it could be uploaded" in report.detail)
-        assert [event["type"] for event in head.said] == ["progress"]
+        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "damaged before it could be uploaded" in report.error
+        assert report.failed is not None
+        assert report.failed["reason"] == "rank_failed"
+        assert [event["type"] for event in head.said if event["type"] != "progress"] == []
 
     world.run(play)
     assert not world.head.checkpoints
@@ -435,7 +440,8 @@ def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: Wo
 
     world.run(play)
     assert world.head.said[0]["path"] == str(theirs / "final")
-    assert json.loads((world.run_dir / "spec.json").read_text())["resume_from"] == str(theirs / "checkpoint-1")
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    assert (written["resume_from"], written["turn"]) == (str(theirs / "checkpoint-1"), str(mark))
     assert not [call for call in world.head.calls if call.startswith(("offer", "upload", "file"))]
 
 
