@@ -42,6 +42,8 @@ class RunDir:
         """Its time is that of the first cancel."""
         self.ballast = root / "ballast"
         """Given up for the last words of a training process on a full disk."""
+        self.uploads = root / "uploads"
+        """How many checkpoints wait here for their way to the service; written by the agent of another machine."""
         self.task = root / "task.json"
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"

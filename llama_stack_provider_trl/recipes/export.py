@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -132,6 +133,7 @@ def export(
     sample: Sample,
     beat: Callable[[], None] = lambda: None,
     turn: Turn | None = None,
+    need: Callable[[int], None] | None = None,
 ) -> Exported | None:
     """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
 
@@ -142,6 +144,7 @@ def export(
         sample: what `model` said, to compare with.
         beat: called whenever something was done.
         turn: None: nobody else writes there.
+        need: as `need_space`, of bytes; None: that.
 
     Returns:
         On rank 0 what was written, None on the others.
@@ -155,7 +158,7 @@ def export(
     target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
     try:
         if ranks.rank() == 0:
-            need_space(spec, bytes_needed(model, spec, kind))
+            (need or partial(need_space, spec))(bytes_needed(model, spec, kind))
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         if kind == "final" and isinstance(model, PeftModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -84,10 +85,11 @@ def _train(
     if ranks.rank() == 0:
         check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = step_bytes(trainer.model, spec)
-    trainer.need_space = partial(need_space, spec, needed)
+    need = partial(need_space, spec, uploads=RunDir(attempt.run_dir).uploads, writer=writer)
+    trainer.need_space = partial(need, needed)
     # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
     if trainer.disks.is_here:
-        need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
+        need(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
     if precomputes(spec):
@@ -104,7 +106,7 @@ def _train(
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
-    _export(spec, trainer, callback, _take_best(spec, trainer, callback))
+    _export(spec, trainer, callback, _take_best(spec, trainer, callback), need)
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
@@ -238,7 +240,13 @@ def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> 
     return standing if there else last
 
 
-def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standing: dict[str, Any]) -> None:
+def _export(
+    spec: JobSpec,
+    trainer: RecipeTrainer,
+    callback: JobCallback,
+    standing: dict[str, Any],
+    need: Callable[[int], None],
+) -> None:
     """Every rank gives its parts; rank 0 writes, checks and announces."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     sample = take_sample(model, tokenizer, trainer.args.device, spec)
@@ -249,7 +257,7 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standi
             # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
-        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn)
+        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn, need)
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))

@@ -274,6 +274,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",
+    **{
+        f"{OPTION}resources.{field}": NO_TRAINING + "tests/unit/test_placement.py, tests/cluster"
+        for field in ResourcesSpec.model_fields
+    },
 }
 
 
