@@ -29,7 +29,7 @@ from llama_stack_provider_trl.recipes.events import (
     Progress,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ResourcesSpec
 from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, of_kind, run
