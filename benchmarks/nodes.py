@@ -88,7 +88,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=45, help=f"optimizer steps; the first {FIRST} are not measured")
     parser.add_argument("--save-steps", type=int, default=15, help="optimizer steps between checkpoints")
-    parser.add_argument("--batch", type=int, default=4, help="rows per rank and step")
+    parser.add_argument("--batch", type=int, default=2, help="rows per rank and step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per row")
     parser.add_argument("--same-malloc", action="store_true", help="tell plain torchrun's glibc what our launcher does")
     parser.add_argument("--json", type=Path, metavar="OUT")
@@ -100,7 +100,11 @@ def parse_options() -> argparse.Namespace:
 
 def make_model(path: Path) -> None:
     """In a process of its own: this one keeps torch out of its memory, and off the cores."""
-    subprocess.run([sys.executable, "-W", "ignore", __file__, "--model", str(path)], check=True)
+    made = subprocess.run(
+        [sys.executable, __file__, "--model", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if made.returncode:
+        raise RuntimeError(made.stdout.decode())
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
