@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,15 +64,16 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": command(),
         "machine": machine("torch", "transformers", "trl"),
-        "options": {name: getattr(options, name) for name in ("rounds", "steps", "save_steps", "batch", "tokens")},
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
         "runs": [],
     }
     print_header(report)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `timeout`: leave no machine behind
     with tempfile.TemporaryDirectory(prefix="nodes-") as scratch:
         work = Path(scratch)
         make_model(work / "model")
         for number in range(options.rounds):
-            for nodes in (1, 2):
+            for nodes in options.nodes:
                 report["runs"] += measure_pair(work, number, nodes, options)
     report["machine"]["load_after"] = os.getloadavg()
     report["summary"] = summarize(report["runs"])
@@ -86,6 +88,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2), default=(1, 2), help="agents of the job")
     parser.add_argument("--steps", type=int, default=45, help=f"optimizer steps; the first {FIRST} are not measured")
     parser.add_argument("--save-steps", type=int, default=15, help="optimizer steps between checkpoints")
     parser.add_argument("--batch", type=int, default=2, help="rows per rank and step")
@@ -364,7 +367,7 @@ def check_same_work(ours: Json, plain: Json) -> None:
 def summarize(runs: list[Json]) -> list[Json]:
     """Medians, and our speed against plain torchrun's from the pairs within each round."""
     rows = []
-    for nodes in (1, 2):
+    for nodes in dict.fromkeys(run["nodes"] for run in runs):
         of = {kind: [run for run in runs if run["nodes"] == nodes and run["kind"] == kind] for kind in (OURS, PLAIN)}
         plain = {run["round"]: run for run in of[PLAIN]}
         rows.append(
