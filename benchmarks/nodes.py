@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +146,9 @@ def train_ours(bed: Bed, work: Path, nodes: int, options: argparse.Namespace) ->
     bed.wait_for_nodes(*(worker.name for worker in workers))
     done(bed.post(SFT, request_of(work, nodes, options)))
     run_dir = RunDir(head.data_dir / "jobs" / JOB / "attempts" / "1")
-    run = watch(bed, run_dir.events, options.steps, lambda: _still_trains(bed))
+    # Rank 0's node knows a step first; which one that is is seen by who writes.
+    theirs = [RunDir(worker.data_dir / "jobs" / JOB / "attempts" / "1").events for worker in workers]
+    run = watch(bed, [*theirs, run_dir.events], options.steps, lambda: _still_trains(bed))
     status = bed.wait_for_end(JOB)
     if status["status"] != "completed" or status["resources_allocated"]["attempt"] != 1:
         raise RuntimeError(f"the job did not go through in one attempt: {status}")
@@ -169,7 +171,7 @@ def train_plain(bed: Bed, work: Path, nodes: int, options: argparse.Namespace) -
         run_dir.spec.write_text(json.dumps(spec))
         start_torchrun(worker, workers[0], node_rank, nodes, run_dir, same_malloc=options.same_malloc)
     events = RunDir(workers[0].root / "run").events
-    run = watch(bed, events, options.steps, lambda: all(_lives(worker) for worker in workers))
+    run = watch(bed, [events], options.steps, lambda: all(_lives(worker) for worker in workers))
     for worker in workers:
         assert worker.process is not None
         if worker.process.wait(300):
@@ -268,12 +270,16 @@ def _lives(worker: Machine) -> bool:
 # --- What is measured -------------------------------------------------------------------------------------------------
 
 
-def watch(bed: Bed, events: Path, steps: int, lives: Callable[[], bool]) -> Json:
-    """CPU seconds of everything on the machines while the measured steps go by."""
+def watch(bed: Bed, files: Sequence[Path], steps: int, lives: Callable[[], bool]) -> Json:
+    """CPU seconds of everything on the machines while the measured steps go by.
+
+    Args:
+        files: events; a step counts once one of them has it.
+    """
     deadline, looked = time.monotonic() + 600, time.monotonic()
     began: tuple[float, dict[str, dict[int, float]]] | None = None
     while True:
-        step = max((point["step"] for point in points(events)), default=0)
+        step = max((point["step"] for events in files for point in points(events)), default=0)
         if began is None and step >= FIRST:
             began = time.monotonic(), cpu_seconds(bed)
         if began is not None and step >= steps:
@@ -321,7 +327,7 @@ def points(events: Path) -> list[Json]:
 
 
 def read(events: Path) -> Iterator[Json]:
-    if events.exists():
+    with suppress(FileNotFoundError):
         for line in events.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):
                 yield json.loads(line)
