@@ -42,6 +42,7 @@ from llama_stack_provider_trl_remote.service.errors import Gone
 from llama_stack_provider_trl_remote.service.shipping import Shipping
 from llama_stack_provider_trl_remote.wire import (
     SILENCE,
+    CheckpointFileReport,
     CheckpointReport,
     DeviceReport,
     NodeReport,
@@ -545,6 +546,8 @@ def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None
     assert pair.shipping.add_events("a-1", "b", size, line) == size + len(line)
     with pytest.raises(Gone, match="no rank 0"):
         pair.shipping.add_events("a-1", "c", 0, line)
+    with pytest.raises(Gone, match="no rank 0"):
+        pair.shipping.ask("a-1", "c", "checkpoint-2", CheckpointReport(kind="step", files=()))
     with pytest.raises(Gone):
         pair.shipping.add_events("a-1", "d", size + len(line), line)
     pair.store.request_cancel("a")
@@ -567,7 +570,8 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     staged.mkdir(parents=True, exist_ok=True)
     (staged / "model.bin").write_bytes(b"late")
     write_manifest(staged)
-    report = CheckpointReport(kind="step", files=())
+    files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.bin")]
+    report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended while checkpoint-2 came"):
         pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
     assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
