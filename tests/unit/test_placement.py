@@ -225,10 +225,81 @@ def test_single_jobs_cannot_starve_one_over_several_nodes() -> None:
     taken = ["b/cpu", "c/cpu"]
     assert place(jobs, nodes, taken, now=PATIENCE - 1) == {"job-2": ("cpu",)}
     assert place(jobs, nodes, taken, now=PATIENCE + 1) == {}
-    # No more nodes are kept than it needs.
-    assert place(jobs, [*nodes, node("d")], [*taken[:1], "cpu", "d/cpu"], now=PATIENCE + 1) == {}
+    assert place(jobs, [*nodes, node("d")], [*taken, "cpu"], now=PATIENCE + 1) == {}
     large = [*nodes, node("d", *GPUS, cpus=9)]
     assert place([*jobs, wants(4, device="cuda")], large, taken, now=PATIENCE + 1) == {"job-4": ("d/cuda:0",)}
+
+
+FOUR = tuple(f"cuda:{number}" for number in range(4))
+
+
+def four_gpus(*names: str) -> list[Node]:
+    return [node(name, *FOUR, head=name == "head") for name in names]
+
+
+def test_what_is_kept_stays_on_the_same_nodes_until_another_can_serve_the_job() -> None:
+    nodes = four_gpus("head", "b", "c")
+    large = wants(1, device="cuda", per_node=4)
+    jobs = [large, *(wants(age, device="cuda", scheduled_at=1e4) for age in range(2, 6))]
+    full = [node.place(device) for node in nodes for device in FOUR]
+    # b has more free devices than the head, which is kept all the same, with none yet and with one.
+    for head_has in ([], ["cuda:3"]):
+        free = [*head_has, "b/cuda:0", "b/cuda:1", "b/cuda:2"]
+        placed = place(jobs, nodes, set(full) - set(free), now=PATIENCE + 1)
+        assert list(placed.values()) == [("b/cuda:0",), ("b/cuda:1",), ("b/cuda:2",)]
+    assert place(jobs, nodes, FOUR, now=PATIENCE + 1)["job-1"] == tuple(f"b/{device}" for device in FOUR)
+    # Of two nodes, one that can serve it already is kept before the first one.
+    pair = wants(1, device="cuda", nodes=2, per_node=2)
+    taken = {*full[:8], "c/cuda:0"} - {"cuda:1", "b/cuda:1"}
+    assert place([pair, *jobs[1:]], nodes, taken, now=PATIENCE + 1) == {
+        "job-2": ("b/cuda:1",),
+        "job-3": ("c/cuda:3",),
+    }
+
+
+def test_one_job_of_a_kind_at_a_time_has_devices_kept() -> None:
+    nodes = four_gpus("head", "b", "c")
+    larges = [wants(age, device="cuda", per_node=4) for age in (1, 2)]
+    others = [wants(age, device="cuda", scheduled_at=1e4) for age in (3, 4, 5)]
+    taken = ["cuda:0", "cuda:1", "cuda:2", *(f"{name}/{device}" for name in "bc" for device in FOUR[1:])]
+    assert place([*larges, *others], nodes, taken, now=PATIENCE + 1) == {"job-3": ("b/cuda:0",), "job-4": ("c/cuda:0",)}
+    # An urgent one with patience does not stand in for an older one without.
+    urgent = wants(9, device="cuda", per_node=4, priority=1, scheduled_at=1e4)
+    assert "cuda:3" not in str(place([urgent, *larges, *others], nodes, taken, now=PATIENCE + 1))
+    # Nor does what is kept for a job serve a younger one of another kind.
+    smaller = wants(6, device="cuda", per_node=3)
+    assert place([larges[0], smaller], nodes, ["cuda:0", *taken[3:]], now=PATIENCE + 1) == {}
+
+
+def test_a_job_that_may_go_on_with_fewer_nodes_has_as_many_kept() -> None:
+    nodes = [HEAD, node("b"), node("c", why_closed="silent since 12:00:00 UTC")]
+    tried = wants(1, nodes=3, min_nodes=2, tried=True)
+    jobs = [tried, wants(2, scheduled_at=1e4)]
+    assert place(jobs, nodes, ["b/cpu"], now=PATIENCE - 1) == {"job-2": ("cpu",)}
+    assert place(jobs, nodes, ["b/cpu"], now=PATIENCE + 1) == {}
+    assert place(jobs, nodes, [], now=PATIENCE + 1) == {"job-1": ("cpu", "b/cpu")}
+
+
+@pytest.mark.parametrize("size", [(1, 4), (2, 3), (4, 4)])
+def test_a_job_starts_once_all_have_ended_that_ran_when_it_lost_its_patience(size: tuple[int, int]) -> None:
+    """Of what runs one ends at each look, in the order that is worst for it, and young jobs want every free device."""
+    count, per_node = size
+    nodes = four_gpus("head", *"bcdef")
+    large = wants(1, device="cuda", nodes=count, per_node=per_node)
+    young = [wants(age, device="cuda", scheduled_at=1e4) for age in range(2, 40)]
+    before = {node.place(device) for node in nodes for device in FOUR}
+    since: list[str] = []
+    chosen = place([large, *young], nodes, before, now=PATIENCE + 1)
+    while "job-1" not in chosen:
+        assert before, "nothing runs any more that ran at the beginning"
+        since += [places[0] for places in chosen.values()]
+        # The last ones of the nodes that hold it up most; of the young ones that run, one as well.
+        by_node = sorted(before, key=lambda place_: (len([one for one in before if one[:2] == place_[:2]]), place_))
+        before.remove(by_node[-1])
+        if since:
+            since.pop(0)
+        chosen = place([large, *young], nodes, [*before, *since], now=PATIENCE + 1)
+    assert len(chosen["job-1"]) == count * per_node
 
 
 def test_a_job_that_no_set_of_nodes_can_serve_keeps_nothing_back() -> None:
