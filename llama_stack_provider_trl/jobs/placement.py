@@ -142,7 +142,8 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
         if kind in in_vain and (patient or kind in served):
             continue  # nothing has become free since a job that asks for the same found too little
         if kind not in known:
-            known[kind] = _offers(job, nodes, auto)
+            suited = [node for node in nodes if not unsuited(job, node, auto)]
+            known[kind] = _offers(job, suited, auto), _fewest(job, suited, auto)
         offers, fewest = known[kind]
         if gang := _gang(job, offers, fewest, free):
             chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
@@ -282,27 +283,29 @@ class _Free:
                 self._of[name] = [device for device in self._of[name] if device not in devices]
 
 
-def _offers(job: Queued, nodes: Sequence[Node], auto: str) -> tuple[list[_Offer], int]:
-    """What the open nodes have for a job, and on how many machines it will do with that."""
-    suited = [node for node in nodes if not unsuited(job, node, auto)]
-    resources = demand(job.demand).resources
+def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
+    """Of the nodes that are open."""
+    memory = demand(job.demand).resources.gpu_memory_gb
     offers = []
     for node in suited:
         if not node.why_closed:
             fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
-            if resources.gpu_memory_gb and _kind(fitting[0]) == "cuda":
-                fitting = _large(node, fitting, resources.gpu_memory_gb)
+            if memory and _kind(fitting[0]) == "cuda":
+                fitting = _large(node, fitting, memory)
             offers.append(_Offer(node, fitting, _needed(job, fitting)))
+    return offers
+
+
+def _fewest(job: Queued, suited: Sequence[Node], auto: str) -> int:
+    """Machines without which it does not start."""
     useful = side_by_side(job, suited, auto)
-    return offers, min(useful, resources.min_nodes) if job.tried else useful
+    return min(useful, demand(job.demand).resources.min_nodes) if job.tried else useful
 
 
 def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
     """Nodes and devices for the job; none: there are too few."""
     found = [(offer, free.of(offer)) for offer in offers]
     enough = [(offer, devices) for offer, devices in found if len(devices) >= offer.needed]
-    if len(enough) < fewest:
-        return []
     fitting: dict[str, tuple[Node, list[str]]] = {}
     for offer, devices in sorted(enough, key=lambda one: (not one[0].node.head, len(one[1]))):
         # The first of a machine counts: two agents on it do not make two machines of it.
@@ -328,15 +331,15 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
     auto = _kind(nodes[0].devices[0])
     why_not = {node.name: unsuited(job, node, auto) for node in nodes}
     fitting = [node for node in nodes if not why_not[node.name]]
-    count = side_by_side(job, fitting, auto)
+    count = _fewest(job, fitting, auto)
     machines = {node.where for node in fitting}
     closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
     others = [f"{name} {why}" for name, why in why_not.items() if why]
     held = [
         f"{place} (held by job {holders[place]})"
-        for node in fitting
-        for place in map(node.place, _suitable(job.device, node.devices, auto))
-        if not node.why_closed and place in holders
+        for offer in _offers(job, fitting, auto)
+        for place in map(offer.node.place, offer.devices)
+        if place in holders
     ]
     what = f"{count} nodes" if count > 1 else "a node"
     if len(machines) < count:
