@@ -819,6 +819,7 @@ def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplo
     world.tick()
     assert caplog.text.count("'a' is left alone") == 1
     assert world.store.names() == ["a", "b"]
+    assert world.state("b") is JobState.launching  # on its device
     with pytest.raises(StoreError, match="damaged"):
         world.store.get("a")
 
