@@ -71,6 +71,10 @@ LIMIT 1;
 -- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
 
+-- name: select_places
+-- Of the jobs in states.ACTIVE. As often as select_active, and of no more than is needed.
+SELECT job_uuid, device AS places FROM jobs WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
 -- name: select_queue
 -- A `Queued` for each job that waits, oldest first; not of those that wait for their next try.
 SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0

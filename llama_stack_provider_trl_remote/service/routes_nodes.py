@@ -333,8 +333,7 @@ def _remove(service: Service, name: str) -> None:
 
 
 def _nodes(service: Service) -> list[Node]:
-    holders = {place: job.job_uuid for job in service.store.active() for place in job.devices}
-    holders = {**service.store.taken_places(), **holders}
+    holders = service.store.holders()
     memory = psutil.virtual_memory()
     found = [
         Node(

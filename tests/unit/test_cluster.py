@@ -292,11 +292,11 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     pair.exit("b", 0)
     pair.tick()
     assert pair.job().state is JobState.completed
-    assert pair.store.taken_places() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
+    assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
     pair.gone("b", "c")
     pair.tick()
-    assert pair.store.taken_places() == {}
+    assert pair.store.holders() == {}
 
 
 def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
