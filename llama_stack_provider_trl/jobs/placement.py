@@ -59,6 +59,8 @@ class Queued(NamedTuple):
     """`Demand.text`."""
     tried: bool = False
     """It has had an attempt: it may go on with fewer nodes than it asked for."""
+    failed_on: str = ""
+    """Places, with commas, of its attempts that could not be launched: others come first."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine; where
     the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
 
-    Of the nodes that would do, the service's own comes first, then the one with the fewest free devices: large holes
-    stay whole. A job that finds too few devices does not hold up a younger one at first. Once it has waited for
-    `PATIENCE` seconds free devices are kept for it (of those that ask for the same, for one job at a time), on nodes
-    that stay the same from look to look (`_kept`).
+    Of the nodes that would do, those come last on which an attempt of the job could not be launched; else the service's
+    own comes first, then the one with the fewest free devices: large holes stay whole. A job that finds too few devices
+    does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds free devices are kept for it (of
+    those that ask for the same, for one job at a time), on nodes that stay the same from look to look (`_kept`).
 
     So none starves: once a job has lost its patience and no other comes before it, it waits no longer than the jobs run
     that run at that moment, as long as the nodes that it needs stay open; one that has others before it, at most as
@@ -270,9 +272,9 @@ class _Free:
         by_name = {node.name: node for node in nodes}
         for place_ in running:
             name, slash, device = place_.rpartition("/")
-            node = by_name.get(name) if slash else nodes[0]
-            if node is not None:
-                self.take([(node, [device])])
+            holder = by_name.get(name) if slash else nodes[0]
+            if holder is not None:
+                self.take([(holder, [device])])
 
     def of(self, offer: _Offer) -> list[str]:
         return [device for device in self._of[offer.node.name] if device in offer.devices]
@@ -307,7 +309,13 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
     found = [(offer, free.of(offer)) for offer in offers]
     enough = [(offer, devices) for offer, devices in found if len(devices) >= offer.needed]
     fitting: dict[str, tuple[Node, list[str]]] = {}
-    for offer, devices in sorted(enough, key=lambda one: (not one[0].node.head, len(one[1]))):
+    failed = {place.rpartition("/")[0] for place in job.failed_on.split(",")} if job.failed_on else set()
+
+    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, int]:
+        node = one[0].node
+        return ("" if node.head else node.name) in failed, not node.head, len(one[1])
+
+    for offer, devices in sorted(enough, key=rank):
         # The first of a machine counts: two agents on it do not make two machines of it.
         fitting.setdefault(offer.node.where, (offer.node, devices[: offer.needed]))
     return list(fitting.values())[: _nodes(job)] if len(fitting) >= fewest else []

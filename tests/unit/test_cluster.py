@@ -283,6 +283,19 @@ def test_a_pair_that_cannot_talk_ends_the_attempt_with_its_sentence(world: World
     assert "cannot reach node b at 10.0.0.0 port 29500" in world.job().message
 
 
+def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> None:
+    world.join("b", "c", labels={"kind": "worker"})
+    world.add(nodes=1, retries=2, resources={"labels": {"kind": "worker"}})
+    world.tick()
+    for attempt, (node, other) in enumerate((("b", "c"), ("c", "b")), 1):
+        assert world.job().device == f"{node}/cpu"
+        world.report(node, "prepare", "failed", task_id=f"a-{attempt}", error=f"the model is not on node {node}")
+        world.tick()
+        world.gone(node, task_id=f"a-{attempt}")
+        world.pass_time(40, node, other)
+    assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
+
+
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:
     pair.exit("b", 0, shipped=False)
     pair.exit("c", 0)
