@@ -270,9 +270,9 @@ class _Free:
         by_name = {node.name: node for node in nodes}
         for place_ in running:
             name, slash, device = place_.rpartition("/")
-            node = by_name.get(name) if slash else nodes[0]
-            if node is not None:
-                self.take([(node, [device])])
+            held = by_name.get(name) if slash else nodes[0]
+            if held is not None:
+                self.take([(held, [device])])
 
     def of(self, offer: _Offer) -> list[str]:
         return [device for device in self._of[offer.node.name] if device in offer.devices]
