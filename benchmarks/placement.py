@@ -184,9 +184,9 @@ def main() -> int:
         print(f"{count:5} x {gpus:<4} {len(seconds):8} {statistics.median(seconds):15.0f} {max(seconds):12.0f}")
     print(f"among small jobs of up to {LONGEST:.0f} s that never end coming   waited   may wait (s)")
     late = False
-    for what, seconds, bound in crowded(rng, nodes):
-        late |= seconds > bound
-        print(f"{what:50} {seconds:15.0f} {bound:14.0f}{'   TOO LONG' if seconds > bound else ''}")
+    for what, took, bound in crowded(rng, nodes):
+        late |= took > bound
+        print(f"{what:50} {took:15.0f} {bound:14.0f}{'   TOO LONG' if took > bound else ''}")
     return int(bool(waiting) or late or 1e3 * max(*decisions, *reasons) > LIMIT_MS)
 
 

@@ -272,9 +272,9 @@ class _Free:
         by_name = {node.name: node for node in nodes}
         for place_ in running:
             name, slash, device = place_.rpartition("/")
-            holder = by_name.get(name) if slash else nodes[0]
-            if holder is not None:
-                self.take([(holder, [device])])
+            held = by_name.get(name) if slash else nodes[0]
+            if held is not None:
+                self.take([(held, [device])])
 
     def of(self, offer: _Offer) -> list[str]:
         return [device for device in self._of[offer.node.name] if device in offer.devices]

@@ -25,7 +25,6 @@ from llama_stack_provider_trl.files import (
     RunDir,
     atomic_write,
     damage,
-    file_names,
     free_bytes,
     fsync_tree,
     point_latest,
@@ -252,8 +251,6 @@ class Shipping:
     def _put_in_place(self, task: NodeTaskRecord, contents: Path, target: Path, report: CheckpointReport) -> None:
         if wrong := damage(contents, of=()):
             raise InvalidRequest("files", target.name, f"it is not whole: {wrong}")
-        if (there := set(file_names(contents))) != (named := {file.path for file in report.files}):
-            raise InvalidRequest("files", target.name, f"it has other files than it names: {sorted(there ^ named)[:5]}")
         fsync_tree(contents)
         with self._store.while_current(task.task_id, task.node) as is_current:
             if not is_current:

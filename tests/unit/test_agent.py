@@ -390,6 +390,20 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
     assert not world.head.checkpoints
 
 
+def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "events", [refusal(400, "it is not there: bring its files before its event")]
+        world.say(progress(1))
+        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "bring its files before its event" in report.error
+
+    world.run(play)
+
+
 def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
     source = world.root / "service" / "checkpoint-6"
     write(source / "dcp" / "a.bin", b"weights")

@@ -527,6 +527,18 @@ def test_nobody_is_given_a_job_before_he_was_heard_of(world: World) -> None:
     assert world.job().state is JobState.launching
 
 
+def test_a_node_that_is_opened_again_is_seen_by_the_job_that_waits_for_it(world: World) -> None:
+    world.join("b", "c")
+    world.store.set_mode("c", "cordoned")
+    world.add(nodes=2, resources={"cpus": 1})
+    world.tick()
+    world.tick()
+    assert world.job().detail.endswith("c is cordoned")
+    world.store.set_mode("c", "open")
+    world.tick()
+    assert world.job().device == "b/cpu,c/cpu"
+
+
 def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
     pair.join("d")
     pair.store.set_mode("c", "draining")
@@ -539,6 +551,17 @@ def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
     pair.gone("b", "c")
     pair.tick()
     assert (pair.job().attempt, pair.job().device, pair.job().retries_used) == (2, "b/cpu,d/cpu", 0)
+
+
+def test_a_drained_head_has_its_own_job_save(world: World) -> None:
+    world.join("head", "b")
+    world.add(nodes=1)
+    world.tick()
+    world.say(STARTED, PREPARED)
+    world.tick()
+    world.store.set_mode("head", "draining")
+    world.tick()
+    assert (world.job().device, world.local.tasks["a-1"].pauses) == ("cpu", 1)
 
 
 def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
