@@ -19,6 +19,7 @@ from llama_stack_provider_trl.files import write_manifest
 from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl_remote.nodes import agent as agents
+from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
@@ -643,3 +644,34 @@ def test_stages_are_gone_through_forward_only(world: World) -> None:
 
     world.run(play)
     assert world.launcher.started == ["job-1"]
+
+
+def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = world.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(world, "sleep", noted)
+    monkeypatch.setattr(shipping, "RETRY", 7.0)
+    upload, lost = world.head.upload, ["weights/a.bin"] * 3
+
+    async def losing(task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
+        if lost and name == lost[0]:
+            lost.pop()
+            return world.head._meet(f"upload {checkpoint}/{name}")
+        await upload(task_id, checkpoint, name, sha256, file)
+
+    monkeypatch.setattr(world.head, "upload", losing)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"))
+        await head.until(lambda: head.checkpoints)
+
+    world.run(play)
+    assert world.head.calls.count("upload checkpoint-1/weights/a.bin") == 4
+    assert pauses.count(7.0) == 3
