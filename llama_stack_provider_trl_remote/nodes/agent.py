@@ -85,7 +85,7 @@ class Agent:
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
             ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
-                token is wrong, it was removed.
+                token is wrong. Of a node that had joined, the last of them is borne for LEASE.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._data_dir / LOCK)
@@ -96,8 +96,15 @@ class Agent:
         try:
             await self._join()
             await self._take_up()
-            while True:
-                await self._turn()
+            try:
+                while True:
+                    await self._turn()
+            except ServiceRefusal as final:
+                for known in self._tasks.values():
+                    known.end(f"the service does not take this node any more: {final}")
+                for known in self._tasks.values():
+                    await known.settle()
+                raise
         finally:
             for known in self._tasks.values():
                 await known.leave()
@@ -109,12 +116,15 @@ class Agent:
         while True:
             try:
                 joined = await self._calls.join(report)
-            except (ServiceUnreachable, ServiceRefusal) as error:
-                if isinstance(error, ServiceRefusal) and error.status < 500:
+            except ServiceRefusal as refusal:
+                # Of a node that had joined it is an accident, like a service that is away: it was started again with
+                # other tokens, say. But 409 is meant: somebody else has the name, or the versions differ.
+                if refusal.status < 500 and (self._reported[1] is None or refusal.status == 409):
                     raise
-                self._say(str(error))
-                self._end_if_forgotten()
-                await self._sleep(RETRY)
+                await self._wait(refusal)
+                continue
+            except ServiceUnreachable as error:
+                await self._wait(error)
                 continue
             self._hear()
             if self._reported[1] is None:
@@ -152,34 +162,18 @@ class Agent:
         try:
             orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
         except ServiceUnreachable as error:
-            self._say(str(error))
-            self._end_if_forgotten()
-            await self._sleep(RETRY)
+            await self._wait(error)
         except ServiceRefusal as refusal:
-            if refusal.status >= 500:
-                self._say(str(refusal))
-                await self._sleep(RETRY)
+            if refusal.status in (404, 409):  # it has another database, or somebody has removed this node
+                self._seen = 0
+                await self._join()
             else:
-                await self._join_again(refusal)
+                await self._wait(refusal)
         else:
             self._interrupted = orders is None
             if orders is not None:
                 self._hear()
                 await self._follow(orders)
-
-    async def _join_again(self, refusal: ServiceRefusal) -> None:
-        """The service does not know us (any more): it has another database, or somebody has removed this node."""
-        try:
-            if refusal.status not in (404, 409):
-                raise refusal
-            self._seen = 0
-            await self._join()
-        except ServiceRefusal as final:
-            for known in self._tasks.values():
-                known.end(f"the service does not take this node any more: {final}")
-            for known in self._tasks.values():
-                await known.settle()
-            raise
 
     async def _ask(self, body: Poll) -> Orders | None:
         """The answer to a poll; None: there were news to tell before it came."""
@@ -248,10 +242,15 @@ class Agent:
             log.warning("%s; trainings go on, and it is called again until it answers", trouble)
         self._trouble = trouble
 
-    def _end_if_forgotten(self) -> None:
+    async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
+        """Until the service is called again. After LEASE the tasks are ended, and with a refusal so is the agent."""
+        self._say(str(error))
         if self._clock() - self._heard > LEASE:
+            if isinstance(error, ServiceRefusal) and error.status < 500:
+                raise error
             for known in self._tasks.values():
                 known.end(f"the service has not answered for {LEASE:.0f} s")
+        await self._sleep(RETRY)
 
     def _clean(self) -> None:
         """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""

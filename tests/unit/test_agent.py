@@ -42,6 +42,7 @@ class World:
         self.head, self.launcher, self.clock = FakeHead(), FakeLauncher(), FakeClock(0.0)
         self.head.blobs[DIGEST] = ROWS
         self.boot_id = "boot-1"
+        self.models: tuple[str, ...] = ()
 
     def agent(self) -> Agent:
         return Agent(self.head, self.report, self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
@@ -57,6 +58,7 @@ class World:
             disk_free_bytes=0,
             devices=(DeviceReport(name="cpu"),),
             versions={},
+            models=self.models,
         )
 
     async def sleep(self, seconds: float) -> None:
@@ -555,12 +557,12 @@ def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> No
     assert world.launcher.tasks["job-1"].seen.exit_code == -9  # swept
 
 
-@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("poll", 403), ("both", 409)])
+@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("both", 409)])
 def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, call: str, status: int) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        head.only, head.trouble = "", [refusal(status, "because")] * (1 if call == "poll" else 2)
+        head.only, head.trouble = "", [refusal(status, "because")] * 2
         head.let_go()
         await asyncio.Event().wait()
 
@@ -570,6 +572,44 @@ def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, 
         world.run(play)
     assert all(task.seen.state is TaskState.exited for task in world.launcher.tasks.values())
     assert len(world.launcher.tasks) == (call != "join")
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 429])
+@pytest.mark.parametrize("only", ["poll", "join"])
+def test_a_node_that_had_joined_bears_a_refusal_for_a_while(
+    world: World, only: str, status: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "LEASE", 1e9)  # this clock runs on while the service keeps a poll
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = only, [refusal(status, "because")] * 30
+        if only == "join":
+            world.clock.advance(agents.REPORT + 1)
+            world.models = ("org/new",)  # it joins again to say so
+        head.let_go()
+        await head.until(lambda: not head.trouble)
+        polls = len(head.polls)
+        await head.until(lambda: len(head.polls) > polls)
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].seen.state is TaskState.running
+    assert caplog.text.count("because") == 1
+
+
+def test_a_node_that_is_refused_for_the_lease_ends_its_tasks_and_itself(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "", [refusal(401, "because")] * 100_000
+        head.let_go()
+        await asyncio.Event().wait()
+
+    with pytest.raises(ServiceRefusal, match="because"):
+        world.run(play)
+    assert world.launcher.tasks["job-1"].seen.state is TaskState.exited
+    assert world.clock() > LEASE
 
 
 @pytest.mark.parametrize("status", [404, 409])
