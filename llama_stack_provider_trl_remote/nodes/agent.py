@@ -20,11 +20,12 @@ from typing import Protocol
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.process import FileLock
 
 from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
 from . import task
-from .identity import NodeError
+from .identity import ADDRESS, NodeError
 from .task import Node, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Agent:
         self._seen = 0
         self._interrupted = False
         """The last poll was given up for news: whether the service is there, the next one finds out."""
-        self._heard = math.inf
+        self._heard = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._trouble = ""
 
@@ -94,8 +95,14 @@ class Agent:
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
             )
         try:
-            await self._join()
-            await self._take_up()
+            self._heard = self._clock()
+            report = await asyncio.to_thread(self._report)
+            await asyncio.to_thread(_check_address, report.address)
+            await self._take_up(report)
+            await self._join(report)
+            for kept in self._tasks.values():
+                if not kept.begun:  # else it was ended: the service was away for too long
+                    kept.begin()
             try:
                 while True:
                     await self._turn()
@@ -110,9 +117,8 @@ class Agent:
                 await known.leave()
             lock.release()
 
-    async def _join(self) -> None:
+    async def _join(self, report: NodeReport) -> None:
         """Say what this machine is, until the service has heard it."""
-        report = await asyncio.to_thread(self._report)
         while True:
             try:
                 joined = await self._calls.join(report)
@@ -132,9 +138,9 @@ class Agent:
             self._reported = (self._clock(), report)
             return
 
-    async def _take_up(self) -> None:
-        """Go on with what an agent before us has begun, and end what nobody knows."""
-        node = self._node()
+    async def _take_up(self, report: NodeReport) -> None:
+        """Find what an agent before us has begun, and end what nobody knows."""
+        node = self._node(report)
         for kept in await asyncio.to_thread(kept_tasks, node):
             log.info("task %s: taken up again", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
@@ -142,8 +148,6 @@ class Agent:
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
             log.warning("ended what was left running of %s: no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
-        for kept in self._tasks.values():
-            kept.begin()
 
     async def _turn(self) -> None:
         """Tell what is new, and hear what is wanted."""
@@ -151,8 +155,9 @@ class Agent:
         if now - reported > REPORT:
             self._reported = (now, before)
             await asyncio.to_thread(self._clean)
-            if _differs(await asyncio.to_thread(self._report), before):
-                await self._join()
+            report = await asyncio.to_thread(self._report)
+            if _differs(report, before):
+                await self._join(report)
         self._news.clear()
         await self._forget()
         assert before is not None
@@ -166,7 +171,7 @@ class Agent:
         except ServiceRefusal as refusal:
             if refusal.status in (404, 409):  # it has another database, or somebody has removed this node
                 self._seen = 0
-                await self._join()
+                await self._join(await asyncio.to_thread(self._report))
             else:
                 await self._wait(refusal)
         else:
@@ -195,7 +200,8 @@ class Agent:
             known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
-                self._tasks[task_id] = new = NodeTask(self._node(), order)
+                assert self._reported[1] is not None
+                self._tasks[task_id] = new = NodeTask(self._node(self._reported[1]), order)
                 new.begin()
             else:
                 known.follow(order)
@@ -215,9 +221,7 @@ class Agent:
     def _reports(self) -> tuple[TaskReport, ...]:
         return tuple(known.report() for known in self._tasks.values())
 
-    def _node(self) -> Node:
-        report = self._reported[1]
-        assert report is not None
+    def _node(self, report: NodeReport) -> Node:
         return Node(
             name=report.name,
             address=report.address,
@@ -262,6 +266,14 @@ class Agent:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_address(address: str) -> None:
+    """Raises NodeError: ranks could not listen there."""
+    try:
+        interface_of(address)
+    except OSError as error:
+        raise NodeError(f"{ADDRESS} must be an address of this machine: {error}") from error
 
 
 def _differs(report: NodeReport, before: NodeReport | None) -> bool:

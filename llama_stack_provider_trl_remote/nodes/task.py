@@ -96,6 +96,11 @@ class NodeTask:
         return given_port(self.places.run_dir) if self._port is None else self._port
 
     @property
+    def begun(self) -> bool:
+        """Whether this agent has taken it up, or ended it."""
+        return self._work is not None
+
+    @property
     def said_finished(self) -> bool:
         return self._said_finished
 

@@ -41,7 +41,7 @@ class World:
         self.root, self.data_dir = root, root / "node"
         self.head, self.launcher, self.clock = FakeHead(), FakeLauncher(), FakeClock(0.0)
         self.head.blobs[DIGEST] = ROWS
-        self.boot_id = "boot-1"
+        self.boot_id, self.address = "boot-1", "127.0.0.1"
         self.models: tuple[str, ...] = ()
 
     def agent(self) -> Agent:
@@ -52,7 +52,7 @@ class World:
             name="b",
             machine_id="m",
             boot_id=self.boot_id,
-            address="127.0.0.1",
+            address=self.address,
             cpus=1,
             memory_bytes=1,
             disk_free_bytes=0,
@@ -715,3 +715,36 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
     world.run(play)
     assert world.head.calls.count("upload checkpoint-1/weights/a.bin") == 4
     assert pauses.count(7.0) == 3
+
+
+def test_an_agent_that_is_started_while_the_service_is_away_ends_its_tasks_after_the_lease(world: World) -> None:
+    async def first(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    async def second(head: FakeHead) -> None:
+        began = world.clock()
+        head.only, head.trouble = "join", [away() for _ in range(100_000)]
+        task = world.launcher.tasks["job-1"]
+        await head.until(lambda: task.seen.state is TaskState.exited)
+        assert world.clock() - began > LEASE
+        head.trouble, head.polls = [], []
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert (report.stage, report.error) == (Stage.stop, "the service has not answered for 600 s")
+
+    world.run(first)
+    world.run(second)
+    assert world.launcher.started == ["job-1"]
+
+
+def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> None:
+    world.address = "192.0.2.77"
+
+    async def play(head: FakeHead) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(NodeError, match=r"TRL_NODE_ADDRESS must be an address of this machine: .*192\.0\.2\.77"):
+        world.run(play)
+    assert world.head.joined == []
