@@ -220,7 +220,8 @@ class NodeTask:
     async def _open_door(self) -> None:
         """Listen; after a restart where the other nodes have been told."""
         ports = self.order.ports if self._port is None else (self._port, 1)
-        self._door = Door(listen(self._node.address, ports, self._node.ports_given()), self.order.task_id)
+        others = [port for port in self._node.ports_given() if port != self._port]
+        self._door = Door(listen(self._node.address, ports, others), self.order.task_id)
         self._port = self._door.port
         self._keep()
         await self._door.open()

@@ -516,6 +516,31 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
     world.run(play)
 
 
+@pytest.mark.parametrize("stage", [Stage.prepare, Stage.probe])
+def test_an_agent_that_is_started_again_before_the_ranks_listens_where_it_did(world: World, stage: Stage) -> None:
+    ports: list[int | None] = []
+
+    async def play(head: FakeHead) -> None:
+        head.polls.clear()
+        head.order(world.order(stage if ports else Stage.prepare, nodes=2))
+        await head.until(
+            lambda: (
+                (report := head.report())
+                and report.progress is not Going.working
+                and report.stage in ("prepare", stage)
+            )
+        )
+        report = head.report()
+        assert report is not None
+        assert report.error == ""
+        ports.append(report.port)
+
+    world.run(play)
+    world.run(play)
+    assert ports[0]
+    assert ports[0] == ports[1]
+
+
 def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
     world.launcher.refuse = OSError("no runner")
 
