@@ -23,6 +23,7 @@ from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
+from llama_stack_provider_trl_remote.pull import OtherBytes
 from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
 from llama_stack_provider_trl_remote.wire import Progress as Going
 from tests.fake_head import FakeHead, away, refusal
@@ -512,6 +513,63 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
         report = head.report()
         assert report is not None
         assert "node b cannot reach node a at 127.0.0.1 port 1" in report.error
+
+    world.run(play)
+
+
+@pytest.mark.parametrize("only", ["rows", "files", "file "])
+@pytest.mark.parametrize("trouble", [away, lambda: refusal(503)])
+def test_a_service_that_is_away_while_a_task_is_prepared_costs_no_attempt(
+    world: World, only: str, trouble: Callable[[], Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = world.root / "service" / "checkpoint-6"
+    write(source / "dcp" / "a.bin", b"weights")
+    write_manifest(source)
+    world.head.sources = {("job", "checkpoint-6"): source}
+    resuming = world.order()
+    resuming.spec.update(resume_from="/service/checkpoints/job/checkpoint-6")
+
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = only, [trouble() for _ in range(3)]
+        head.order(resuming)
+        await head.until(lambda: world.launcher.started)
+        assert not any(task.error for poll in head.polls for task in poll.tasks)
+
+    world.run(play)
+    assert caplog.text.count("task job-1: the training service at") == 1
+
+
+@pytest.mark.parametrize("trouble", [refusal(404, "no such blob"), OtherBytes("http://head:8322", "sent other bytes")])
+def test_what_the_service_does_not_have_fails_the_attempt(world: World, trouble: Exception) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = "rows", [trouble]
+        head.order(world.order())
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+
+    world.run(play)
+    assert world.launcher.started == []
+
+
+def test_a_task_that_waits_for_the_service_can_be_stopped(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = "rows", [away() for _ in range(100_000)]
+        head.order(world.order())
+        await head.until(lambda: (report := head.report()) and "takes no connection" in report.detail)
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(play)
+
+
+def test_an_error_that_nobody_expected_is_named(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        write(world.run_dir / "events.jsonl", b"\0\0\n")
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert report.error.startswith("JSONDecodeError: ")
 
     world.run(play)
 
