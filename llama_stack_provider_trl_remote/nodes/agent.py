@@ -88,7 +88,10 @@ class Agent:
             ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
                 token is wrong. Of a node that had joined, the last of them is borne for LEASE.
         """
-        self._data_dir.mkdir(parents=True, exist_ok=True)
+        self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
+            (self._data_dir / name).mkdir(exist_ok=True)
+            (self._data_dir / name).chmod(0o700)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(

@@ -831,3 +831,18 @@ def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> Non
     with pytest.raises(NodeError, match=r"TRL_NODE_ADDRESS must be an address of this machine: .*192\.0\.2\.77"):
         world.run(play)
     assert world.head.joined == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_kept_is_for_nobody_else(world: World, there: bool) -> None:
+    if there:
+        (world.data_dir / "jobs").mkdir(parents=True, mode=0o755)
+        world.data_dir.chmod(0o755)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    assert there or world.data_dir.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in world.data_dir.iterdir() if path.is_dir()} == {0o700}
