@@ -116,7 +116,7 @@ class NodeClient(ServiceClient):
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
         size, have, whole = file.stat().st_size, 0, False
         while not whole:
-            # With all bytes there it is sent none: it was ended, or its answer lost, before it had put the file in place.
+            # Where it has all bytes it is sent none: it was ended, or its answer lost, before the file was in place.
             step = min(_PIECE, size - have)
             hashed = size if have + step == size else 0
             try:
