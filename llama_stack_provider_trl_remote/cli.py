@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 
 from llama_stack_provider_trl.errors import TrlError
 
@@ -14,7 +15,8 @@ AGENT = "be a worker node of a training service on another machine"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 with a sentence on standard error; `jobs watch` tells how the job ended."""
+    """Returns the exit status: 0, or 1 with a sentence on standard error (2: an option, or a token, that cannot be
+    one); `jobs watch` tells how the job ended."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["serve"]:
         return _serve(given[1:])
@@ -41,27 +43,35 @@ def _serve(arguments: list[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     from . import commands
     from .client import ServiceClient, Timeouts
-    from .config import checked_url
+    from .config import checked_token, checked_url
 
+    is_agent = options.group == "agent"
     try:
         url = checked_url(options.url)
     except ValueError as error:
-        print(f"trl-remote: --url or TRL_SERVICE_URL: {error}", file=sys.stderr)
+        print(f"trl-remote: {'--service' if is_agent else '--url'} or TRL_SERVICE_URL: {error}", file=sys.stderr)
         return 1
+    tokens: dict[str, str] = {}
+    for name in ("TRL_SERVICE_TOKEN", "TRL_SERVICE_NODE_TOKEN") if is_agent else ("TRL_SERVICE_TOKEN",):
+        try:
+            tokens[name] = checked_token(os.environ.get(name)) or ""
+        except ValueError as error:
+            print(f"trl-remote: {name}: {error}", file=sys.stderr)
+            return 2
 
-    if options.group == "agent":
-        return _agent(url, options)
+    if is_agent:
+        return _agent(url, options, {**os.environ, **tokens})
     # The service bounds a preflight itself (preflight_timeout).
     timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
-    client = ServiceClient(url, os.environ.get("TRL_SERVICE_TOKEN") or None, timeouts)
+    client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
 
 
-def _agent(url: str, options: argparse.Namespace) -> int:
+def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from .nodes.start import serve, worker_settings
 
     given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s")}
-    return serve(worker_settings(url, os.environ, labels=dict(options.label), **given))
+    return serve(worker_settings(url, environ, labels=dict(options.label), **given))
 
 
 def parser() -> argparse.ArgumentParser:

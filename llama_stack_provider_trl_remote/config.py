@@ -31,6 +31,20 @@ def checked_url(url: str) -> str:
     return url.strip().rstrip("/").removesuffix("/v1")
 
 
+def checked_token(token: str | None) -> str | None:
+    """A token without white space around it (a file's last line has an end); None: there is none.
+
+    Raises:
+        ValueError: no HTTP header can carry it.
+    """
+    found = (token or "").strip()
+    if not found.isprintable():
+        raise ValueError(
+            "the token has a character in it that cannot be printed, such as a line's end: give it as one line"
+        )
+    return found or None
+
+
 class TrlRemoteConfig(Documented):
     """What `remote::trl_remote` needs. Other keys belong to the service, which refuses those that it does not know."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from llama_stack_provider_trl.files import put_in_place, resolve_under
 from .client import ServiceClient, job_path
 
 _TRIES = 5
+
+
+class OtherBytes(ServiceUnreachable):
+    """Raised when the service sends something else than it announced, a second time too."""
 
 
 async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, say: Callable[[str], None]) -> str:
@@ -67,17 +72,19 @@ async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any
         file: its `path` (for a sentence), `size` (None: not known) and `sha256`, as the service lists them.
 
     Raises:
-        ServiceUnreachable: the service has gone away, or sends something else than it announced.
+        ServiceUnreachable: the service has gone away.
+        OtherBytes.
     """
     for last_chance in (False, True):
         resumed = await _complete(client, url, path, file["size"])
-        if _sha256(path) == file["sha256"]:
+        # Of gigabytes it takes longer than a node may be silent.
+        if await asyncio.to_thread(_sha256, path) == file["sha256"]:
             return
         path.unlink()
         if last_chance or not resumed:
             break
     found = f"sent {file['path']} with another sha256 than the {file['sha256']} that it announced"
-    raise ServiceUnreachable(client.url, found, "pull again; if it stays so, the checkpoint is damaged on its disk")
+    raise OtherBytes(client.url, found, "pull again; if it stays so, the checkpoint is damaged on its disk")
 
 
 async def _complete(client: ServiceClient, url: str, path: Path, size: int | None) -> bool:

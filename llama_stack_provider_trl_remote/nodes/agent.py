@@ -20,11 +20,12 @@ from typing import Protocol
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.process import FileLock
 
 from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
 from . import task
-from .identity import NodeError
+from .identity import ADDRESS, NodeError
 from .task import Node, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Agent:
         self._seen = 0
         self._interrupted = False
         """The last poll was given up for news: whether the service is there, the next one finds out."""
-        self._heard = math.inf
+        self._heard = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._trouble = ""
 
@@ -85,36 +86,54 @@ class Agent:
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
             ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
-                token is wrong, it was removed.
+                token is wrong. Of a node that had joined, the last of them is borne for LEASE.
         """
-        self._data_dir.mkdir(parents=True, exist_ok=True)
+        self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
+            (self._data_dir / name).mkdir(exist_ok=True)
+            (self._data_dir / name).chmod(0o700)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
             )
         try:
-            await self._join()
-            await self._take_up()
-            while True:
-                await self._turn()
+            self._heard = self._clock()
+            report = await asyncio.to_thread(self._report)
+            await asyncio.to_thread(_check_address, report.address)
+            await self._take_up(report)
+            await self._join(report)
+            for kept in self._tasks.values():
+                if not kept.begun:  # else it was ended: the service was away for too long
+                    kept.begin()
+            try:
+                while True:
+                    await self._turn()
+            except ServiceRefusal as final:
+                for known in self._tasks.values():
+                    known.end(f"the service does not take this node any more: {final}")
+                for known in self._tasks.values():
+                    await known.settle()
+                raise
         finally:
             for known in self._tasks.values():
                 await known.leave()
             lock.release()
 
-    async def _join(self) -> None:
+    async def _join(self, report: NodeReport) -> None:
         """Say what this machine is, until the service has heard it."""
-        report = await asyncio.to_thread(self._report)
         while True:
             try:
                 joined = await self._calls.join(report)
-            except (ServiceUnreachable, ServiceRefusal) as error:
-                if isinstance(error, ServiceRefusal) and error.status < 500:
+            except ServiceRefusal as refusal:
+                # Of a node that had joined it is an accident, like a service that is away: it was started again with
+                # other tokens, say. But 409 is meant: somebody else has the name, or the versions differ.
+                if refusal.status < 500 and (self._reported[1] is None or refusal.status == 409):
                     raise
-                self._say(str(error))
-                self._end_if_forgotten()
-                await self._sleep(RETRY)
+                await self._wait(refusal)
+                continue
+            except ServiceUnreachable as error:
+                await self._wait(error)
                 continue
             self._hear()
             if self._reported[1] is None:
@@ -122,9 +141,9 @@ class Agent:
             self._reported = (self._clock(), report)
             return
 
-    async def _take_up(self) -> None:
-        """Go on with what an agent before us has begun, and end what nobody knows."""
-        node = self._node()
+    async def _take_up(self, report: NodeReport) -> None:
+        """Find what an agent before us has begun, and end what nobody knows."""
+        node = self._node(report)
         for kept in await asyncio.to_thread(kept_tasks, node):
             log.info("task %s: taken up again", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
@@ -132,8 +151,6 @@ class Agent:
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
             log.warning("ended what was left running of %s: no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
-        for kept in self._tasks.values():
-            kept.begin()
 
     async def _turn(self) -> None:
         """Tell what is new, and hear what is wanted."""
@@ -141,8 +158,9 @@ class Agent:
         if now - reported > REPORT:
             self._reported = (now, before)
             await asyncio.to_thread(self._clean)
-            if _differs(await asyncio.to_thread(self._report), before):
-                await self._join()
+            report = await asyncio.to_thread(self._report)
+            if _differs(report, before):
+                await self._join(report)
         self._news.clear()
         await self._forget()
         assert before is not None
@@ -152,34 +170,18 @@ class Agent:
         try:
             orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
         except ServiceUnreachable as error:
-            self._say(str(error))
-            self._end_if_forgotten()
-            await self._sleep(RETRY)
+            await self._wait(error)
         except ServiceRefusal as refusal:
-            if refusal.status >= 500:
-                self._say(str(refusal))
-                await self._sleep(RETRY)
+            if refusal.status in (404, 409):  # it has another database, or somebody has removed this node
+                self._seen = 0
+                await self._join(await asyncio.to_thread(self._report))
             else:
-                await self._join_again(refusal)
+                await self._wait(refusal)
         else:
             self._interrupted = orders is None
             if orders is not None:
                 self._hear()
                 await self._follow(orders)
-
-    async def _join_again(self, refusal: ServiceRefusal) -> None:
-        """The service does not know us (any more): it has another database, or somebody has removed this node."""
-        try:
-            if refusal.status not in (404, 409):
-                raise refusal
-            self._seen = 0
-            await self._join()
-        except ServiceRefusal as final:
-            for known in self._tasks.values():
-                known.end(f"the service does not take this node any more: {final}")
-            for known in self._tasks.values():
-                await known.settle()
-            raise
 
     async def _ask(self, body: Poll) -> Orders | None:
         """The answer to a poll; None: there were news to tell before it came."""
@@ -201,7 +203,8 @@ class Agent:
             known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
-                self._tasks[task_id] = new = NodeTask(self._node(), order)
+                assert self._reported[1] is not None
+                self._tasks[task_id] = new = NodeTask(self._node(self._reported[1]), order)
                 new.begin()
             else:
                 known.follow(order)
@@ -221,9 +224,7 @@ class Agent:
     def _reports(self) -> tuple[TaskReport, ...]:
         return tuple(known.report() for known in self._tasks.values())
 
-    def _node(self) -> Node:
-        report = self._reported[1]
-        assert report is not None
+    def _node(self, report: NodeReport) -> Node:
         return Node(
             name=report.name,
             address=report.address,
@@ -248,10 +249,15 @@ class Agent:
             log.warning("%s; trainings go on, and it is called again until it answers", trouble)
         self._trouble = trouble
 
-    def _end_if_forgotten(self) -> None:
+    async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
+        """Until the service is called again. After LEASE the tasks are ended, and with a refusal so is the agent."""
+        self._say(str(error))
         if self._clock() - self._heard > LEASE:
+            if isinstance(error, ServiceRefusal) and error.status < 500:
+                raise error
             for known in self._tasks.values():
                 known.end(f"the service has not answered for {LEASE:.0f} s")
+        await self._sleep(RETRY)
 
     def _clean(self) -> None:
         """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""
@@ -263,6 +269,14 @@ class Agent:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_address(address: str) -> None:
+    """Raises NodeError: ranks could not listen there."""
+    try:
+        interface_of(address)
+    except OSError as error:
+        raise NodeError(f"{ADDRESS} must be an address of this machine: {error}") from error
 
 
 def _differs(report: NodeReport, before: NodeReport | None) -> bool:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
 
-from ..client import Answer, ServiceClient, Timeouts, job_path
+from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
 from ..wire import (
     POLL_SECONDS,
@@ -28,6 +28,8 @@ GONE = 410
 _PIECE = 64 << 20
 """Bytes of one PUT of a checkpoint's file: what is sent again after a lost connection."""
 _CHUNK = 1 << 18
+_LISTING = 3600.0
+"""Seconds that the files of a checkpoint may take to be listed: 110 GiB at SLOWEST_DISK."""
 _TIMEOUTS = Timeouts(connect=3.0, read=30.0, total=60.0)
 
 
@@ -101,16 +103,22 @@ class NodeClient(ServiceClient):
         """Ask for a checkpoint to be put in place."""
         # It compares digests and forces files to disk before it answers.
         size = sum(file.size for file in report.files)
-        limit = 60.0 + size / (32 << 20)
+        limit = 60.0 + size / SLOWEST_DISK
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}"
         return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
 
     async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
-        """Send a file of a checkpoint, from where the service has it on."""
+        """Send a file of a checkpoint, from where the service has it on, until the service has found it whole.
+
+        Raises:
+            Behind: the service has more than there is, or does not take a part that begins where it says.
+        """
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
-        size, have, told = file.stat().st_size, 0, False
-        while not told or have < size:
+        size, have, whole = file.stat().st_size, 0, False
+        while not whole:
+            # Where it has all bytes it is sent none: it was ended, or its answer lost, before the file was in place.
             step = min(_PIECE, size - have)
+            hashed = size if have + step == size else 0
             try:
                 # 0 is no limit: how long a piece takes is between `pace` and the network, and `read` sees a dead one.
                 answer = await self._call(
@@ -120,14 +128,15 @@ class NodeClient(ServiceClient):
                     data=self._bytes(file, have, step),
                     headers={"Content-Type": "application/octet-stream"},
                     total=0,
-                    read=60.0 + step / (32 << 20),
+                    # It forces the piece to its disk, and reads all of a file that is complete, before it answers.
+                    read=60.0 + (step + hashed) / SLOWEST_DISK,
                 )
                 have = int(answer.offset or 0)
+                whole = have >= size
             except Behind as behind:
-                if behind.size > size:
+                if behind.size > size or behind.size == have:
                     raise
                 have = behind.size
-            told = True
 
     async def rows(self, sha256: str, path: Path) -> None:
         """Fetch a dataset by its digest; a file that is there and whole is left alone."""
@@ -138,7 +147,9 @@ class NodeClient(ServiceClient):
 
     async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
         """Path, size and sha256 of every file of a checkpoint that the service lists."""
-        files: list[dict[str, Any]] = (await self.get(_checkpoint(job_uuid, checkpoint)))["files"]
+        # The service may read all of it first, for its digests.
+        answer = await self._call("GET", _checkpoint(job_uuid, checkpoint), repeat=True, read=_LISTING, total=0)
+        files: list[dict[str, Any]] = json.loads(answer.body)["files"]
         return files
 
     async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None:

@@ -162,12 +162,16 @@ class Shipping:
     async def _ship_checkpoint(self, held: Held) -> None:
         path = Path(held.event["path"])
         report = await asyncio.to_thread(_reported, path, held)
-        while (answer := await self._calls.offer(self._task_id, path.name, report)).missing:
-            for number, name in enumerate(answer.missing, 1):
+        before: set[str] = set()
+        while missing := (await self._calls.offer(self._task_id, path.name, report)).missing:
+            if before & set(missing):  # it was sent, and is not there
+                await self._sleep(RETRY)
+            for number, name in enumerate(missing, 1):
                 file = next(file for file in report.files if file.path == name)
                 size = f"{file.size / (1 << 20):.1f} MiB"
-                self._say(f"uploads {path.name}, file {number} of {len(answer.missing)}: {name}, {size}")
+                self._say(f"uploads {path.name}, file {number} of {len(missing)}: {name}, {size}")
                 await self._calls.upload(self._task_id, path.name, name, file.sha256, path / name)
+            before = set(missing)
         self._say("")
 
     async def _forget_old_ones(self, shipped: Held) -> None:

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
 from llama_stack_provider_trl.files import atomic_write_json, damage, put_in_place, resolve_under, sha256_of, touched
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
+from ..pull import OtherBytes
 from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
 from .calls import is_gone
@@ -94,6 +95,11 @@ class NodeTask:
     def port(self) -> int | None:
         """Where it listens for its peers, and then, on rank 0's node, its ranks do."""
         return given_port(self.places.run_dir) if self._port is None else self._port
+
+    @property
+    def begun(self) -> bool:
+        """Whether this agent has taken it up, or ended it."""
+        return self._work is not None
 
     @property
     def said_finished(self) -> bool:
@@ -172,7 +178,7 @@ class NodeTask:
         try:
             seen = await asyncio.to_thread(self._node.launcher.poll, self._spec())
             if seen.state is TaskState.unknown:
-                await self._prepare()
+                await self._prepare_patiently()
                 await self._until(Stage.probe if self.order.nodes > 1 else Stage.run)
                 if self.order.stage is Stage.probe:
                     await self._probe()
@@ -184,16 +190,34 @@ class NodeTask:
             self._fail(error)
         except Exception as error:
             log.exception("task %s", self.order.task_id)
-            self._fail(error)
+            self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _fail(self, error: Exception) -> None:
         self._error = str(error) or type(error).__name__
         log.warning("task %s: %s", self.order.task_id, self._error)
         self._node.changed()
 
+    async def _prepare_patiently(self) -> None:
+        """Prepare, again and again while the service is away: it costs no attempt. Who waits for too long is told to
+        stop, by the service or by the agent."""
+        self._say("looks for its files")
+        trouble = ""
+        while True:
+            try:
+                return await self._prepare()
+            except OtherBytes:
+                raise
+            except (ServiceUnreachable, ServiceRefusal) as error:
+                if isinstance(error, ServiceRefusal) and error.status < 500:
+                    raise
+                if str(error) != trouble:
+                    log.warning("task %s: %s", self.order.task_id, error)
+                trouble = str(error)
+                self._say(trouble)
+                await self._node.sleep(shipping.RETRY)
+
     async def _prepare(self) -> None:
         """Have all that the ranks will read, then be there for the other nodes."""
-        self._say("looks for its files")
         await asyncio.to_thread(self._look_at_models)
         if self._shared is None:
             self._shared = await asyncio.to_thread(self._sees_the_services_disk)
@@ -215,7 +239,8 @@ class NodeTask:
     async def _open_door(self) -> None:
         """Listen; after a restart where the other nodes have been told."""
         ports = self.order.ports if self._port is None else (self._port, 1)
-        self._door = Door(listen(self._node.address, ports, self._node.ports_given()), self.order.task_id)
+        others = [port for port in self._node.ports_given() if port != self._port]
+        self._door = Door(listen(self._node.address, ports, others), self.order.task_id)
         self._port = self._door.port
         self._keep()
         await self._door.open()
@@ -231,7 +256,7 @@ class NodeTask:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch())
                 group.create_task(self._ship())
-        except* (TrlError, OSError) as errors:
+        except* Exception as errors:  # a group of them is no sentence
             gone = _flat(errors)[0]
         if gone is None:
             self._shipped = True

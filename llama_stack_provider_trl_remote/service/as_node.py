@@ -3,6 +3,7 @@ address. Jobs on this machine alone need none."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -11,35 +12,45 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
+from ..nodes.agent import Agent
 from ..nodes.start import NodeSettings, make_agent
 from .context import Service
 from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
+RETRY = 10.0
+"""Seconds after which a machine that could take no part tries again."""
 _ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses of nobody (RFC 5737, RFC 3849): what leaves for them leaves by the default route."""
 
 
 async def be_a_node(service: Service, port: int) -> None:
-    """Take part until cancelled; why not, where it cannot, goes to the log. The trainings go on."""
+    """Take part until cancelled. Where it cannot, why not goes to the log, once, and it tries again."""
+    trouble = ""
+    while True:
+        try:
+            await _agent(service, port).run()
+        except (TrlError, OSError) as error:
+            if str(error) != trouble:
+                log.error("this machine takes no part in jobs over several: %s; it tries again", error)
+            trouble = str(error)
+        await asyncio.sleep(RETRY)
+
+
+def _agent(service: Service, port: int) -> Agent:
     settings = service.settings
-    try:
-        address = address_for_ranks(settings)
-        agent = make_agent(
-            NodeSettings(
-                url=_own_url(settings, port),
-                token=service.node_token,
-                name=service.node_name,
-                data_dir=settings.data_dir / "node",
-                address=address,
-                devices=service.devices,
-                python=str(settings.train_python) if settings.train_python else None,
-                tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
-            )
+    return make_agent(
+        NodeSettings(
+            url=_own_url(settings, port),
+            token=service.node_token,
+            name=service.node_name,
+            data_dir=settings.data_dir / "node",
+            address=address_for_ranks(settings),
+            devices=service.devices,
+            python=str(settings.train_python) if settings.train_python else None,
+            tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
         )
-        await agent.run()
-    except (TrlError, OSError) as error:
-        log.error("this machine takes no part in jobs over several: %s", error)
+    )
 
 
 def address_for_ranks(settings: ServiceSettings) -> str:

@@ -19,9 +19,11 @@ from llama_stack_provider_trl.files import write_manifest
 from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl_remote.nodes import agent as agents
+from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
+from llama_stack_provider_trl_remote.pull import OtherBytes
 from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
 from llama_stack_provider_trl_remote.wire import Progress as Going
 from tests.fake_head import FakeHead, away, refusal
@@ -40,7 +42,8 @@ class World:
         self.root, self.data_dir = root, root / "node"
         self.head, self.launcher, self.clock = FakeHead(), FakeLauncher(), FakeClock(0.0)
         self.head.blobs[DIGEST] = ROWS
-        self.boot_id = "boot-1"
+        self.boot_id, self.address = "boot-1", "127.0.0.1"
+        self.models: tuple[str, ...] = ()
 
     def agent(self) -> Agent:
         return Agent(self.head, self.report, self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
@@ -50,12 +53,13 @@ class World:
             name="b",
             machine_id="m",
             boot_id=self.boot_id,
-            address="127.0.0.1",
+            address=self.address,
             cpus=1,
             memory_bytes=1,
             disk_free_bytes=0,
             devices=(DeviceReport(name="cpu"),),
             versions={},
+            models=self.models,
         )
 
     async def sleep(self, seconds: float) -> None:
@@ -527,6 +531,88 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
     world.run(play)
 
 
+@pytest.mark.parametrize("only", ["rows", "files", "file "])
+@pytest.mark.parametrize("trouble", [away, lambda: refusal(503)])
+def test_a_service_that_is_away_while_a_task_is_prepared_costs_no_attempt(
+    world: World, only: str, trouble: Callable[[], Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = world.root / "service" / "checkpoint-6"
+    write(source / "dcp" / "a.bin", b"weights")
+    write_manifest(source)
+    world.head.sources = {("job", "checkpoint-6"): source}
+    resuming = world.order()
+    resuming.spec.update(resume_from="/service/checkpoints/job/checkpoint-6")
+
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = only, [trouble() for _ in range(3)]
+        head.order(resuming)
+        await head.until(lambda: world.launcher.started)
+        assert not any(task.error for poll in head.polls for task in poll.tasks)
+
+    world.run(play)
+    assert caplog.text.count("task job-1: the training service at") == 1
+
+
+@pytest.mark.parametrize("trouble", [refusal(404, "no such blob"), OtherBytes("http://head:8322", "sent other bytes")])
+def test_what_the_service_does_not_have_fails_the_attempt(world: World, trouble: Exception) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = "rows", [trouble]
+        head.order(world.order())
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+
+    world.run(play)
+    assert world.launcher.started == []
+
+
+def test_a_task_that_waits_for_the_service_can_be_stopped(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = "rows", [away() for _ in range(100_000)]
+        head.order(world.order())
+        await head.until(lambda: (report := head.report()) and "takes no connection" in report.detail)
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(play)
+
+
+def test_an_error_that_nobody_expected_is_named(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        write(world.run_dir / "events.jsonl", b"\0\0\n")
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert report.error.startswith("JSONDecodeError: ")
+
+    world.run(play)
+
+
+@pytest.mark.parametrize("stage", [Stage.prepare, Stage.probe])
+def test_an_agent_that_is_started_again_before_the_ranks_listens_where_it_did(world: World, stage: Stage) -> None:
+    ports: list[int | None] = []
+
+    async def play(head: FakeHead) -> None:
+        head.polls.clear()
+        head.order(world.order(stage if ports else Stage.prepare, nodes=2))
+        await head.until(
+            lambda: (
+                (report := head.report())
+                and report.progress is not Going.working
+                and report.stage in ("prepare", stage)
+            )
+        )
+        report = head.report()
+        assert report is not None
+        assert report.error == ""
+        ports.append(report.port)
+
+    world.run(play)
+    world.run(play)
+    assert ports[0]
+    assert ports[0] == ports[1]
+
+
 def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
     world.launcher.refuse = OSError("no runner")
 
@@ -568,12 +654,12 @@ def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> No
     assert world.launcher.tasks["job-1"].seen.exit_code == -9  # swept
 
 
-@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("poll", 403), ("both", 409)])
+@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("both", 409)])
 def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, call: str, status: int) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        head.only, head.trouble = "", [refusal(status, "because")] * (1 if call == "poll" else 2)
+        head.only, head.trouble = "", [refusal(status, "because")] * 2
         head.let_go()
         await asyncio.Event().wait()
 
@@ -583,6 +669,44 @@ def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, 
         world.run(play)
     assert all(task.seen.state is TaskState.exited for task in world.launcher.tasks.values())
     assert len(world.launcher.tasks) == (call != "join")
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 429])
+@pytest.mark.parametrize("only", ["poll", "join"])
+def test_a_node_that_had_joined_bears_a_refusal_for_a_while(
+    world: World, only: str, status: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "LEASE", 1e9)  # this clock runs on while the service keeps a poll
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = only, [refusal(status, "because")] * 30
+        if only == "join":
+            world.clock.advance(agents.REPORT + 1)
+            world.models = ("org/new",)  # it joins again to say so
+        head.let_go()
+        await head.until(lambda: not head.trouble)
+        polls = len(head.polls)
+        await head.until(lambda: len(head.polls) > polls)
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].seen.state is TaskState.running
+    assert caplog.text.count("because") == 1
+
+
+def test_a_node_that_is_refused_for_the_lease_ends_its_tasks_and_itself(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "", [refusal(401, "because")] * 100_000
+        head.let_go()
+        await asyncio.Event().wait()
+
+    with pytest.raises(ServiceRefusal, match="because"):
+        world.run(play)
+    assert world.launcher.tasks["job-1"].seen.state is TaskState.exited
+    assert world.clock() > LEASE
 
 
 @pytest.mark.parametrize("status", [404, 409])
@@ -657,3 +781,82 @@ def test_stages_are_gone_through_forward_only(world: World) -> None:
 
     world.run(play)
     assert world.launcher.started == ["job-1"]
+
+
+def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = world.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(world, "sleep", noted)
+    monkeypatch.setattr(shipping, "RETRY", 7.0)
+    upload, lost = world.head.upload, ["weights/a.bin"] * 3
+
+    async def losing(task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
+        if lost and name == lost[0]:
+            lost.pop()
+            return world.head._meet(f"upload {checkpoint}/{name}")
+        await upload(task_id, checkpoint, name, sha256, file)
+
+    monkeypatch.setattr(world.head, "upload", losing)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"))
+        await head.until(lambda: head.checkpoints)
+
+    world.run(play)
+    assert world.head.calls.count("upload checkpoint-1/weights/a.bin") == 4
+    assert pauses.count(7.0) == 3
+
+
+def test_an_agent_that_is_started_while_the_service_is_away_ends_its_tasks_after_the_lease(world: World) -> None:
+    async def first(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    async def second(head: FakeHead) -> None:
+        began = world.clock()
+        head.only, head.trouble = "join", [away() for _ in range(100_000)]
+        task = world.launcher.tasks["job-1"]
+        await head.until(lambda: task.seen.state is TaskState.exited)
+        assert world.clock() - began > LEASE
+        head.trouble, head.polls = [], []
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert (report.stage, report.error) == (Stage.stop, "the service has not answered for 600 s")
+
+    world.run(first)
+    world.run(second)
+    assert world.launcher.started == ["job-1"]
+
+
+def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> None:
+    world.address = "192.0.2.77"
+
+    async def play(head: FakeHead) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(NodeError, match=r"TRL_NODE_ADDRESS must be an address of this machine: .*192\.0\.2\.77"):
+        world.run(play)
+    assert world.head.joined == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_kept_is_for_nobody_else(world: World, there: bool) -> None:
+    if there:
+        (world.data_dir / "jobs").mkdir(parents=True, mode=0o755)
+        world.data_dir.chmod(0o755)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    assert there or world.data_dir.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in world.data_dir.iterdir() if path.is_dir()} == {0o700}

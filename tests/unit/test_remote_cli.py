@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl_remote import cli, client
+from llama_stack_provider_trl_remote.nodes import start
 from llama_stack_provider_trl_remote.terminal import bar, duration, how_to_add_a_node, progress_line, table
 from llama_stack_provider_trl_remote.watch import new_lines
 from tests.fake_service import FakeService, fake_service, ndjson, progress, status
@@ -426,6 +427,42 @@ def test_a_worker_that_cannot_be_one_says_so_at_once(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("agent", "--service", "http://10.255.255.1:8322"), "TRL_SERVICE_NODE_TOKEN"),
+        (("agent", "--service", "http://10.255.255.1:8322"), "TRL_SERVICE_TOKEN"),
+        (("nodes",), "TRL_SERVICE_TOKEN"),
+    ],
+)
+def test_a_token_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], name: str, service: FakeService
+) -> None:
+    monkeypatch.delenv("TRL_SERVICE_NODE_TOKEN", raising=False)
+    monkeypatch.setenv(name, "one\r\ntwo\n")
+    exit_status, _, errors = run(*words)
+    assert (exit_status, errors.count("\n")) == (2, 1)
+    assert errors.startswith(f"trl-remote: {name}: the token has a character")
+    assert "two" not in errors
+
+
+def test_the_end_of_a_tokens_line_is_not_sent(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", " secret\r\n")
+    assert run("jobs", "list")[0] == 0
+    given: list[str | None] = []
+    monkeypatch.setattr(start, "serve", lambda settings: given.append(settings.token) or 0)
+    monkeypatch.setenv("TRL_NODE_ADDRESS", "10.0.0.1")
+    monkeypatch.setenv("TRL_NODE_NAME", "b")
+    monkeypatch.setenv("TRL_SERVICE_NODE_TOKEN", "node\n")
+    assert run("agent", "--device", "cpu")[0] == 0
+    assert given == ["node"]
+
+
+def test_a_wrong_address_is_named_with_its_option(run: Run) -> None:
+    assert run("agent", "--service", "8322")[2].startswith("trl-remote: --service or TRL_SERVICE_URL: ")
+    assert run("nodes", "--url", "8322")[2].startswith("trl-remote: --url or TRL_SERVICE_URL: ")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(service: FakeService) -> None:
