@@ -323,6 +323,8 @@ async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
 
 def _remove(service: Service, name: str) -> None:
     record = _known(service, name)
+    if name == service.node_name:
+        raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
     if jobs and _is_live(service, record):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")

@@ -362,6 +362,7 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
     assert a.poll().ok
     own = FakeAgent(service, "head", machine_id="another machine", address="10.0.0.9")
     assert "it is the service's own machine" in refusal(own.join(), 409)
+    assert "cordon or drain it" in refusal(service.delete("/nodes/head"), 409)
     assert service.delete("/nodes/a").status_code == 204
     assert "was removed" in refusal(a.poll(), 410)
     assert a.join().ok

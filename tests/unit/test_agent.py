@@ -394,6 +394,19 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
     assert not world.head.checkpoints
 
 
+def test_a_node_that_was_removed_ends_with_its_tasks(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "poll", [refusal(410, "node 'b' was removed")]
+        head.let_go()
+        await head.until(lambda: False)
+
+    with pytest.raises(ServiceRefusal, match="was removed"):
+        world.run(play)
+    assert world.launcher.tasks["job-1"].cancels
+
+
 def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
