@@ -63,7 +63,7 @@ class Service:
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; nobody else ever sees it."""
-        self.presence = Presence()
+        self.presence = Presence(own=self.node_name)
         self.cluster = Cluster(self.store, self.presence, self.node_name, machine_id(os.environ), self.devices)
         self.shipping = Shipping(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
