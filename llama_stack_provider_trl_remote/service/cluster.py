@@ -175,9 +175,11 @@ class ClusterLauncher:
             self._stop(task.task_id, ending)
             return self.poll(task)
         seen = self._advance(parts)
-        if any(self._is_lost(part) for part in parts):  # and is not given up
-            silent = silent_since(self._cluster.presence.seconds_alone())
-            seen = replace(seen, detail=f"all other machines are {silent}: left to train, for it may be this one's network")
+        presence = self._cluster.presence
+        if any(self._is_lost(part) and not presence.is_to_blame(part.node) for part in parts):
+            silent = silent_since(presence.seconds_alone())
+            detail = f"left to itself: all other machines are {silent}, which may be this one's network"
+            seen = replace(seen, detail=detail)
         return seen
 
     def pause(self, task: TaskSpec) -> None:
@@ -322,8 +324,8 @@ class ClusterLauncher:
             self._shipping.append_event(RunDir(task.run_dir).events, event)
 
     def _is_given_up(self, part: _Part, parts: Sequence[_Part]) -> bool:
-        """Whether to go on without a silent node. Where it may be we who are cut off, and the attempt is on other machines
-        only, it trains on: then not before their agents have ended it themselves."""
+        """Whether to go on without a silent node. Where it may be we who are cut off, and the attempt needs us not, it
+        trains on: then not before the agents have ended it themselves."""
         if not self._is_lost(part):
             return False
         presence, head = self._cluster.presence, self._cluster.head

@@ -346,7 +346,7 @@ def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) 
     pair.gone("b", "c")
     pair.pass_time(2, "b", "c")
     assert (pair.job().state, pair.job().reason) == (JobState.failed, Reason.out_of_memory)
-    assert "rank 1: 3 GiB short" in pair.job().message
+    assert "rank 1 on node c: 3 GiB short" in pair.job().message
 
 
 def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
@@ -570,6 +570,17 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
     assert "c is cordoned" in pair.job("next").detail
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "node b"), (1, "rank 1 on node c")])
+def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> None:
+    pair.say(Failed(rank=rank, reason=Reason.invalid_dataset, message="no rows"))
+    for node in "bc":
+        pair.exit(node, 1)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    assert pair.job().message == f"{who}: no rows"
 
 
 # Fencing
