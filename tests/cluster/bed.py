@@ -313,7 +313,7 @@ class Bed:
             nodes = self.get("/nodes")["data"]
             return set(names) <= {node["node"] for node in nodes if node["agent"] and node["state"] == "open"}
 
-        self.wait(there, f"nodes {', '.join(names)} have joined", 90)
+        self.wait(there, f"nodes {', '.join(names)} have joined", 240)
 
     def status(self, job_uuid: str) -> Json:
         return dict(self.get("/post-training/job/status", job_uuid=job_uuid))
@@ -342,10 +342,10 @@ class Bed:
     def nothing_is_left(self) -> None:
         """No process of any task is left on any machine, within seconds; and no process at all once the agents and the
         service were told to end."""
-        self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 20)
+        self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 60)
         for machine in self.machines:
             machine.signal_agent(signal.SIGTERM)
-        self.wait(lambda: not [pid for one in self.machines for pid in one.pids()], "no process is left", 20)
+        self.wait(lambda: not [pid for one in self.machines for pid in one.pids()], "no process is left", 60)
 
 
 @pytest.fixture

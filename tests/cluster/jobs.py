@@ -55,7 +55,7 @@ def prepared(bed: Bed, *workers: str, disk_mb: int = 0, **environ: str) -> None:
 
 def ready(bed: Bed, *workers: str) -> None:
     """Until the service has the pairs and these nodes."""
-    bed.wait(lambda: bed.session.get(f"{bed.url}/health", timeout=5).ok, "the service answers", 60)
+    bed.wait(lambda: bed.session.get(f"{bed.url}/health", timeout=5).ok, "the service answers", 240)
     body = {"dataset_id": "pairs", "purpose": "post-training/messages", "source": {"type": "rows", "rows": PAIRS}}
     assert bed.post("/datasets", body).ok
     bed.wait_for_nodes(*workers)

@@ -49,7 +49,7 @@ def test_a_blocked_port_is_named_before_anything_is_imported(bed: Bed) -> None:
     _, a, b = bed.machines
     a.block("29500-29599")
     submit(bed, dpo("pair", 4, resources={"nodes": 2, "labels": {"rack": "7"}}, retries=0))
-    status = bed.wait_for_end("pair", 60)
+    status = bed.wait_for_end("pair", 240)
     assert status["status"] == "failed"
     error = status["resources_allocated"]["error"]
     assert error["reason"] == "launch_failed"
@@ -70,13 +70,13 @@ def test_what_cannot_be_placed_waits_and_a_port_range_in_use_is_named(bed: Bed) 
     )
     for number, (asked, said) in enumerate(cases):
         name = submit(bed, dpo(f"waits-{number}", 4, resources=asked))
-        bed.wait(lambda name=name, said=said: re.search(said, resources_of(bed, name)["detail"]), said, 30)
+        bed.wait(lambda name=name, said=said: re.search(said, resources_of(bed, name)["detail"]), said, 120)
     with a.ports_in_use(29500, 29599):
         submit(bed, dpo("pair", 4, resources={"nodes": 2}, retries=0))
-        status = bed.wait_for_end("pair", 60)
+        status = bed.wait_for_end("pair", 240)
     error = status["resources_allocated"]["error"]
     assert error["reason"] == "launch_failed"
-    assert f"node a: every port from 29500 to 29599 is in use at {a.address}" in error["message"]
+    assert re.match(rf"node a: .*every port from 29500 to 29599 is in use at {re.escape(a.address)}", error["message"])
     for number in range(len(cases)):
         assert resources_of(bed, f"waits-{number}")["state"] == "scheduled"
     bed.nothing_is_left()
@@ -98,7 +98,7 @@ def test_a_worker_that_is_not_taken_ends_with_a_sentence(bed: Bed, tmp_path: Pat
         other.log.write_text("")
         other.join(bed.machines[0], **environ)
         assert other.process is not None
-        assert other.process.wait(60) in (1, 2), environ
+        assert other.process.wait(240) in (1, 2), environ
         assert said in other.log.read_text()
         assert "Traceback" not in other.log.read_text()
     bed.nothing_is_left()
