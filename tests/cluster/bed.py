@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Machine:
             "TRL_LOCK_DIR": str(self.root / "locks"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "TRL_FAULTS": str(self.bed.faults),
             **environ,
         }
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]
@@ -228,6 +229,8 @@ class Bed:
         self.switch = f"{self.prefix}-sw"
         self.network = _free_network()
         self.machines: list[Machine] = []
+        self.faults = root / "faults"
+        self.faults.mkdir()
         self.scheme = "http"
         self.session = requests.Session()
         self.session.headers["Authorization"] = f"Bearer {TOKEN}"
@@ -338,6 +341,11 @@ class Bed:
         ]
         assert len({point["step"] for point in points}) == len(points)
         return {point["step"]: point["metrics"]["loss"] for point in points}
+
+    def hold(self, point: str) -> Callable[[], None]:
+        """Have a training wait at a point of `llama_stack_provider_trl.faults`; what comes back lets it go on."""
+        (self.faults / point).write_text("hold")
+        return (self.faults / f"{point}.go").touch
 
     def nothing_is_left(self) -> None:
         """No process of any task is left on any machine, within seconds; and no process at all once the agents and the

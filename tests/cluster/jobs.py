@@ -35,12 +35,11 @@ def dpo(job_uuid: str, steps: int, **options: Any) -> Json:
     }
 
 
-def prepared(bed: Bed, *workers: str, disk_mb: int = 0, **environ: str) -> None:
+def prepared(bed: Bed, *workers: str, disk_mb: int = 0) -> None:
     """A service on `head` with the pairs, and these nodes.
 
     Args:
         disk_mb: of each machine's own disk, which may be filled up to its end.
-        environ: of the workers.
     """
     head = bed.machine("head")
     tiny_model()
@@ -49,7 +48,7 @@ def prepared(bed: Bed, *workers: str, disk_mb: int = 0, **environ: str) -> None:
     for name in workers:
         worker = bed.machine(name)
         worker.disk_mb = disk_mb
-        worker.join(head, "--label", "rack=7", **environ)
+        worker.join(head, "--label", "rack=7")
     ready(bed, *workers)
 
 

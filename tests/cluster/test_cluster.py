@@ -138,8 +138,8 @@ def test_without_a_spare_it_waits_says_for_whom_and_goes_on_when_the_machine_is_
     """Of the head and the other rank's node, both see each other, and neither the one that is gone."""
     prepared(bed, "a", "b")
     head = bed.machines[0]
-    submit(bed, dpo("pair", 200, resources={"nodes": 2, "labels": {"rack": "7"}}, save_steps=20))
-    resources = bed.wait(lambda: trains(bed, "pair", beyond=21), "the job has a checkpoint", 420)
+    submit(bed, dpo("pair", 100, resources={"nodes": 2, "labels": {"rack": "7"}}, save_steps=10))
+    resources = bed.wait(lambda: trains(bed, "pair", beyond=11), "the job has a checkpoint", 420)
     lost = machines_of(bed, resources)[rank]
     began = time.monotonic()
     if how == "link":
@@ -158,8 +158,8 @@ def test_without_a_spare_it_waits_says_for_whom_and_goes_on_when_the_machine_is_
     first, second = status["resources_allocated"]["attempts"]
     assert (first["reason"], second["reason"]) == ("node_lost", None)
     assert f"node {lost.name} is silent since" in first["message"]
-    assert second["start_step"] >= 20
-    assert sorted(bed.losses("pair")) == list(range(1, 201))
+    assert second["start_step"] >= 10
+    assert sorted(bed.losses("pair")) == list(range(1, 101))
     bed.nothing_is_left()
 
 
@@ -168,32 +168,40 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
     prepared(bed, "a")
     bed.wait_for_nodes("head", "a")
     head, a = bed.machines
-    submit(bed, dpo("pair", 600, resources={"nodes": 2}, save_steps=100))
-    bed.wait(lambda: trains(bed, "pair", beyond=5), "the job trains", 420)
+    go_on = bed.hold("step-30")  # so that it does not end before the service is back
+    submit(bed, dpo("pair", 40, resources={"nodes": 2}, save_steps=10))
+    bed.wait(lambda: trains(bed, "pair", beyond=2), "the job trains", 420)
     trainings = head.trainings() + a.trainings()
     head.kill_agent()
     time.sleep(20)  # longer than a node may be silent
     assert set(head.trainings() + a.trainings()) == set(trainings)
+    bed.wait(lambda: (bed.faults / "step-30.taken").exists(), "it trains on meanwhile", 60)
     head.serve()
+    bed.wait_for_nodes("head", "a")
+    go_on()
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", status
     assert [attempt["reason"] for attempt in status["resources_allocated"]["attempts"]] == [None]
-    assert sorted(bed.losses("pair")) == list(range(1, 601))
+    assert sorted(bed.losses("pair")) == list(range(1, 41))
     bed.nothing_is_left()
 
 
 def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed: Bed) -> None:
     """One rank on one machine: it trains on while nobody hears of it, and comes back with events and checkpoints."""
     prepared(bed, "a", "b")
-    submit(bed, dpo("late", 600, resources={"labels": {"rack": "7"}}, save_steps=50))
-    resources = bed.wait(lambda: trains(bed, "late", beyond=5), "the job trains", 420)
+    go_on = bed.hold("step-25")
+    submit(bed, dpo("late", 40, resources={"labels": {"rack": "7"}}, save_steps=10))
+    resources = bed.wait(lambda: trains(bed, "late", beyond=22), "the job trains", 420)
     (lost,) = machines_of(bed, resources)
+    second_goes_on = bed.hold("step-24")  # the first is beyond that, and waits
     lost.link(up=False)
+    go_on()
     theirs = lost.data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl"
     bed.wait(lambda: b'"type":"finished"' in theirs.read_bytes(), "it trains to its end where nobody hears it", 300)
-    bed.wait(lambda: resources_of(bed, "late")["attempt"] == 2, "it is given to the other node", 60)
+    bed.wait(lambda: trains(bed, "late", attempt=2), "it is given to the other node", 240)
     lost.link(up=True)
-    bed.wait(lambda: not theirs.exists(), "the agent ends the old task", 60)
+    bed.wait(lambda: not theirs.exists(), "the agent ends the old task", 120)
+    second_goes_on()
     status = bed.wait_for_end("late")
     assert status["status"] == "completed", status
     assert f"{lost.name}/" not in status["resources_allocated"]["device"]
@@ -201,7 +209,7 @@ def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed
     assert (first["reason"], second["reason"]) == ("node_lost", None)
     taken = (bed.machines[0].data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl").read_text()
     assert '"finished"' not in taken
-    assert sorted(bed.losses("late")) == list(range(1, 601))
+    assert sorted(bed.losses("late")) == list(range(1, 41))
     saved = [(event["step"], event["path"]) for event in bed.events("late") if event["type"] == "checkpoint"]
     assert len(set(saved)) == len(saved)
     bed.nothing_is_left()
