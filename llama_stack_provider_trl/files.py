@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -42,6 +42,8 @@ class RunDir:
         """Its time is that of the first cancel."""
         self.ballast = root / "ballast"
         """Given up for the last words of a training process on a full disk."""
+        self.uploads = root / "uploads"
+        """How many checkpoints wait here for their way to the service; written by the agent of another machine."""
         self.task = root / "task.json"
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"
@@ -184,9 +186,14 @@ def point_latest(directory: Path, name: str) -> None:
     _fsync_path(directory)
 
 
-def put_in_place(staging: Path, target: Path) -> None:
-    """Make a complete directory visible under its name, in one step; one that has the name is replaced."""
+def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Make a complete directory visible under its name, in one step; one that has the name is replaced.
+
+    Args:
+        check: called when all is on the disk, as late as can be; nothing becomes visible where it raises.
+    """
     fsync_tree(staging)
+    check()
     old = target.with_name(f"{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

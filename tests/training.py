@@ -46,11 +46,12 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
     return JobSpec(**{**fields, **changes})
 
 
-def run(root: Path, spec: JobSpec, resume_from: Path | None = None) -> tuple[int, list[Event]]:
-    """Exit status and events of one attempt at `spec`."""
+def run(root: Path, spec: JobSpec, resume_from: Path | None = None, **changes: Any) -> tuple[int, list[Event]]:
+    """Exit status and events of one attempt at `spec`; any field of AttemptSpec may be given."""
     root.mkdir(parents=True, exist_ok=True)
     paths = RunDir(root)
-    paths.spec.write_text(AttemptSpec(job=spec, attempt=1, run_dir=root, resume_from=resume_from).model_dump_json())
+    attempt = AttemptSpec(job=spec, attempt=1, run_dir=root, resume_from=resume_from).model_copy(update=changes)
+    paths.spec.write_text(attempt.model_dump_json())
     status = train.main(["train", str(paths.spec)])
     return status, list(iter_events(paths.events))
 

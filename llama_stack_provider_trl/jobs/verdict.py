@@ -89,7 +89,8 @@ def _told(event: Failed, node: str) -> str:
 def _unexplained(seen: Observation) -> tuple[Reason, str]:
     """Reason and message for an end without an event."""
     if seen.exit_code is None:
-        return Reason.node_lost, f"the training process is gone and nobody saw it end ({seen.detail or 'no trace'})."
+        why = f"{seen.detail}: " if seen.detail else ""
+        return Reason.node_lost, f"{why}the training process is gone and nobody saw it end."
     who = "the training process" if seen.rank is None else f"rank {seen.rank}"
     if seen.exit_code == 0:
         return Reason.no_result, f"{who} exited with 0 but never reported a result."

@@ -54,7 +54,7 @@ from ..files import (
     write_manifest,
 )
 from . import disks, ranks, shards
-from .disks import Disks
+from .disks import Disks, Turn
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
 from .liveness import shown_alive
 from .sharding import reshard
@@ -63,6 +63,10 @@ from .spec import JobSpec
 OPTIMIZER = "optimizer"
 """The directory of the optimizer's state; a checkpoint without it is one of Trainer's own format."""
 _GROUPS = "param_groups"
+_UPLOAD_LOOK = 0.5
+"""Seconds between two looks at what is on its way to the service."""
+_NOTICE = 5.0
+"""Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
 _LONG_WAIT = 1.0
 """Seconds of waiting for the checkpoint before that a job's warnings tell."""
 
@@ -91,8 +95,11 @@ class Saver:
     of their own.
     """
 
-    def __init__(self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent) -> None:
+    def __init__(
+        self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent, turn: Turn | None = None
+    ) -> None:
         self.spec, self.writer = spec, writer
+        self.turn = turn or Turn()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -245,7 +252,7 @@ class Saver:
             faults.reach(f"saving-{step}")
             write_manifest(staging, digests)
             target = staging.parent.parent / staging.name
-            put_in_place(staging, target)
+            put_in_place(staging, target, self.turn.check)
             point_latest(target.parent, target.name)
             faults.reach(f"saved-{step}")
             announce(target)
@@ -376,15 +383,44 @@ def first_undamaged(
     return None
 
 
-def need_space(spec: JobSpec, num_bytes: int) -> None:
-    """Raises what a full disk raises where `num_bytes` more would not leave `min_free_bytes` free."""
-    free = free_bytes(spec.checkpoint_dir)
-    if free < num_bytes + spec.min_free_bytes:
-        raise OSError(
-            errno.ENOSPC,
+def need_space(
+    spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | Silent | None = None
+) -> None:
+    """Return if `num_bytes` more leave `min_free_bytes` free; wait for it where checkpoints are on their way from this
+    disk to the service's, after which they are removed here.
+
+    Args:
+        uploads: `RunDir.uploads`.
+        writer: told of a wait.
+
+    Raises:
+        OSError: as a full disk does.
+    """
+    writer = writer or Silent()
+    is_told, patience = False, _NOTICE
+    while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.min_free_bytes:
+        said = (
             f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
-            f"free and {spec.min_free_bytes >> 20} MiB must stay free",
+            f"free and {spec.min_free_bytes >> 20} MiB must stay free"
         )
+        waiting = _uploads(uploads)
+        if waiting is None or patience <= 0:
+            raise OSError(errno.ENOSPC, said)
+        if waiting and not is_told:
+            is_told = True
+            message = f"{said}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
+            writer.write(Warned(message=message))
+        patience = _NOTICE if waiting else patience - _UPLOAD_LOOK
+        writer.beat()  # the agent ends the job where nobody takes them
+        time.sleep(_UPLOAD_LOOK)
+
+
+def _uploads(path: Path | None) -> int | None:
+    """How many checkpoints are on their way; None: none ever will be."""
+    try:
+        return None if path is None else int(path.read_text())
+    except FileNotFoundError:
+        return None
 
 
 def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:

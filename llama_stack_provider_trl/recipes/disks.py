@@ -16,10 +16,51 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..errors import JobFailure
 from . import ranks
+from .events import Reason
+from .spec import AttemptSpec
 
 PIECE = 16 << 20
 """Bytes that are on their way at a time."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An attempt's right to write into its job's checkpoint directory.
+
+    On a disk that several machines see, one that was cut off trains on and does not know that another attempt has its
+    job by now. That one's name is on the disk.
+
+    Args:
+        mark: `AttemptSpec.turn`.
+    """
+
+    task_id: str = ""
+    mark: Path | None = None
+
+    @classmethod
+    def of(cls, attempt: AttemptSpec) -> Turn:
+        return cls(attempt.task_id, attempt.turn)
+
+    def own(self, name: str) -> str:
+        """A name for what is not complete yet, which no other attempt uses (`files.remove_leftovers` knows it)."""
+        return name if self.mark is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
+
+    def check(self) -> None:
+        """Raises JobFailure, node_lost, where the turn is another attempt's."""
+        if self.mark is None:
+            return
+        try:
+            named = self.mark.read_text().strip()
+        except FileNotFoundError:
+            named = ""
+        if named != self.task_id:
+            raise JobFailure(
+                Reason.node_lost,
+                f"the service has given up this attempt, {self.task_id}, and {named or 'another one'} may write "
+                f"into {self.mark.parent} by now: nothing more is written there",
+            )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from peft import PeftConfig
 from trl import DPOTrainer
 from trl.trainer.utils import use_adapter
 
+from .disks import Turn
 from .events import EventWriter, Silent
 from .reference import NoReference, is_needed, load_reference, precomputes
 from .sampling import Share
@@ -113,9 +114,9 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         super().__init__(ref_model=given, peft_config=peft_config, **arguments)
         self.ref_model = None
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
         """Attach the job, and load its reference."""
-        super().bind(spec, share, writer)
+        super().bind(spec, share, writer, turn)
         if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -30,6 +31,7 @@ from ..files import fsync_tree, put_in_place, write_manifest
 from ..process import available_memory
 from . import ranks
 from .checkpoints import need_space
+from .disks import Turn
 from .events import Reason
 from .models import DTYPES, load_adapter, quantize
 from .sharding import gather, reshard
@@ -130,6 +132,8 @@ def export(
     spec: JobSpec,
     sample: Sample,
     beat: Callable[[], None] = lambda: None,
+    turn: Turn | None = None,
+    need: Callable[[int], None] | None = None,
 ) -> Exported | None:
     """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
 
@@ -139,18 +143,22 @@ def export(
     Args:
         sample: what `model` said, to compare with.
         beat: called whenever something was done.
+        turn: None: nobody else writes there.
+        need: as `need_space`, of bytes; None: that.
 
     Returns:
         On rank 0 what was written, None on the others.
 
     Raises:
-        JobFailure: export_failed, naming the check that failed and what differed. The directory is not there then.
+        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
+            attempt's turn. The directory is not there then.
         OSError: the disk is, or would be, full.
     """
-    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / f"{kind}.tmp"
+    turn = turn or Turn()
+    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
     try:
         if ranks.rank() == 0:
-            need_space(spec, bytes_needed(model, spec, kind))
+            (need or partial(need_space, spec))(bytes_needed(model, spec, kind))
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         if kind == "final" and isinstance(model, PeftModel):
@@ -174,7 +182,7 @@ def export(
             difference = _check_logits(kind, staging, expected, spec, sample, beat)
         faults.reach(f"exporting-{kind}")
         write_manifest(staging)
-        put_in_place(staging, target)
+        put_in_place(staging, target, turn.check)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from .callbacks import JobCallback, Order
 from .checkpoints import first_undamaged, need_space, step_bytes
 from .contact import in_contact
 from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
+from .disks import Turn
 from .dpo import DpoRecipe
 from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
 from .export import bytes_needed, check_tokenizer, export, exports, take_sample
@@ -75,7 +77,7 @@ def _train(
 
     control = RunDir(attempt.run_dir).control
     with shown_alive(writer):
-        trainer, effective = build_trainer(spec, device, writer, share)
+        trainer, effective = build_trainer(spec, device, writer, share, Turn.of(attempt))
         resume_from = _resume_point(attempt, writer, trainer)
         start_step = trainer.take_up(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
@@ -83,10 +85,11 @@ def _train(
     if ranks.rank() == 0:
         check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = step_bytes(trainer.model, spec)
-    trainer.need_space = partial(need_space, spec, needed)
+    need = partial(need_space, spec, uploads=RunDir(attempt.run_dir).uploads, writer=writer)
+    trainer.need_space = partial(need, needed)
     # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
     if trainer.disks.is_here:
-        need_space(spec, needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
+        need(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
     if callback.order() is Order.stop:
         return writer.write(Paused(step=start_step), durable=True)
     if precomputes(spec):
@@ -103,7 +106,7 @@ def _train(
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
-    _export(spec, trainer, callback, _take_best(spec, trainer, callback))
+    _export(spec, trainer, callback, _take_best(spec, trainer, callback), need)
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
@@ -119,12 +122,17 @@ def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: R
 
 
 def build_trainer(
-    spec: JobSpec, device: torch.device, writer: EventWriter | Silent | None = None, share: Share | None = None
+    spec: JobSpec,
+    device: torch.device,
+    writer: EventWriter | Silent | None = None,
+    share: Share | None = None,
+    turn: Turn | None = None,
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel).
 
     Args:
         share: how each optimizer step is shared out; None: as the job's own fields say.
+        turn: None: nobody else writes into the job's checkpoint directory.
     """
     share = share or _own_share(spec)
     tokenizer = load_tokenizer(spec)
@@ -160,7 +168,7 @@ def build_trainer(
         )
     if spec.lora and spec.lora.quantize_base:
         keep_adapters_in_fp32(trainer.model)
-    trainer.bind(spec, share, writer or Silent())
+    trainer.bind(spec, share, writer or Silent(), turn)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
         "attention": model.config._attn_implementation,
@@ -232,7 +240,13 @@ def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> 
     return standing if there else last
 
 
-def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standing: dict[str, Any]) -> None:
+def _export(
+    spec: JobSpec,
+    trainer: RecipeTrainer,
+    callback: JobCallback,
+    standing: dict[str, Any],
+    need: Callable[[int], None],
+) -> None:
     """Every rank gives its parts; rank 0 writes, checks and announces."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     sample = take_sample(model, tokenizer, trainer.args.device, spec)
@@ -243,7 +257,7 @@ def _export(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback, standi
             # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
-        saved = export(kind, model, tokenizer, spec, sample, beat=callback.writer.beat)
+        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn, need)
         if saved is not None:
             if saved.doubt:
                 callback.writer.write(Warned(message=saved.doubt))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from .disks import Turn
 from .events import EventWriter, Silent
 from .sampling import Share
 from .spec import JobSpec
@@ -21,8 +22,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     head_outputs = ("log_probs", "is_top1")
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
-        super().bind(spec, share, writer)
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
+        super().bind(spec, share, writer, turn)
         self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(

@@ -312,6 +312,9 @@ class AttemptSpec(_Frozen):
     """A checkpoint directory of this job to go on from; None: from the start."""
     fall_back_to: tuple[Path, ...] = ()
     """Checkpoints to go on from where that one turns out to be damaged, the best first."""
+    turn: Path | None = None
+    """On a disk that several machines see: a file that says, by its task_id, which attempt may write into the job's
+    checkpoint directory. None: no other can."""
 
     @property
     def resume_candidates(self) -> tuple[Path, ...]:

@@ -18,10 +18,18 @@ import argparse
 import errno
 import socket
 import sys
+from pathlib import Path
 from typing import ClassVar
 
-from torch.distributed import Store, TCPStore, run
+from torch.distributed import DistError, Store, TCPStore, run
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
+
+from ..files import RunDir
+from .events import EventWriter, Failed, Reason
+
+
+class NotMet(Exception):
+    """Raised when another node's torchrun has not come."""
 
 
 class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
@@ -31,17 +39,24 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     _store: Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None and self.rank == 0:
-            self._store = TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                is_master=True,
-                timeout=self.timeout,
-                multi_tenant=True,
-                master_listen_fd=self.listener.detach(),
-            )
-        return super().next_rendezvous()
+        try:
+            if self._store is None and self.rank == 0:
+                self._store = TCPStore(
+                    self.master_addr,
+                    self.master_port,
+                    self.world_size,
+                    is_master=True,
+                    timeout=self.timeout,
+                    multi_tenant=True,
+                    master_listen_fd=self.listener.detach(),
+                )
+            return super().next_rendezvous()
+        except DistError as error:
+            raise NotMet(
+                f"the torchruns of {self.world_size} nodes did not meet at {self.master_addr} port {self.master_port} "
+                f"within {self.timeout.total_seconds():.0f} s ({str(error).partition(chr(10))[0]}): see torchrun's log "
+                "on each of them, and open that TCP port between them"
+            ) from error
 
 
 def listener(address: str, port: int, last_port: int) -> socket.socket:
@@ -69,7 +84,18 @@ def main(argv: list[str]) -> None:
         port = ConfinedRendezvous.listener.getsockname()[1]
     static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
     place = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
-    run.main([*place, *others])
+    try:
+        run.main([*place, *others])
+    except NotMet as error:
+        _last_word(Path(others[-1]), str(error))
+        sys.exit(str(error))
+
+
+def _last_word(spec: Path, message: str) -> None:
+    """For the ranks, which were never started."""
+    events = EventWriter(RunDir(spec.parent).events)
+    events.write(Failed(reason=Reason.launch_failed, message=message), durable=True)
+    events.close()
 
 
 if __name__ == "__main__":

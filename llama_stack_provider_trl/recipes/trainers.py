@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..errors import JobFailure
 from . import checkpoints, ranks
 from .arguments import optimizer_class, scheduler_arguments
-from .disks import Disks
+from .disks import Disks, Turn
 from .events import CheckpointSaved, EventWriter, Reason, Silent
 from .packing import num_rows
 from .sampling import EpochSampler, Share
@@ -55,10 +55,10 @@ class RecipeTrainer(Trainer):
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent) -> None:
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
         self.spec, self.share, self._writer = spec, share, writer
-        self._saver = checkpoints.Saver(spec, self.args.device, writer)
+        self._saver = checkpoints.Saver(spec, self.args.device, writer, turn)
         self._taken_up, self.notes = {}, {}
         self._noted = {"train": {}, "eval": {}}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
@@ -155,10 +155,11 @@ class RecipeTrainer(Trainer):
         step = self.state.global_step
         self.finish_saving(due=step)
         is_first, cleans = ranks.rank() == 0, self.disks.keeps_order
-        self._staging = Path(self.args.output_dir) / ".saving"
+        self._staging = Path(self.args.output_dir) / self.turn.own(".saving")
         written = self._staging / f"checkpoint-{step}"
         try:
             if is_first:
+                self.turn.check()
                 self.need_space()
             if cleans:
                 shutil.rmtree(self._staging, ignore_errors=True)
@@ -186,6 +187,11 @@ class RecipeTrainer(Trainer):
     def disks(self) -> Disks:
         """Who sees the disk that checkpoints are written to."""
         return self._saver.disks
+
+    @property
+    def turn(self) -> Turn:
+        """Whether this attempt may write there."""
+        return self._saver.turn
 
     def check_saving(self) -> None:
         """Raise what went wrong with a checkpoint in the background, if anything did."""

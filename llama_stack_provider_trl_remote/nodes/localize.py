@@ -92,6 +92,7 @@ class Places:
         spec: dict[str, Any] = json.loads(json.dumps(self.order.spec))
         job = spec["job"]
         spec["run_dir"] = str(self.run_dir)
+        spec["turn"] = self.order.shared_mark if self.shared else None
         job["checkpoint_dir"] = str(self.checkpoint_dir)
         for rows in (job[name] for name in ("dataset", "validation") if job.get(name)):
             rows["path"] = str(self.rows(rows["sha256"]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import damage, file_names, sha256_of
+from llama_stack_provider_trl.files import atomic_write, damage, file_names, sha256_of
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from .calls import is_gone
@@ -31,7 +31,11 @@ RETRY = 2.0
 _LOG_PIECE = 1 << 18
 _LOG_BEHIND = 1 << 20
 """Bytes of a log that may wait; what is older is left out."""
-_STEP = re.compile(r"checkpoint-\d+")
+_STEP = re.compile(r"checkpoint-(\d+)")
+
+
+class Damaged(OSError):
+    """Raised when a checkpoint that is to be uploaded is not what was written. It will not become so."""
 
 
 class Calls(Protocol):
@@ -65,8 +69,8 @@ class Shipping:
         self._outbox = Outbox(places) if places.order.node_rank == 0 else None
         self._sent = 0
         self._all_read = False
-        self._announced: set[str] = set()
-        """Step checkpoints that are with the service and still here."""
+        self._waiting: int | None = None
+        """Checkpoints that wait here, as the training was told."""
         self._log_sent: dict[str, int] = {}
         """Log -> up to which byte of it the service has it."""
 
@@ -76,7 +80,12 @@ class Shipping:
         return self._outbox is not None and self._outbox.said_finished
 
     async def run(self) -> None:
-        """Ship until nothing is left. Raises a ServiceRefusal (410): the task is somebody else's now."""
+        """Ship until nothing is left.
+
+        Raises:
+            ServiceRefusal: 410, the task is somebody else's now.
+            Damaged: a checkpoint is.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._until_done(self._ship_logs, LOG_LOOK))
             if self._outbox is not None:
@@ -93,7 +102,7 @@ class Shipping:
                 trouble = self._note("", trouble)
                 await self._sleep(pause)
             except (ServiceUnreachable, ServiceRefusal, OSError) as error:
-                if is_gone(error):
+                if is_gone(error) or isinstance(error, Damaged):
                     raise
                 trouble = self._note(str(error), trouble)
                 await self._sleep(RETRY)
@@ -109,6 +118,7 @@ class Shipping:
         outbox = self._outbox
         assert outbox is not None
         outbox.take_in()
+        self._tell_waiting()
         self._all_read = over
         while self._sent < outbox.size:
             piece = outbox.piece(self._sent)
@@ -130,9 +140,18 @@ class Shipping:
         if waiting is None:
             return over and done
         await self._ship_checkpoint(waiting)
+        await self._forget_old_ones(waiting)
         outbox.release(waiting)
-        await self._forget_old_ones(Path(waiting.event["path"]))
         return False
+
+    def _tell_waiting(self) -> None:
+        """Before the disk is full, the training waits for uploads (`checkpoints.need_space`)."""
+        if self._places.shared or self._outbox is None:
+            return
+        waiting = sum(held.is_checkpoint for held in self._outbox.held)
+        if waiting != self._waiting:
+            atomic_write(self._places.files.uploads, str(waiting).encode())
+            self._waiting = waiting
 
     async def _ship_checkpoint(self, held: Held) -> None:
         path = Path(held.event["path"])
@@ -145,14 +164,18 @@ class Shipping:
                 await self._calls.upload(self._task_id, path.name, name, file.sha256, path / name)
         self._say("")
 
-    async def _forget_old_ones(self, shipped: Path) -> None:
-        """Remove the step checkpoints that the service has removed: which ones are kept is decided there."""
-        listed = await self._calls.listed_checkpoints(self._places.order.job_uuid)
-        for name in self._announced - listed:
-            log.info("task %s: %s is not kept by the service, and no longer here", self._task_id, name)
-            await asyncio.to_thread(shutil.rmtree, shipped.parent / name, True)
-        # The one that has just been shipped is listed when the supervisor has read its event.
-        self._announced = (self._announced & listed) | ({shipped.name} if _STEP.fullmatch(shipped.name) else set())
+    async def _forget_old_ones(self, shipped: Held) -> None:
+        """Remove the step checkpoints before one that is with the service: it has those too, as far as it keeps them.
+        A job that ends with its best one needs that here."""
+        directory, newest, kept = Path(shipped.event["path"]).parent, int(shipped.event["step"]), set[str]()
+        if self._places.order.spec["job"].get("best_checkpoint"):
+            kept = await self._calls.listed_checkpoints(self._places.order.job_uuid)
+            # What came after these the supervisor may not have read of yet.
+            newest = max((step for name in kept if (step := _step(name)) is not None), default=0)
+        for path in directory.glob("checkpoint-*"):
+            step = _step(path.name)
+            if step is not None and step < newest and path.name not in kept:
+                await asyncio.to_thread(shutil.rmtree, path, True)
 
     async def _ship_logs(self, over: bool) -> bool:
         for path in sorted([*self._places.run_dir.glob("rank-*.log"), *self._places.run_dir.glob("torchrun.log")]):
@@ -170,6 +193,11 @@ class Shipping:
             self._log_sent[name] = await self._calls.put_log(self._task_id, name, self._log_sent[name], data)
 
 
+def _step(name: str) -> int | None:
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 def _part(path: Path, start: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(start)
@@ -180,10 +208,11 @@ def _reported(path: Path, held: Held) -> CheckpointReport:
     """The files of a checkpoint with their digests.
 
     Raises:
-        OSError: it is gone, or it is not any more what was written.
+        Damaged: it is gone, or not any more what was written.
+        OSError: it cannot be read.
     """
     if (wrong := damage(path)) is not None:
-        raise OSError(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
+        raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
     files = [
         CheckpointFileReport(path=name, size=(path / name).stat().st_size, sha256=sha256_of(path / name))
         for name in file_names(path)

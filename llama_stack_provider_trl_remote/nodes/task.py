@@ -27,7 +27,7 @@ from .calls import is_gone
 from .localize import Places
 from .outbox import first_failed
 from .probe import Door, listen, probe
-from .shipping import Shipping
+from .shipping import Damaged, Shipping
 
 log = logging.getLogger(__name__)
 RECORD = "order.json"
@@ -245,6 +245,8 @@ class NodeTask:
             # Not from here: `end` cancels what we are.
             asyncio.get_running_loop().call_soon(self.end, f"the service no longer wants it here: {gone}")
         else:
+            if isinstance(gone, Damaged):
+                self._failed = {"type": "failed", "rank": 0, "reason": "rank_failed", "message": str(gone)}
             raise gone
 
     async def _watch(self) -> None:

@@ -29,7 +29,8 @@ from .shipping import Shipping
 
 log = logging.getLogger(__name__)
 MARK = ".shared"
-"""In a job's checkpoint directory: by it a node finds out whether it sees the same file system."""
+"""In a job's checkpoint directory: by it a node finds out whether it sees the same file system, and an attempt whether
+it may still write there."""
 GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
@@ -252,6 +253,9 @@ class ClusterLauncher:
             return Observation(TaskState.running, detail=f"it ends on {', '.join(left)}")
         self._take_last_words(task, parts)
         self._exited.pop(task.task_id, None)
+        mark = parts[0].order.shared_mark
+        if mark:
+            Path(mark).unlink(missing_ok=True)  # what a node still runs of it that was cut off writes no more
         assert parts[0].record.ending is not None
         return observation(json.loads(parts[0].record.ending))
 

@@ -86,19 +86,19 @@ async def poll(service: Context, name: Name, body: Poll) -> Response:
         await asyncio.sleep(LOOK)
 
 
-@router.post("/{name}/cordon", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/cordon", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
 async def cordon(service: Context, name: Name) -> Response:
     """Give a node no further jobs."""
     return await _set_mode(service, name, "cordoned")
 
 
-@router.post("/{name}/uncordon", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/uncordon", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
 async def uncordon(service: Context, name: Name) -> Response:
     """Give a node jobs again."""
     return await _set_mode(service, name, "open")
 
 
-@router.post("/{name}/drain", status_code=204, responses=declared(404), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/drain", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
 async def drain(service: Context, name: Name) -> Response:
     """Give a node no further jobs; those that train there save and go on elsewhere."""
     return await _set_mode(service, name, "draining")
@@ -272,6 +272,11 @@ def _orders(service: Service, record: NodeRecord) -> Orders:
 
 async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
     if not await asyncio.to_thread(service.store.set_mode, name, mode):
+        if name == service.node_name:
+            raise Conflict(
+                f"node {name!r} is the service's own machine and has no agent (the service listens on loopback): jobs "
+                "of other nodes do not come here; pause or cancel its own (trl-remote jobs)"
+            )
         raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
     log.info("node %s is %s", name, mode)
     service.supervisor.wake()

@@ -337,7 +337,9 @@ def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
         held = service.get("/nodes").json()["data"][0]["jobs"]
         assert Counter(held.values()) == Counter({spec["job_uuid"]: 2 for spec in specs})
         shown = ", ".join(f"{device} (held by job {held[device]})" for device in sorted(held))
-        assert service.status(waiting)["resources_allocated"]["detail"] == f"waiting for 2 devices; held: {shown}"
+        expected = f"waiting for 2 devices; held: {shown}"
+        # The first of the two may have been placed a look of the supervisor earlier.
+        poll(lambda: service.status(waiting)["resources_allocated"]["detail"] == expected, expected, timeout=20)
         # Nobody listens at their ports yet: a service that was killed must know them all the same.
         service.kill()
         service.start()

@@ -360,6 +360,8 @@ def test_nodes_tell_what_the_machine_has(service: TrainingService) -> None:
     (node,) = service.get("/nodes").json()["data"]
     assert node["devices"] == ["cpu"]
     assert node["memory_bytes"] > node["memory_available_bytes"] > 0
+    refused = service.post(f"/nodes/{node['node']}/drain")
+    assert (refused.status_code, "is the service's own machine and has no agent" in refused.text) == (409, True)
 
 
 def register(service: TrainingService, dataset_id: str, uri: str) -> None:

@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
 from llama_stack_provider_trl.recipes import checkpoints
+from llama_stack_provider_trl.recipes import export as exporting
 from llama_stack_provider_trl.recipes.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Event,
+    EventWriter,
     Failed,
     Finished,
     Prepared,
@@ -30,6 +32,7 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     Silent,
     Warned,
+    iter_events,
 )
 from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
 from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
@@ -291,6 +294,74 @@ def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
     threading.Timer(0.1, told.set).start()
     with pytest.raises(OSError, match="the disk is full"):
         saver.check()
+
+
+@pytest.mark.parametrize(
+    ("uploads", "looks"),
+    [([None], 0), (["0"] * 10, 10), (["2", "2", "1", "0", "room"], 4), (["1", *"0" * 10], 11)],
+    ids=["nothing leaves it", "all has left it", "room is made", "too little room is made"],
+)
+def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
+    uploads: list[str | None], looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, file, slept = spec_of(tmp_path, min_free_bytes=1), tmp_path / "uploads", []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) < len(uploads):
+            file.write_text(str(uploads[len(slept)]))
+
+    if uploads[0] is not None:
+        file.write_text(uploads[0])
+    monkeypatch.setattr(checkpoints.time, "sleep", sleep)
+    monkeypatch.setattr(
+        checkpoints, "free_bytes", lambda path: 2 if file.exists() and file.read_text() == "room" else 1
+    )
+    writer = EventWriter(tmp_path / "events")
+    if uploads[-1] == "room":
+        checkpoints.need_space(spec, 1, file, writer)
+    else:
+        with pytest.raises(OSError, match="must stay free"):
+            checkpoints.need_space(spec, 1, file, writer)
+    writer.close()
+    assert len(slept) == looks
+    warned = of_kind(iter_events(tmp_path / "events"), Warned)
+    assert [event.message.rpartition(": ")[2] for event in warned] == [
+        f"training waits until {uploads[0]} checkpoints have been uploaded; raise save_steps"
+        for _ in range(uploads[0] in ("1", "2"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [(None, []), (checkpoints, ["checkpoint-2", LATEST]), (exporting, ["checkpoint-2", "checkpoint-4", LATEST])],
+    ids=["before", "step", "export"],
+)
+def test_an_attempt_whose_turn_is_over_writes_nothing_more(
+    where: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off on a disk that machines share, while another attempt goes on."""
+    spec = spec_of(tmp_path)
+    spec.checkpoint_dir.mkdir()
+    mark = spec.checkpoint_dir / ".shared"
+    mark.write_text("job-1" if where else "job-2")
+    staged: list[str] = []
+
+    def written(directory: Path, *digests: Any) -> None:
+        staged.append(directory.relative_to(spec.checkpoint_dir).parts[0])
+        if len(staged) == 2 or where is exporting:
+            mark.unlink()
+        write_manifest(directory, *digests)
+
+    if where:
+        monkeypatch.setattr(where, "write_manifest", written)
+    status, events = run(tmp_path / "run", spec, turn=mark)
+    assert status == 1
+    failed = of_kind(events, Failed)[0]
+    assert (failed.reason, "the service has given up this attempt, job-1" in failed.message) == (Reason.node_lost, True)
+    left = {path.name for path in spec.checkpoint_dir.iterdir()} - {mark.name}
+    assert sorted(left) == kept
+    assert all(name.endswith(".1.tmp") for name in staged)  # nobody else's
 
 
 def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.recipes.events import (
     Progress,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec
+from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ResourcesSpec
 from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, of_kind, run
@@ -274,6 +274,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",
+    **{
+        f"{OPTION}resources.{field}": NO_TRAINING + "tests/unit/test_placement.py, tests/cluster"
+        for field in ResourcesSpec.model_fields
+    },
 }
 
 

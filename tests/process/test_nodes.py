@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import RunDir, damage
+from llama_stack_provider_trl.launch import torchrun
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.recipes.events import (
@@ -272,6 +273,25 @@ def test_torchrun_on_two_nodes(tmp_path: Path, port: int, monkeypatch: pytest.Mo
         assert "fault at step-2" in failed.message
     else:
         assert (second.rank, second.exit_code) == (1, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_torchruns_that_do_not_meet_end_with_a_sentence(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, node_rank: int
+) -> None:
+    monkeypatch.setattr(torchrun, "GATHERING_SECONDS", 1)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    launcher, task = LocalLauncher(), TaskSpec("job-1", run_dir, (), nodes=2, node_rank=node_rank, master_port=port)
+    launcher.start(task)
+    try:
+        (seen,) = until_all_exited(launcher, [task], 60)
+    finally:
+        launcher.cancel(task)
+    (failed,) = iter_events(RunDir(run_dir).events)
+    assert isinstance(failed, Failed)
+    assert (seen.exit_code, failed.reason) == (1, Reason.launch_failed)
+    assert f"of 2 nodes did not meet at 127.0.0.1 port {port} within 1 s" in failed.message
 
 
 @pytest.fixture

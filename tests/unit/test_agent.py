@@ -238,7 +238,7 @@ def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: s
     async def play(head: FakeHead) -> None:
         # What is still listed is asked once for every checkpoint.
         head.only, head.trouble = only, [trouble() for _ in range(1 if only == "listed" else 30)]
-        head.order(world.order())
+        head.order(world.order(job={"best_checkpoint": "eval_loss"}))
         await head.until(lambda: world.launcher.started)
         world.launcher.print("job-1", "x")
         world.say(progress(1), world.save("checkpoint-1"), Finished(step=1))
@@ -328,30 +328,54 @@ def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
     assert world.head.skipped["rank-0.log"] == len(log) - (1 << 18)
 
 
-def test_checkpoints_that_the_service_removes_go_here_too(world: World) -> None:
+@pytest.mark.parametrize(
+    ("best", "left"), [(None, {"checkpoint-4"}), ("eval_loss", {"checkpoint-2", "checkpoint-3", "checkpoint-4"})]
+)
+def test_of_what_is_with_the_service_the_newest_stays_here_and_the_best(
+    world: World, best: str | None, left: set[str]
+) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
+        head.order(world.order(job={"best_checkpoint": best}))
         await head.until(lambda: world.launcher.started)
         world.say(*(world.save(f"checkpoint-{step}") for step in (1, 2)))
         await head.until(lambda: len(head.said) == 2)
-        head.listed = {"checkpoint-2", "checkpoint-3"}
-        world.say(world.save("checkpoint-3"))
-        await head.until(lambda: len(head.said) == 3)
-        there = world.home / "checkpoints"
-        await head.until(lambda: {path.name for path in there.iterdir()} == {"checkpoint-2", "checkpoint-3"})
+        head.listed = {"checkpoint-2", "final"}  # of the third the service has not heard yet
+        world.say(*(world.save(f"checkpoint-{step}") for step in (3, 4)))
+        await head.until(lambda: len(head.said) == 4)
+        assert {path.name for path in (world.home / "checkpoints").iterdir()} == left
 
     world.run(play)
 
 
-def test_a_checkpoint_that_is_damaged_here_is_not_announced(world: World) -> None:
+def test_the_training_knows_what_still_waits_for_its_way(world: World) -> None:
+    uploads = world.run_dir / "uploads"
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: uploads.exists() and uploads.read_text() == "0")
+        head.only, head.trouble = "offer", [away() for _ in range(1000)]
+        world.say(world.save("checkpoint-1"), world.save("checkpoint-2"))
+        await head.until(lambda: uploads.read_text() == "2")
+        head.trouble = []
+        await head.until(lambda: uploads.read_text() == "0")
+
+    world.run(play)
+
+
+def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         saved = world.save("checkpoint-1")
         write(saved.path / "weights" / "a.bin", b"short")
         world.say(saved, progress(2))
-        await head.until(lambda: (report := head.report()) and "damaged before it could be uploaded" in report.detail)
-        assert [event["type"] for event in head.said] == ["progress"]
+        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "damaged before it could be uploaded" in report.error
+        assert report.failed is not None
+        assert report.failed["reason"] == "rank_failed"
+        assert [event["type"] for event in head.said if event["type"] != "progress"] == []
 
     world.run(play)
     assert not world.head.checkpoints
@@ -437,7 +461,8 @@ def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: Wo
 
     world.run(play)
     assert world.head.said[0]["path"] == str(theirs / "final")
-    assert json.loads((world.run_dir / "spec.json").read_text())["resume_from"] == str(theirs / "checkpoint-1")
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    assert (written["resume_from"], written["turn"]) == (str(theirs / "checkpoint-1"), str(mark))
     assert not [call for call in world.head.calls if call.startswith(("offer", "upload", "file"))]
 
 

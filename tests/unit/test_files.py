@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -61,14 +60,6 @@ def test_a_value_that_json_cannot_hold_is_refused_with_the_number_of_its_row(tmp
 def test_a_row_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRows, match="row 0: found list, expected an object"):
         put_rows(tmp_path, [["not", "a", "row"]])  # type: ignore[list-item]
-
-
-def test_ten_thousand_rows_take_a_fraction_of_a_second(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} " * 60, "chosen": "yes " * 150, "rejected": "no " * 180} for number in range(10_000)]
-    begin = time.perf_counter()
-    blob = put_rows(tmp_path, rows)
-    assert blob.num_bytes > 14_000_000
-    assert time.perf_counter() - begin < 1.0  # 0.1 s on a quiet machine
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
