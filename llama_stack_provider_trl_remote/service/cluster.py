@@ -177,7 +177,7 @@ class ClusterLauncher:
             return self.poll(task)
         seen = self._advance(parts)
         presence = self._cluster.presence
-        if any(self._is_lost(part) and not presence.is_to_blame(part.node) for part in parts):
+        if presence.seconds_alone() > _DUE and any(self._is_lost(part) for part in parts):
             silent = silent_since(presence.seconds_alone())
             detail = f"left to itself: all other machines are {silent}, which may be this one's network"
             seen = replace(seen, detail=detail)
