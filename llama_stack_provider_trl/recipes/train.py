@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
             return 1
         # The last words need room too: on a full disk, that of the ballast.
         paths.ballast.unlink(missing_ok=True)
-        writer.write(classify(error).model_copy(update={"rank": rank}), durable=True)
+        writer.write(classify(error, str(paths.root)).model_copy(update={"rank": rank}), durable=True)
         return 1
     if is_first:
         paths.ballast.unlink(missing_ok=True)
@@ -97,8 +97,12 @@ def _show_stacks_when_asked(paths: RunDir) -> None:
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
-def classify(error: BaseException) -> Failed:
-    """The failure event for an exception: our own reasons first, then the machine's limits, then `rank_failed`."""
+def classify(error: BaseException, disk: str = "the data directory") -> Failed:
+    """The failure event for an exception: our own reasons first, then the machine's limits, then `rank_failed`.
+
+    Args:
+        disk: a directory of the one that is full, if that is what it is.
+    """
     if isinstance(error, JobFailure):
         return Failed(reason=Reason(error.reason), message=error.message)
     if isinstance(error, InvalidRows):
@@ -120,7 +124,7 @@ def classify(error: BaseException) -> Failed:
     if _is_disk_full(error):
         return Failed(
             reason=Reason.disk_full,
-            message=f"the disk is full: {_first_line(error)}. Free space under the data directory and submit again; "
+            message=f"the disk is full: {_first_line(error)}. Free space under {disk} and submit again; "
             "checkpoints that were listed before are kept.",
             traceback=_tail(error),
         )
