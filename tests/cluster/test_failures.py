@@ -55,7 +55,7 @@ def test_a_disk_that_is_full_for_a_while_is_named_and_costs_no_step(bed: Bed, wh
     """Where a checkpoint is written, where a part of it is, or where it is uploaded to."""
     prepared(bed, "a", "b", disk_mb=64)
     go_on = bed.hold("step-12")
-    submit(bed, dpo("pair", 30, resources=WORKERS, save_steps=5))
+    submit(bed, dpo("pair", 32, resources=WORKERS, save_steps=5))
     first, second = machines_of(bed, bed.wait(lambda: trains(bed, "pair", beyond=10), "the job trains", 420))
     bed.wait(lambda: [one for one in bed.events("pair") if one["type"] == "checkpoint"], "it has a checkpoint", 60)
     machine = {"rank 0": first, "rank 1": second, "the service": bed.machines[0]}[whose]
@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_for_a_while_is_named_and_costs_no_step(bed: Bed, wh
         assert f"node {machine.name}" in attempts[0]["message"], attempts
         assert "disk is full" in attempts[0]["message"], attempts
         assert attempts[-1]["start_step"] >= 5
-    assert sorted(bed.losses("pair")) == list(range(1, 31))
+    assert sorted(bed.losses("pair")) == list(range(1, 33))
     bed.nothing_is_left()
 
 
