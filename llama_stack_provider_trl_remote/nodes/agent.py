@@ -148,7 +148,7 @@ class Agent:
         assert before is not None
         # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
         seen = -1 if self._interrupted else self._seen
-        body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=seen)
+        body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
         try:
             orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
         except ServiceUnreachable as error:

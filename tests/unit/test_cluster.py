@@ -44,6 +44,7 @@ from llama_stack_provider_trl_remote.wire import (
     LEASE,
     POLL_SECONDS,
     SILENCE,
+    CheckpointFileReport,
     CheckpointReport,
     DeviceReport,
     NodeReport,
@@ -284,6 +285,19 @@ def test_a_pair_that_cannot_talk_ends_the_attempt_with_its_sentence(world: World
     assert "cannot reach node b at 10.0.0.0 port 29500" in world.job().message
 
 
+def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> None:
+    world.join("b", "c", labels={"kind": "worker"})
+    world.add(nodes=1, retries=2, resources={"labels": {"kind": "worker"}})
+    world.tick()
+    for attempt, (node, other) in enumerate((("b", "c"), ("c", "b")), 1):
+        assert world.job().device == f"{node}/cpu"
+        world.report(node, "prepare", "failed", task_id=f"a-{attempt}", error=f"the model is not on node {node}")
+        world.tick()
+        world.gone(node, task_id=f"a-{attempt}")
+        world.pass_time(40, node, other)
+    assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
+
+
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:
     pair.exit("b", 0, shipped=False)
     pair.exit("c", 0)
@@ -293,11 +307,11 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     pair.exit("b", 0)
     pair.tick()
     assert pair.job().state is JobState.completed
-    assert pair.store.taken_places() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
+    assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
     pair.gone("b", "c")
     pair.tick()
-    assert pair.store.taken_places() == {}
+    assert pair.store.holders() == {}
 
 
 def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,6 +610,8 @@ def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None
     assert pair.shipping.add_events("a-1", "b", size, line) == size + len(line)
     with pytest.raises(Gone, match="no rank 0"):
         pair.shipping.add_events("a-1", "c", 0, line)
+    with pytest.raises(Gone, match="no rank 0"):
+        pair.shipping.ask("a-1", "c", "checkpoint-2", CheckpointReport(kind="step", files=()))
     with pytest.raises(Gone):
         pair.shipping.add_events("a-1", "d", size + len(line), line)
     pair.store.request_cancel("a")
@@ -618,7 +634,8 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     staged.mkdir(parents=True, exist_ok=True)
     (staged / "model.bin").write_bytes(b"late")
     write_manifest(staged)
-    report = CheckpointReport(kind="step", files=())
+    files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.bin")]
+    report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended while checkpoint-2 came"):
         pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
     assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
