@@ -251,7 +251,9 @@ class Supervisor:
         """Nothing of the task is left: decide what it amounts to."""
         outcome = self._store.outcome(job.job_uuid, job.attempt)
         paths = RunDir(task.run_dir)
-        decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
+        log_tail = tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log)
+        node = self._node_of(job, outcome.failed.rank) if outcome.failed else ""
+        decided = verdict(job.state, outcome, seen, log_tail, node)
         self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.paused and job.state is not JobState.pausing:
@@ -265,6 +267,13 @@ class Supervisor:
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
             return
         self._move(job, *decided)
+
+    def _node_of(self, job: JobRecord, rank: int) -> str:
+        """The node that a rank was on; empty where the job was on the service's machine alone."""
+        if not is_remote(job.devices):
+            return ""
+        names = list(dict.fromkeys(place.rpartition("/")[0] for place in job.devices))
+        return names[min(rank // job.spec.ranks_per_node, len(names) - 1)] or self._nodes()[0].name
 
     def _remove_leftovers(self, job: JobRecord) -> None:
         if not self._ownership.is_free(job.spec.checkpoint_dir):

@@ -63,7 +63,7 @@ class Service:
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; nobody else ever sees it."""
-        self.presence = Presence()
+        self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
         self.removed: dict[str, str] = {}
         """Nodes that were removed, and in which life: their agents are to end."""

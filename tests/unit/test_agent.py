@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import shutil
@@ -20,6 +21,7 @@ from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import shipping
+from llama_stack_provider_trl_remote.nodes import task as tasks
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
@@ -637,6 +639,37 @@ def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
         assert "no runner" in report.error
 
     world.run(play)
+
+
+def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(head: FakeHead) -> None:
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        head.order(world.order(Stage.prepare))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "No space left on device" in report.error
+        assert str(world.run_dir) in report.error
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(play)
+    assert world.launcher.started == []
+
+
+def test_a_disk_that_fills_up_later_keeps_nothing_from_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        head.order(world.order(Stage.pause))
+        await head.until(lambda: world.launcher.tasks["job-1"].pauses)
+
+    world.run(play)
+
+
+def _full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def test_rank_0_is_told_to_pause(world: World) -> None:

@@ -41,6 +41,8 @@ from llama_stack_provider_trl_remote.service.cluster import (
 from llama_stack_provider_trl_remote.service.errors import Gone
 from llama_stack_provider_trl_remote.service.shipping import Shipping
 from llama_stack_provider_trl_remote.wire import (
+    LEASE,
+    POLL_SECONDS,
     SILENCE,
     CheckpointFileReport,
     CheckpointReport,
@@ -71,7 +73,7 @@ class World:
 
     def start(self) -> None:
         """A new process takes over."""
-        self.presence = Presence(self.clock)
+        self.presence = Presence(self.clock, "head")
         cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"])
         digests = Digests()
         digests.close()
@@ -358,7 +360,7 @@ def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) 
     pair.gone("b", "c")
     pair.pass_time(2, "b", "c")
     assert (pair.job().state, pair.job().reason) == (JobState.failed, Reason.out_of_memory)
-    assert "rank 1: 3 GiB short" in pair.job().message
+    assert "rank 1 on node c: 3 GiB short" in pair.job().message
 
 
 def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
@@ -503,11 +505,49 @@ def test_an_agent_that_was_started_anew_on_a_running_machine_changes_nothing(pai
 def test_no_node_is_lost_because_the_service_was_away(pair: World) -> None:
     pair.clock.advance(3600)
     pair.start()
-    pair.pass_time(SILENCE - 1)
+    pair.pass_time(SILENCE - 1, "c")
     assert pair.job().attempt == 1
     assert pair.orders("b")["a-1"].stage is Stage.run
-    pair.pass_time(3)
+    pair.pass_time(3, "c")
     assert pair.orders("b")["a-1"].stage is Stage.stop
+
+
+def test_no_node_is_lost_because_the_service_was_cut_off(pair: World) -> None:
+    pair.pass_time(4, "b")  # whatever order they were heard in before
+    pair.pass_time(60, "head")  # its own agent needs no network
+    assert pair.orders("b")["a-1"].stage is Stage.run
+    assert "all other machines are silent since" in pair.job().detail
+    pair.pass_time(4, "b", "head")
+    pair.pass_time(POLL_SECONDS, "b")  # c sits on a connection that is dead
+    pair.pass_time(30, "b", "c")
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.job().detail == ""
+
+
+def test_a_node_that_is_not_back_when_the_others_are_is_lost(pair: World) -> None:
+    pair.pass_time(60)
+    pair.pass_time(SILENCE + 4, "b")
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+    pair.gone("b")
+    pair.tick()
+    assert "node c is silent since" in pair.store.attempts("a")[0].message
+
+
+def test_the_agents_of_a_service_that_is_cut_off_for_longer_have_ended_everything(pair: World) -> None:
+    pair.pass_time(LEASE - 1)
+    assert pair.orders("b")["a-1"].stage is Stage.run
+    pair.pass_time(5)
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+
+
+def test_a_job_that_needs_the_service_s_machine_is_not_left_to_the_others(world: World) -> None:
+    world.join("head", "b", machine_id="")
+    world.add()
+    world.tick()
+    assert world.job().device == "cpu,b/cpu"
+    world.run("head", "b")
+    world.pass_time(SILENCE + 2, "head")
+    assert world.orders("head")["a-1"].stage is Stage.stop
 
 
 def test_no_node_is_lost_because_the_service_was_stopped_for_a_while(pair: World) -> None:
@@ -571,6 +611,17 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
     assert "c is cordoned" in pair.job("next").detail
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "node b"), (1, "rank 1 on node c")])
+def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> None:
+    pair.say(Failed(rank=rank, reason=Reason.invalid_dataset, message="no rows"))
+    for node in "bc":
+        pair.exit(node, 1)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    assert pair.job().message == f"{who}: no rows"
 
 
 # Fencing
