@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
 
-from ..client import Answer, ServiceClient, Timeouts, job_path
+from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
 from ..wire import (
     POLL_SECONDS,
@@ -101,16 +101,18 @@ class NodeClient(ServiceClient):
         """Ask for a checkpoint to be put in place."""
         # It compares digests and forces files to disk before it answers.
         size = sum(file.size for file in report.files)
-        limit = 60.0 + size / (32 << 20)
+        limit = 60.0 + size / SLOWEST_DISK
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}"
         return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
 
     async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
         """Send a file of a checkpoint, from where the service has it on."""
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
-        size, have, told = file.stat().st_size, 0, False
-        while not told or have < size:
+        size, have = file.stat().st_size, 0
+        while True:
             step = min(_PIECE, size - have)
+            # Before it answers, it forces the piece to disk; at the end of the file, it reads all of it.
+            work = size if have + step == size else step
             try:
                 # 0 is no limit: how long a piece takes is between `pace` and the network, and `read` sees a dead one.
                 answer = await self._call(
@@ -120,14 +122,15 @@ class NodeClient(ServiceClient):
                     data=self._bytes(file, have, step),
                     headers={"Content-Type": "application/octet-stream"},
                     total=0,
-                    read=60.0 + step / (32 << 20),
+                    read=60.0 + work / SLOWEST_DISK,
                 )
                 have = int(answer.offset or 0)
+                if have >= size:
+                    return
             except Behind as behind:
                 if behind.size > size:
                     raise
-                have = behind.size
-            told = True
+                have = behind.size  # all of it: it was stopped before it had compared the digest, which this asks for
 
     async def rows(self, sha256: str, path: Path) -> None:
         """Fetch a dataset by its digest; a file that is there and whole is left alone."""

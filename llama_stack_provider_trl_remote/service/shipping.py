@@ -190,8 +190,9 @@ class Shipping:
                 return size
             await asyncio.to_thread(os.fsync, file)
         found = await self._digest(part)
-        if self._senders.pop(part, None) is not us:
+        if self._senders.get(part) is not us:
             raise WrongOffset(offset, _size(part) or 0)
+        del self._senders[part]
         if found != sha256:
             part.unlink()
             raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
