@@ -143,6 +143,33 @@ def test_a_file_cannot_be_named_twice_nor_the_manifest_left_out(service: Service
             service.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "path"),
+    [
+        ("final", "step", "model.bin"),
+        ("checkpoint-x", "step", "model.bin"),
+        ("checkpoint-2", "final", "model.bin"),
+        ("checkpoint-2", "step", "../model.bin"),
+        ("checkpoint-2", "step", "/etc/model.bin"),
+    ],
+)
+def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, kind: Any, path: str) -> None:
+    files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
+    with pytest.raises(InvalidRequest):
+        service.shipping.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
+
+
+def test_a_file_is_on_the_disk_before_it_counts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(module.os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
+    monkeypatch.setattr(module.os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    written = service.written()
+    service.ask(written)
+    service.send(written, "dcp/model.bin")
+    assert done == ["fsync", "replace"]
+
+
 def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     written = service.written()
     for name in service.ask(written):
@@ -373,21 +400,38 @@ def test_events_are_not_taken_after_the_end_though_they_fit(service: Service, mo
     assert service.store.get("a").state is JobState.launching
 
 
-def test_the_service_s_last_word_waits_for_events_that_are_being_written(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events, append = RunDir(service.run_dir).events, module._append
-    line = b'{"type": "progress"}\n'
-    threads: list[threading.Thread] = []
+class Lock:
+    """Knows whether it is held."""
 
-    def slowly(file: int, offset: int, data: bytes) -> None:
-        last = Failed(reason=Reason.rank_failed, message="lost", traceback="")
-        threads.append(threading.Thread(target=service.shipping.append_event, args=(events, last)))
-        threads[0].start()
-        threads[0].join(0.05)
-        append(file, offset, data)
+    held = False
 
-    monkeypatch.setattr(module, "_append", slowly)
-    service.shipping.add_events("a-1", "b", 0, line)
-    threads[0].join(10)
-    assert [b"lost" in found for found in events.read_bytes().splitlines()] == [False, True]
+    def __enter__(self) -> None:
+        assert not self.held
+        self.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+
+def test_whoever_writes_a_file_of_an_attempt_is_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, append, writer = Lock(), module._append, module.EventWriter
+    written: list[bool] = []
+
+    def noted(*given: Any) -> Any:
+        written.append(lock.held)
+        return (append if len(given) == 3 else writer)(*given)
+
+    monkeypatch.setattr(service.shipping, "_lock", lock)
+    monkeypatch.setattr(module, "_append", noted)
+    monkeypatch.setattr(module, "EventWriter", noted)
+    service.shipping.add_events("a-1", "b", 0, b'{"type": "progress"}\n')
+    service.shipping.add_log("a-1", "b", "rank-0.log", 0, b"x")
+    last = Failed(reason=Reason.rank_failed, message="lost", traceback="")
+    service.shipping.append_event(RunDir(service.run_dir).events, last)
+    assert written == [True] * 3
+
+
+def test_half_a_line_is_no_event(service: Service) -> None:
+    with pytest.raises(InvalidRequest, match="send whole lines"):
+        service.shipping.add_events("a-1", "b", 0, b'{"type": "progress"}')
+    assert service.shipping.add_events("a-1", "b", 0, b"") == 0
