@@ -214,8 +214,10 @@ class NodeTask:
 
     async def _open_door(self) -> None:
         """Listen; after a restart where the other nodes have been told."""
-        ports = self.order.ports if self._port is None else (self._port, 1)
-        self._door = Door(listen(self._node.address, ports, self._node.ports_given()), self.order.task_id)
+        ports, taken = self.order.ports, self._node.ports_given()
+        if self._port is not None:
+            ports, taken = (self._port, 1), ()  # it was given to us
+        self._door = Door(listen(self._node.address, ports, taken), self.order.task_id)
         self._port = self._door.port
         self._keep()
         await self._door.open()

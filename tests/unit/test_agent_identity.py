@@ -49,7 +49,7 @@ def test_a_service_whose_name_leads_nowhere_is_named(monkeypatch: pytest.MonkeyP
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(NodeError, match="address head.example leads nowhere from here: Name or service not known"):
+    with pytest.raises(NodeError, match=r"address head\.example leads nowhere from here: Name or service not known"):
         reachable_address("https://head.example", {})
 
 

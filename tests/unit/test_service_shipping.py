@@ -131,7 +131,7 @@ def test_a_checkpoint_that_its_own_manifest_does_not_know_so_is_refused(service:
     write(written / "dcp" / "model.bin", WEIGHTS[:-1])
     for name in service.ask(written):
         service.send(written, name)
-    with pytest.raises(InvalidRequest, match="it is not whole: dcp/model.bin has 99 bytes"):
+    with pytest.raises(InvalidRequest, match=r"it is not whole: dcp/model\.bin has 99 bytes"):
         service.ask(written)
     assert not (service.checkpoints / "checkpoint-2").exists()
 
