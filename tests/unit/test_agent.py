@@ -49,7 +49,7 @@ class World:
         self.boot_id = "boot-1"
 
     def agent(self) -> Agent:
-        return Agent(self.head, self.report, self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
+        return Agent(self.head, lambda: self.report(), self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -592,6 +592,10 @@ def test_a_machine_that_has_changed_says_so(world: World, monkeypatch: pytest.Mo
         before = world.report
         report = before().model_copy(update={"models": ("org/new",)})
         monkeypatch.setattr(world, "report", lambda: report)
+        world.clock.advance(agents.REPORT + 1)
+        head.let_go()
+        await head.until(lambda: len(head.joined) == 2)
+        assert head.joined[-1].models == ("org/new",)
 
     world.run(play)
     shrunk = world.report().model_copy(update={"disk_free_bytes": 2 << 30})
