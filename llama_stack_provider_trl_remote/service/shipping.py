@@ -158,8 +158,6 @@ class Shipping:
         if not _NAMES[report.kind].fullmatch(name):
             raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
         _check_files(report)
-        if self._is_in_place(target, report):
-            return CheckpointAnswer(missing=(), path=str(target))
         staging = _staging(job, task, name)
         with self._asked[staging]:  # asked again while the first one still forces files to disk
             if self._is_in_place(target, report):
@@ -241,8 +239,6 @@ class Shipping:
 
     def _is_in_place(self, target: Path, report: CheckpointReport) -> bool:
         """The answer was lost, or the node sees our file system."""
-        if not (target / MANIFEST).is_file():
-            return False
         try:
             return all(self._digests.of(target / file.path) == (file.size, file.sha256) for file in report.files)
         except OSError:
