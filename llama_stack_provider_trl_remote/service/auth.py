@@ -24,10 +24,12 @@ from .settings import Role, ServiceSettings
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/v1/health"})
 """Answered without a token."""
-_UPLOAD = re.compile(r"/v1/blobs/[^/]*|/v1/nodes/[^/]*/tasks/[^/]*/(events|logs/[^/]*|checkpoints/[^/]*/files/.*)")
-_OF_NODES = re.compile(r"/v1/nodes(/[^/]*/(poll|tasks/.*))?")
+_UPLOAD = re.compile(
+    r"/v1/blobs/[^/]*|/v1/nodes/[^/]*/tasks/[^/]*/(events|logs/[^/]*|checkpoints/[^/]*/files/.*)", re.DOTALL
+)
+_OF_NODES = re.compile(r"/v1/nodes(/[^/]*/(poll|tasks/.*))?", re.DOTALL)
 """What nodes call, and besides them only who may do everything."""
-_FOR_NODES = re.compile(r"/v1/blobs/[^/]*|/v1(alpha)?/post-training/jobs/[^/]*/checkpoints(/.*)?")
+_FOR_NODES = re.compile(r"/v1/blobs/[^/]*|/v1(alpha)?/post-training/jobs/[^/]*/checkpoints(/.*)?", re.DOTALL)
 """What else nodes may GET."""
 _SPARE = 64 << 20
 """Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""

@@ -87,7 +87,18 @@ class TorchRunConfig(_Block):
     @field_validator("master_addr", mode="before")
     @classmethod
     def _default_address(cls, value: Any) -> Any:
-        return value or "127.0.0.1"
+        return "127.0.0.1" if value in (None, "", "localhost") else value
+
+    @field_validator("master_addr")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        try:
+            return str(ipaddress.ip_address(value.strip("[]")))
+        except ValueError as error:
+            raise ValueError(
+                f"{value!r} is no IP address: give the literal one at which the other nodes reach this machine, since a "
+                "name may lead to another of its interfaces, or leave it out"
+            ) from error
 
 
 class Token(_Block):

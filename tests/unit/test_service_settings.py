@@ -73,6 +73,7 @@ def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(
         ({"fsdp_config": {"limit_all_gathers": False}}, "FSDP2 always limits"),
         ({"fsdp_config": {"sharding_strategy": "SOME_SHARD"}}, "sharding_strategy='SOME_SHARD'"),
         ({"torch_run_config": {"node_rank": 1}}, "the service is the head, node 0: a worker runs `trl-remote agent"),
+        ({"torch_run_config": {"master_addr": "head.example"}}, "'head.example' is no IP address"),
         ({"node_name": "a/b"}, "node_name='a/b'"),
         ({"torch_run_config": {"nproc_per_node": 0}}, "from 1 to 1024, or auto"),
         ({"trust_remote_code": ["org/model"]}, "ORG/NAME@REVISION"),
