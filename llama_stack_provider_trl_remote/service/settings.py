@@ -96,7 +96,7 @@ class TorchRunConfig(_Block):
             return str(ipaddress.ip_address(value.strip("[]")))
         except ValueError as error:
             raise ValueError(
-                f"{value!r} is no IP address: give the literal one at which the other nodes reach this machine, since a "
+                f"{value!r} is no IP address: give the literal one at which other nodes reach this machine, since a "
                 "name may lead to another of its interfaces, or leave it out"
             ) from error
 
