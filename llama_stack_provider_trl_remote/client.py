@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from aiohttp import (
+    ClientConnectorCertificateError,
     ClientConnectorError,
     ClientError,
     ClientResponse,
@@ -218,6 +219,10 @@ class ServiceClient:
                 "ask again (a job that is posted again is the same job), or raise the timeouts of remote::trl_remote"
             )
             found = f"has not answered {method} {path} within {min(read, timeout.total or read):g} s"
+            raise ServiceUnreachable(self.url, found, advice) from error
+        except ClientConnectorCertificateError as error:
+            found = f"has a certificate that is not trusted here ({error.certificate_error})"
+            advice = "set SSL_CERT_FILE to the file of that certificate, or have its authority trusted on this machine"
             raise ServiceUnreachable(self.url, found, advice) from error
         except ClientConnectorError as error:
             raise ServiceUnreachable(self.url, f"takes no connection ({_reason(error)})") from error

@@ -23,7 +23,7 @@ LEASE = 600.0
 """Seconds without an answer after which a node ends its tasks by itself and frees their devices."""
 GIVEN = "resume-from"
 """Identifier, on the checkpoint routes, of a job's own copy of the other job's checkpoint that it begins with."""
-VERSIONS = ("llama_stack_provider_trl", "torch")
+VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
 
 
@@ -47,6 +47,8 @@ class NodeReport(_Message):
     machine_id: str
     """Of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one share it."""
     boot_id: str
+    agent_id: str = ""
+    """Of the agent's data directory: two on one machine are not each other."""
     address: str
     """Literal IP address at which other nodes reach this one: that of its connection to the service, or
     TRL_NODE_ADDRESS. Never a loopback address."""
@@ -152,6 +154,7 @@ class Poll(_Message):
     """`POST /v1/nodes/{name}/poll`: what the node has, and what it knows already."""
 
     boot_id: str
+    agent_id: str = ""
     tasks: tuple[TaskReport, ...] = ()
     seen: int = 0
     """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
@@ -167,7 +170,7 @@ class Orders(_Message):
 class CheckpointFileReport(_Message):
     path: str
     """Relative to the checkpoint."""
-    size: int
+    size: int = Field(ge=0)
     sha256: str
 
 

@@ -71,14 +71,20 @@ LIMIT 1;
 -- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
 
+-- name: select_places
+-- Of the jobs in states.ACTIVE. As often as select_active, and of no more than is needed.
+SELECT job_uuid, device AS places FROM jobs WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
 -- name: select_queue
 -- A `Queued` for each job that waits, oldest first; not of those that wait for their next try.
-SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0,
+    CASE WHEN attempt > 0 THEN coalesce((SELECT group_concat(device) FROM attempts
+        WHERE attempts.job_uuid = jobs.job_uuid AND reason = 'launch_failed'), '') ELSE '' END
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 
 -- name: select_kinds_waiting
 -- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
-SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried
+SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried, ''
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail, demand, tried;
 
 -- name: select_checkpoints

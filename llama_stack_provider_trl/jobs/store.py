@@ -422,12 +422,13 @@ class Store:
         with self._transaction() as execute:
             execute("change_detail", {"job_uuid": job_uuid, "state": state, "detail": detail})
 
-    def note_waiting(self, kind: Queued, detail: str) -> None:
-        """Record what all jobs of a kind (`kinds_waiting`) wait for."""
-        row = {"wanted_device": kind.device, "ranks": kind.ranks, "said": kind.detail, "now": self._clock()}
-        row |= {"demand": kind.demand, "tried": int(kind.tried)}
+    def note_waiting(self, details: Sequence[tuple[Queued, str]]) -> None:
+        """Record what all jobs of some kinds (`kinds_waiting`) wait for."""
         with self._transaction() as execute:
-            execute("change_waiting", {**row, "detail": detail})
+            for kind, detail in details:
+                row = {"wanted_device": kind.device, "ranks": kind.ranks, "said": kind.detail, "now": self._clock()}
+                row |= {"demand": kind.demand, "tried": int(kind.tried), "detail": detail}
+                execute("change_waiting", row)
 
     def apply_events(self, job_uuid: str, attempt: int, events: Sequence[Event], new_offset: int) -> bool:
         """Take in events and the cursor behind them, all or nothing; each counts once however often it comes.
@@ -504,9 +505,11 @@ class Store:
             row = {"task_id": task_id, "node": node}
             yield execute("select_current_task", row).fetchone() is not None
 
-    def taken_places(self) -> Mapping[str, str]:
-        """Place -> job, of every task that a node has not yet said to be gone."""
-        rows = self._select("select_taken", {})
+    def holders(self) -> Mapping[str, str]:
+        """Place -> the job that has it (but not one whose record cannot be read), or of which a node has not yet said
+        that its task is gone."""
+        active = [row for row in self._select("select_places", {}) if row["job_uuid"] not in self._damaged]
+        rows = [*self._select("select_taken", {}), *active]
         return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}
 
     def advance_tasks(self, tasks: Iterable[NodeTaskRecord], stage: str) -> None:

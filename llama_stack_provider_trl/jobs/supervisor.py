@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
 from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership
-from .placement import Node, place, why_waits
+from .placement import Node, Queued, place, why_waits
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
 from .store import Store
@@ -92,6 +92,7 @@ class Supervisor:
         self._ownership = Ownership(self._data_dir)
         self._blob_retention = blob_retention
         self._cleaned = -math.inf
+        self._seen_in_vain: tuple[Sequence[Node], Mapping[str, str], Sequence[Queued]] | None = None
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
         self._swept = False
@@ -134,11 +135,12 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._swept:
             self._sweep()
-        draining = {node.name for node in self._nodes() if node.draining}
+        head, *_ = nodes = self._nodes()
+        draining = {node.name for node in nodes if node.draining}
         for job in self._store.active():
             self._guarded(job, partial(self._advance, job))
             if draining:
-                self._guarded(job, partial(self._drain, job, draining))
+                self._guarded(job, partial(self._drain, job, head.name, draining))
         self._place()
         if time.monotonic() - self._cleaned > INTERVAL:
             self._clean()
@@ -229,9 +231,8 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
-    def _drain(self, job: JobRecord, draining: set[str]) -> None:
+    def _drain(self, job: JobRecord, head: str, draining: set[str]) -> None:
         """Have a training on a node that is to be emptied save and end: it goes on elsewhere."""
-        head = self._nodes()[0].name
         job = self._store.get(job.job_uuid)
         on = {place.rpartition("/")[0] or head for place in job.devices}
         if job.state is JobState.in_progress and not draining.isdisjoint(on):
@@ -250,7 +251,9 @@ class Supervisor:
         """Nothing of the task is left: decide what it amounts to."""
         outcome = self._store.outcome(job.job_uuid, job.attempt)
         paths = RunDir(task.run_dir)
-        decided = verdict(job.state, outcome, seen, tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log))
+        log_tail = tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log)
+        node = self._node_of(job, outcome.failed.rank) if outcome.failed else ""
+        decided = verdict(job.state, outcome, seen, log_tail, node)
         self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.paused and job.state is not JobState.pausing:
@@ -264,6 +267,13 @@ class Supervisor:
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
             return
         self._move(job, *decided)
+
+    def _node_of(self, job: JobRecord, rank: int) -> str:
+        """The node that a rank was on; empty where the job was on the service's machine alone."""
+        if not is_remote(job.devices):
+            return ""
+        names = list(dict.fromkeys(place.rpartition("/")[0] for place in job.devices))
+        return names[min(rank // job.spec.ranks_per_node, len(names) - 1)] or self._nodes()[0].name
 
     def _remove_leftovers(self, job: JobRecord) -> None:
         if not self._ownership.is_free(job.spec.checkpoint_dir):
@@ -346,25 +356,25 @@ class Supervisor:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def _place(self) -> None:
-        """Give free devices to waiting jobs and launch those; tell the others what they wait for."""
-        holders, nodes = self._holders(), self._nodes()
+        """Give free devices to waiting jobs and launch those; tell the others what they wait for. Where all is as it
+        was when nobody could be served, nobody can be: as time passes, more is kept for old jobs, and no more is free.
+        """
+        holders, nodes = self._store.holders(), self._nodes()
         everything = {node.place(device) for node in nodes if not node.why_closed for device in node.devices}
-        if not holders.keys() >= everything:
-            for job_uuid, places in place(self._store.queue(), nodes, holders, time.time()).items():
-                job = self._store.get(job_uuid)
-                self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
-            holders = self._holders()
-        for waiting in self._store.kinds_waiting():
-            reason = why_waits(waiting, holders, nodes)
-            if reason != waiting.detail:
-                self._store.note_waiting(waiting, reason)
-
-    def _holders(self) -> dict[str, str]:
-        """Place -> the job that has it, or whose processes may still be there."""
-        return {
-            **self._store.taken_places(),
-            **{place: job.job_uuid for job in self._store.active() for place in job.devices},
-        }
+        some_free = not holders.keys() >= everything
+        seen = nodes, holders, self._store.queue() if some_free else self._store.kinds_waiting()
+        if seen == self._seen_in_vain:
+            return
+        placed = place(seen[2], nodes, holders, time.time()) if some_free else {}
+        for job_uuid, places in placed.items():
+            job = self._store.get(job_uuid)
+            self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
+        if placed:
+            holders = self._store.holders()
+        waiting = [(kind, why_waits(kind, holders, nodes)) for kind in self._store.kinds_waiting()]
+        if changed := [(kind, why) for kind, why in waiting if why != kind.detail]:
+            self._store.note_waiting(changed)
+        self._seen_in_vain = None if placed else seen
 
     def _begin_attempt(self, job: JobRecord, device: str) -> None:
         """Record the attempt, then launch it: a crash in between leaves `launching`, which the next pass takes up."""

@@ -20,7 +20,7 @@ class Verdict(NamedTuple):
     message: str = ""
 
 
-def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
+def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str, node: str = "") -> Verdict:
     """Decide on a job all of whose processes are gone and all of whose events are read.
 
     The event file comes first, since an exit code cannot tell: a trainer may crash on its way out after all is done,
@@ -30,12 +30,13 @@ def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str)
         state: the job's state; `cancelling` makes everything but `finished` a cancel, `pausing` everything that
             another try can mend a pause.
         log_tail: the last lines that the training process printed.
+        node: where the rank was that said why it failed; empty: on the service's machine, as all of them.
     """
     if outcome.finished:
         return Verdict(JobState.completed)
     if state is JobState.cancelling:
         return Verdict(JobState.cancelled)
-    failure = _failure(outcome, seen, log_tail)
+    failure = _failure(outcome, seen, log_tail, node)
     if state is JobState.pausing and (failure.reason is None or REASONS[failure.reason].retryable):
         return Verdict(JobState.paused)  # however it ended: it goes on from its last checkpoint
     return failure
@@ -61,9 +62,9 @@ def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
     return any(tried.reason is Reason.out_of_memory for tried in attempts)
 
 
-def _failure(outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
+def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> Verdict:
     if outcome.failed is not None:
-        return Verdict(JobState.failed, outcome.failed.reason, _told(outcome.failed))
+        return Verdict(JobState.failed, outcome.failed.reason, _told(outcome.failed, node))
     if seen.ended is Ended.timed_out:
         saved = f" at step {outcome.paused_at_step}" if outcome.paused_at_step is not None else ""
         return Verdict(JobState.failed, Reason.timed_out, f"max_duration was reached{saved}.")
@@ -78,9 +79,10 @@ def _failure(outcome: Outcome, seen: Observation, log_tail: str) -> Verdict:
     return Verdict(JobState.failed, reason, _with_lines(message, "Last lines of its log", log_tail))
 
 
-def _told(event: Failed) -> str:
+def _told(event: Failed, node: str) -> str:
     lines = event.traceback.strip().splitlines()[-_TRACEBACK_LINES:]
-    message = f"rank {event.rank}: {event.message}" if event.rank else event.message
+    who = " on ".join(filter(None, [f"rank {event.rank}" if event.rank else "", f"node {node}" if node else ""]))
+    message = f"{who}: {event.message}" if who else event.message
     return _with_lines(message, "End of the traceback", "\n".join(lines))
 
 

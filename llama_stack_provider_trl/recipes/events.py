@@ -240,6 +240,11 @@ class Silent:
         """Say nothing."""
 
 
+def parse_event(line: bytes) -> Event:
+    """Raises ValueError (pydantic's ValidationError): it is none."""
+    return _ADAPTER.validate_json(line)
+
+
 def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:
     """Read the whole lines of `path` from byte `offset` on: about `limit` bytes, and at least one line.
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import InvalidRows, JobFailure
@@ -37,9 +38,10 @@ def main(argv: list[str]) -> int:
     attempt = AttemptSpec.model_validate_json(spec_path.read_text())
     paths = RunDir(spec_path.parent)
     rank = int(os.environ.get("RANK", "0"))
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine: each has a disk of its own
     writer = EventWriter(paths.events)
     try:
-        if rank == 0:
+        if is_first:
             paths.ballast.write_bytes(bytes(_BALLAST))
         _show_stacks_when_asked(paths)
         _leave_out(attempt.job)
@@ -49,7 +51,8 @@ def main(argv: list[str]) -> int:
             from .session import train_attempt as run
         run(attempt, writer if rank == 0 else Silent())
     except BaseException as error:
-        traceback.print_exc()
+        with suppress(OSError):  # its log is on a full disk
+            traceback.print_exc()
         if attempt.world_size > 1 and _lost_a_rank(error):
             # Whoever ended first knows why: torchrun sees it in this time, and ends us.
             alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
@@ -57,9 +60,9 @@ def main(argv: list[str]) -> int:
             return 1
         # The last words need room too: on a full disk, that of the ballast.
         paths.ballast.unlink(missing_ok=True)
-        writer.write(classify(error).model_copy(update={"rank": rank}), durable=True)
+        writer.write(classify(error, str(paths.root)).model_copy(update={"rank": rank}), durable=True)
         return 1
-    if rank == 0:
+    if is_first:
         paths.ballast.unlink(missing_ok=True)
     return 0
 
@@ -94,8 +97,12 @@ def _show_stacks_when_asked(paths: RunDir) -> None:
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
-def classify(error: BaseException) -> Failed:
-    """The failure event for an exception: our own reasons first, then the machine's limits, then `rank_failed`."""
+def classify(error: BaseException, disk: str = "the data directory") -> Failed:
+    """The failure event for an exception: our own reasons first, then the machine's limits, then `rank_failed`.
+
+    Args:
+        disk: a directory of the one that is full, if that is what it is.
+    """
     if isinstance(error, JobFailure):
         return Failed(reason=Reason(error.reason), message=error.message)
     if isinstance(error, InvalidRows):
@@ -117,7 +124,7 @@ def classify(error: BaseException) -> Failed:
     if _is_disk_full(error):
         return Failed(
             reason=Reason.disk_full,
-            message=f"the disk is full: {_first_line(error)}. Free space under the data directory and submit again; "
+            message=f"the disk is full: {_first_line(error)}. Free space under {disk} and submit again; "
             "checkpoints that were listed before are kept.",
             traceback=_tail(error),
         )

@@ -25,6 +25,7 @@ from llama_stack_provider_trl.process import FileLock
 
 from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
 from . import task
+from .calls import is_gone
 from .identity import ADDRESS, NodeError
 from .task import Node, NodeTask, kept_tasks
 
@@ -86,7 +87,7 @@ class Agent:
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
             ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
-                token is wrong. Of a node that had joined, the last of them is borne for LEASE.
+                token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
@@ -166,13 +167,15 @@ class Agent:
         assert before is not None
         # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
         seen = -1 if self._interrupted else self._seen
-        body = Poll(boot_id=before.boot_id, tasks=self._reports(), seen=seen)
+        body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
         try:
             orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
         except ServiceUnreachable as error:
             await self._wait(error)
         except ServiceRefusal as refusal:
-            if refusal.status in (404, 409):  # it has another database, or somebody has removed this node
+            if is_gone(refusal):  # an operator has removed this node
+                raise
+            if refusal.status in (404, 409):  # it has another database, or another agent has had this name meanwhile
                 self._seen = 0
                 await self._join(await asyncio.to_thread(self._report))
             else:

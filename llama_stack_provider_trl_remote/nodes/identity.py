@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.files import free_bytes
+from llama_stack_provider_trl.files import atomic_write, free_bytes
 from llama_stack_provider_trl.launch.gpus import visible_entry
 from llama_stack_provider_trl.process import machine_memory
 
@@ -29,6 +29,7 @@ from ..wire import NAME, DeviceReport, NodeReport
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_AGENT_ID = "agent-id"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPORTED = ("torch", "trl", "transformers", "peft")
 _QUERY = ("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
@@ -65,6 +66,17 @@ def boot_id() -> str:
     except OSError:  # macOS
         done = subprocess.run(["sysctl", "-n", "kern.boottime"], capture_output=True, text=True, check=False)
         return done.stdout.strip() or "unknown"
+
+
+def agent_id(data_dir: Path) -> str:
+    """Of a data directory, which one agent at a time uses; made at the first call."""
+    place = data_dir / _AGENT_ID
+    try:
+        return place.read_text().strip()
+    except FileNotFoundError:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write(place, uuid.uuid4().hex.encode())
+        return agent_id(data_dir)
 
 
 def node_name(chosen: str | None) -> str:
@@ -132,11 +144,13 @@ def node_report(
 
     Raises:
         NodeError: see `versions`.
+        OSError: nothing can be written to the data directory.
     """
     return NodeReport(
         name=name,
         machine_id=machine_id(environ),
         boot_id=boot_id(),
+        agent_id=agent_id(data_dir),
         address=address,
         cpus=_cpus(),
         memory_bytes=machine_memory(),

@@ -112,9 +112,3 @@ class Places:
         if field is None or not event.get(field):
             return line
         return json.dumps({**event, field: self.there(event[field])}, ensure_ascii=False).encode() + b"\n"
-
-
-def checkpoint_of(line: bytes) -> dict[str, Any] | None:
-    """The `checkpoint` event that a line is; None: it is another."""
-    event = json.loads(line)
-    return event if event.get("type") == "checkpoint" else None

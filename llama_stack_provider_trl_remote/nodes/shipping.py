@@ -35,7 +35,8 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 
 
 class Damaged(OSError):
-    """Raised when a checkpoint that is to be uploaded is not what was written. It will not become so."""
+    """Raised when a checkpoint that is to be uploaded is not what was written, or an event is none that the service
+    takes. Neither will become so."""
 
 
 class Calls(Protocol):
@@ -122,7 +123,12 @@ class Shipping:
         self._all_read = over
         while self._sent < outbox.size:
             piece = outbox.piece(self._sent)
-            have = await self._calls.append_events(self._task_id, self._sent, piece)
+            try:
+                have = await self._calls.append_events(self._task_id, self._sent, piece)
+            except ServiceRefusal as refusal:
+                if refusal.status == 400:
+                    raise Damaged(str(refusal)) from refusal
+                raise
             if have > outbox.size:
                 raise ServiceUnreachable(
                     "",

@@ -107,7 +107,11 @@ class NodeTask:
 
     def begin(self) -> None:
         """Take it up, or take it up again."""
-        self._keep()
+        try:
+            self._keep()
+        except OSError as error:  # a full disk
+            if self.order.stage is not Stage.stop:
+                return self._fail(error)
         self._work = asyncio.create_task(self._end() if self.order.stage is Stage.stop else self._drive())
 
     def follow(self, order: TaskOrder) -> None:
@@ -121,7 +125,8 @@ class NodeTask:
             self._cancel_work()
             self._work = asyncio.create_task(self._end())
         else:
-            self._keep()
+            with suppress(OSError):  # a full disk: after a restart the service says it again
+                self._keep()
         self._told.set()
         self._node.changed()
 

@@ -28,13 +28,14 @@ class Digests:
         # Of their own: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
         self.threads = ThreadPoolExecutor(2, "trl-digests")
         self._closed = False
-        self._known: OrderedDict[tuple[str, int, int], str] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int, int, int], str] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> tuple[int, str]:
         """Size and sha256. Raises OSError."""
         status = path.stat()
-        key = (str(path), status.st_size, status.st_mtime_ns)
+        # Not by its path: what was uploaded is read once, and then moved to its place.
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         with self._lock:
             known = self._known.get(key)
         if known is None:

@@ -24,7 +24,7 @@ from llama_stack_provider_trl.launch.base import Ended, Launcher, Observation, T
 from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
-from ..wire import SILENCE, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
+from ..wire import LEASE, POLL_SECONDS, SILENCE, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
 from .shipping import Shipping
 
 log = logging.getLogger(__name__)
@@ -35,20 +35,30 @@ GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
 """The same once one has ended well."""
+_DUE = POLL_SECONDS + 2.0
+"""Seconds in which every node that lives calls once."""
 _GAP = 5.0
 """Seconds without a look after which this process was stopped itself, and no node is to blame for what it missed."""
 
 
 class Presence:
-    """When each node was last heard of. Safe to share between threads."""
+    """When each node was last heard of. Safe to share between threads.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        own: name of this machine: its agent is heard whatever the network does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, own: str = "") -> None:
+        self._clock, self._own = clock, own
         self._heard: dict[str, float] = {}
-        self._floor = self._looked = clock()
+        self._floor = self._looked = self._others = self._again = clock()
 
     def heard(self, node: str) -> None:
-        self._heard[node] = self._clock()
+        self._heard[node] = now = self._clock()
+        if node != self._own:
+            if now - self._others > _DUE:
+                self._again = now
+            self._others = now
 
     def silence(self, node: str) -> float:
         """Seconds since a node was heard of, or since we began to listen."""
@@ -60,6 +70,15 @@ class Presence:
 
     def is_lost(self, node: str) -> bool:
         return self.silence(node) > SILENCE
+
+    def is_to_blame(self, node: str) -> bool:
+        """Whether a lost node is silent on its own: another one has been heard of since it had to call. With all of
+        them silent, and until each had time to call again, it may be this machine that was cut off."""
+        return self._others - max(self._heard.get(node, 0.0), self._floor, self._again) > _DUE
+
+    def seconds_alone(self) -> float:
+        """Seconds since any other machine was heard of."""
+        return self._clock() - self._others
 
     def was_heard(self, node: str) -> bool:
         """Since the start of this process."""
@@ -156,7 +175,13 @@ class ClusterLauncher:
         if ending is not None:
             self._stop(task.task_id, ending)
             return self.poll(task)
-        return self._advance(parts)
+        seen = self._advance(parts)
+        presence = self._cluster.presence
+        if presence.seconds_alone() > _DUE and any(self._is_lost(part) for part in parts):
+            silent = silent_since(presence.seconds_alone())
+            detail = f"left to itself: all other machines are {silent}, which may be this one's network"
+            seen = replace(seen, detail=detail)
+        return seen
 
     def pause(self, task: TaskSpec) -> None:
         """See `Launcher.pause`."""
@@ -244,7 +269,7 @@ class ClusterLauncher:
         if len(exited) == len(parts) and shipped:
             return _combined(parts, exited)
         for part in parts:
-            if self._is_lost(part) and not (part.has_exited and part.record.node_rank):
+            if self._is_given_up(part, parts) and not (part.has_exited and part.record.node_rank):
                 silent = silent_since(self._cluster.presence.silence(part.node))
                 return Observation(TaskState.exited, detail=f"node {part.node} is {silent}")
             if part.record.gone:
@@ -301,6 +326,15 @@ class ClusterLauncher:
         if failed and not _has_final_word(task.run_dir):
             event = Failed.model_validate(failed[0])
             self._shipping.append_event(RunDir(task.run_dir).events, event)
+
+    def _is_given_up(self, part: _Part, parts: Sequence[_Part]) -> bool:
+        """Whether to go on without a silent node. Where it may be we who are cut off, and the attempt needs us not, it
+        trains on: then not before the agents have ended it themselves."""
+        if not self._is_lost(part):
+            return False
+        presence, head = self._cluster.presence, self._cluster.head
+        takes_part = any(other.node == head for other in parts)
+        return takes_part or presence.is_to_blame(part.node) or presence.silence(part.node) > LEASE
 
     def _is_lost(self, part: _Part) -> bool:
         return not part.record.gone and self._cluster.presence.is_lost(part.node)

@@ -63,8 +63,11 @@ class Service:
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; nobody else ever sees it."""
-        self.presence = Presence()
-        self.cluster = Cluster(self.store, self.presence, self.node_name, machine_id(os.environ), self.devices)
+        self.presence = Presence(own=self.node_name)
+        self.machine_id = machine_id(os.environ)
+        self.removed: dict[str, str] = {}
+        """Nodes that were removed, and in which life: their agents are to end."""
+        self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices)
         self.shipping = Shipping(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.shipping, ports)

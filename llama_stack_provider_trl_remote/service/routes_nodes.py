@@ -16,6 +16,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import free_bytes
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+from llama_stack_provider_trl.recipes.events import Failed
 
 from ..wire import (
     NAME,
@@ -35,8 +36,9 @@ from ..wire import (
 )
 from .auth import needs_admin
 from .bodies import ListNodesResponse, Node, Sha256
+from .cluster import observation
 from .context import Context, Service
-from .errors import Conflict, NotFound, declared
+from .errors import Conflict, Gone, NotFound, declared
 from .routes_jobs import as_json
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ LOOK = 0.1
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
-Offset = Annotated[int, Query(ge=0, le=2**53, description="Bytes that were sent before")]
+Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
 _BYTES = {
     "requestBody": {
         "required": True,
@@ -73,7 +75,7 @@ async def join(service: Context, body: NodeReport) -> Response:
     return as_json(Joined(node=body.name, head=service.node_name, version=__version__))
 
 
-@router.post("/{name}/poll", response_model=Orders, responses=declared(404, 409))
+@router.post("/{name}/poll", response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, name: Name, body: Poll) -> Response:
     """What the node is to do, as soon as that is something new."""
     if await asyncio.to_thread(_take_in, service, name, body):
@@ -106,7 +108,7 @@ async def drain(service: Context, name: Name) -> Response:
 
 @router.delete("/{name}", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
 async def remove(service: Context, name: Name) -> Response:
-    """Forget a node that is gone or has been emptied. Its agent may join again."""
+    """Forget a node that is gone or has been emptied. Its agent ends; started again it joins again."""
     await asyncio.to_thread(_remove, service, name)
     service.supervisor.wake()
     return Response(status_code=204)
@@ -206,7 +208,10 @@ def _join(service: Service, report: NodeReport) -> None:
     except ValueError as error:
         hint = "give the literal IP address at which the other nodes reach this one (TRL_NODE_ADDRESS)"
         raise InvalidRequest("address", report.address, hint) from error
-    if address.is_loopback and not service.settings.on_loopback:
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    if mapped.is_unspecified or mapped.is_multicast:
+        raise InvalidRequest("address", report.address, "give the address of one of its network interfaces")
+    if mapped.is_loopback and not service.settings.on_loopback:
         hint = "other nodes cannot reach that: give the address of the interface that they share (TRL_NODE_ADDRESS)"
         raise InvalidRequest("address", report.address, hint)
     ours = service.versions()
@@ -217,13 +222,26 @@ def _join(service: Service, report: NodeReport) -> None:
                 f"node {report.name!r} has {package} {theirs or 'none'}, the service has {ours[package] or 'none'}: "
                 "install the same version on both"
             )
-    known = service.store.node(report.name)
-    if known is not None and known.machine_id != report.machine_id and _is_live(service, known):
+    if report.name == service.node_name and report.machine_id != service.machine_id:
         raise Conflict(
-            f"the node {report.name!r} is there already: machine {known.machine_id}, and this one is machine "
-            f"{report.machine_id}; choose another name (--name, TRL_NODE_NAME)"
+            f"the node {report.name!r} is there already: it is the service's own machine; choose another name "
+            "(--name, TRL_NODE_NAME)"
         )
-    service.store.join(report.name, report.machine_id, report.boot_id, report.model_dump_json())
+    known = service.store.node(report.name)
+    if known is not None and _is_live(service, known):
+        if known.machine_id != report.machine_id:
+            raise Conflict(
+                f"the node {report.name!r} is there already: machine {known.machine_id}, and this one is machine "
+                f"{report.machine_id}; choose another name (--name, TRL_NODE_NAME)"
+            )
+        if _life(known) != _life(report):
+            raise Conflict(
+                f"the node {report.name!r} is there already: another agent of this machine, with another data "
+                "directory, has that name. Choose another (--name, TRL_NODE_NAME); where that agent has just been "
+                f"stopped, start this one {SILENCE:.0f} s later"
+            )
+    service.removed.pop(report.name, None)
+    service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json())
     service.presence.heard(report.name)
     service.supervisor.wake()
     if known is None:
@@ -239,12 +257,16 @@ def _is_live(service: Service, record: NodeRecord) -> bool:
 
 def _take_in(service: Service, name: str, body: Poll) -> bool:
     """What a node says. Returns whether any of it is new. Raises NotFound, Conflict."""
+    if service.removed.get(name) == _life(body):
+        raise Gone(f"node {name!r} was removed (trl-remote nodes remove): start its agent again to have it back")
     record = _known(service, name)
-    if record.boot_id != body.boot_id:
+    if record.boot_id != _life(body):
         raise Conflict(
-            f"node {name!r} has started anew or is another machine (boot {record.boot_id}, this is {body.boot_id}): "
+            f"node {name!r} has started anew or is another machine (boot {record.boot_id}, this is {_life(body)}): "
             "join again"
         )
+    for report in body.tasks:
+        _check(report)
     service.presence.heard(name)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.note_seen(name)
@@ -255,6 +277,22 @@ def _take_in(service: Service, name: str, body: Poll) -> bool:
         if task.stage == Stage.stop and _is_over(said.get(task.task_id))
     ]
     return service.store.note_tasks(name, {key: report.model_dump_json() for key, report in said.items()}, gone)
+
+
+def _life(said: NodeReport | Poll | NodeRecord) -> str:
+    """What keeps the tasks of a node: a run of its operating system, and a data directory there."""
+    return said.boot_id if isinstance(said, NodeRecord) else f"{said.boot_id} {said.agent_id}".strip()
+
+
+def _check(report: TaskReport) -> None:
+    """Raises InvalidRequest: what the supervisor could not read would hold up the job."""
+    try:
+        if report.observation is not None:
+            observation(report.observation)
+        if report.failed is not None:
+            Failed.model_validate(report.failed)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"tasks of {report.task_id}", str(error)[:200], "send what `TaskReport` says") from error
 
 
 def _is_over(report: TaskReport | None) -> bool:
@@ -285,17 +323,19 @@ async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
 
 def _remove(service: Service, name: str) -> None:
     record = _known(service, name)
+    if name == service.node_name:
+        raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
     if jobs and _is_live(service, record):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
+    service.removed[name] = _life(record)
     service.store.remove_node(name)
     service.presence.forget(name)
     log.info("node %s was removed", name)
 
 
 def _nodes(service: Service) -> list[Node]:
-    holders = {place: job.job_uuid for job in service.store.active() for place in job.devices}
-    holders = {**service.store.taken_places(), **holders}
+    holders = service.store.holders()
     memory = psutil.virtual_memory()
     found = [
         Node(

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import (
     MANIFEST,
     RunDir,
+    atomic_write,
     damage,
     free_bytes,
     fsync_tree,
@@ -32,7 +33,7 @@ from llama_stack_provider_trl.files import (
 )
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.recipes.events import EventWriter
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, parse_event
 
 from ..wire import CheckpointAnswer, CheckpointReport
 from .checkpoints import Digests
@@ -42,6 +43,8 @@ LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
 _NAMES = {"step": re.compile(r"checkpoint-\d{1,12}"), "final": re.compile("final"), "merged": re.compile("merged")}
 _SKIPPED = "\n[{} bytes were left out: the node was too far behind]\n"
 _PIECE = 1 << 20
+_LONGEST = 240
+"""Bytes of a file's name; file systems take 255."""
 
 
 class Shipping:
@@ -62,19 +65,25 @@ class Shipping:
             raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
         return task
 
+    def _first(self, task_id: str, node: str) -> NodeTaskRecord:
+        """A task whose rank 0 is on this node. Raises Gone."""
+        task = self.current(task_id, node)
+        if task.node_rank:
+            raise Gone(f"node {node!r} has no rank 0 of task {task_id!r}: only that one's events and checkpoints count")
+        return task
+
     def add_events(self, task_id: str, node: str, offset: int, lines: bytes) -> int:
         """Append whole lines to the attempt's events; returns how many bytes there are then.
 
         Raises:
             Gone: or it is not rank 0's node.
-            InvalidRequest: they do not end with a line's end.
+            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is not there.
             WrongOffset: they do not begin where the file ends.
         """
-        task = self.current(task_id, node)
-        if task.node_rank:
-            raise Gone(f"node {node!r} has no rank 0 of task {task_id!r}: only that one's events count")
+        task = self._first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
+        self._check_events(task, lines)
         assert task.run_dir is not None
         with self._lock, _opened(RunDir(task.run_dir).events) as file:
             size = os.fstat(file).st_size
@@ -83,6 +92,23 @@ class Shipping:
             self.current(task_id, node)  # once more: whoever concludes the attempt writes here under the same lock
             _append(file, size, lines)
             return size + len(lines)
+
+    def _check_events(self, task: NodeTaskRecord, lines: bytes) -> None:
+        """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
+        its event says that it is."""
+        directory = self._store.get(task.job_uuid).spec.checkpoint_dir
+        for line in lines.splitlines():
+            try:
+                event = parse_event(line)
+            except ValueError as error:
+                raise InvalidRequest("body", f"{line[:100]!r}", f"it is no event: {error}") from error
+            if not isinstance(event, CheckpointSaved):
+                continue
+            path = event.path
+            if path.parent != directory or not _NAMES[event.kind].fullmatch(path.name):
+                raise InvalidRequest("path", str(path), f"a checkpoint of this job lies in {directory}")
+            if not (path / MANIFEST).is_file():
+                raise InvalidRequest("path", str(path), "it is not there: bring its files before its event")
 
     def append_event(self, path: Path, event: BaseModel) -> None:
         """A last word of the service's own."""
@@ -126,21 +152,21 @@ class Shipping:
             InvalidRequest: it is no checkpoint of the job's, or not whole.
             OSError: the disk is full.
         """
-        task = self.current(task_id, node)
+        task = self._first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
         if not _NAMES[report.kind].fullmatch(name):
             raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
         _check_files(report)
-        if self._is_in_place(target, report):
-            return CheckpointAnswer(missing=(), path=str(target))
         staging = _staging(job, task, name)
         with self._asked[staging]:  # asked again while the first one still forces files to disk
             if self._is_in_place(target, report):
                 return CheckpointAnswer(missing=(), path=str(target))
-            contents = staging / "files"
+            contents, asked = staging / "files", staging / "report.json"
+            if asked.exists() and asked.read_text() != report.model_dump_json():
+                shutil.rmtree(staging)  # another one of that name: nothing of the one before counts
             contents.mkdir(parents=True, exist_ok=True)
-            (staging / "report.json").write_text(report.model_dump_json())
+            atomic_write(asked, report.model_dump_json().encode())
             missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
             if missing:
                 self._check_space(job, contents, report, missing)
@@ -160,7 +186,7 @@ class Shipping:
             InvalidRequest: the file has another digest: what was kept of it is dropped.
             WrongOffset: it does not begin where what is here ends.
         """
-        task = self.current(task_id, node)
+        task = self._first(task_id, node)
         staging = _staging(self._store.get(task.job_uuid), task, name)
         try:
             report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
@@ -174,11 +200,12 @@ class Shipping:
         if _size(whole) == wanted.size:
             return wanted.size
         part.parent.mkdir(parents=True, exist_ok=True)
-        us = self._senders[part] = object()
+        us = object()
         with _opened(part) as file:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
+            self._senders[part] = us
             async for piece in pieces:
                 if self._senders.get(part) is not us:
                     raise WrongOffset(offset, _size(part) or 0)
@@ -189,14 +216,20 @@ class Shipping:
             if size < wanted.size:
                 return size
             await asyncio.to_thread(os.fsync, file)
-        found = await self._digest(part)
-        if self._senders.pop(part, None) is not us:
-            raise WrongOffset(offset, _size(part) or 0)
-        if found != sha256:
-            part.unlink()
-            raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part, whole)
+        try:
+            found = await self._digest(part)
+            if found != sha256:
+                part.unlink()
+                raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
+            # Whoever comes first: a sender that got no answer in time asks again, and waits for the same digest.
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, whole)
+        except FileNotFoundError as error:
+            if _size(whole) != wanted.size:
+                raise WrongOffset(offset, _size(part) or 0) from error
+        finally:
+            if self._senders.get(part) is us:
+                del self._senders[part]
         return size
 
     async def _digest(self, path: Path) -> str:
@@ -206,8 +239,6 @@ class Shipping:
 
     def _is_in_place(self, target: Path, report: CheckpointReport) -> bool:
         """The answer was lost, or the node sees our file system."""
-        if not (target / MANIFEST).is_file():
-            return False
         try:
             return all(self._digests.of(target / file.path) == (file.size, file.sha256) for file in report.files)
         except OSError:
@@ -243,8 +274,11 @@ def _check_files(report: CheckpointReport) -> None:
         raise InvalidRequest("files", names[:5], f"a checkpoint has a {MANIFEST}: send all files of it")
     for name in names:
         resolve_under(Path("/checkpoint"), name, "files.path")
-    if len(set(names)) < len(names):
-        raise InvalidRequest("files", names[:5], "a file is named twice")
+        if any(len(part.encode()) > _LONGEST for part in Path(name).parts):
+            raise InvalidRequest("files.path", name[:100], f"a file's name has {_LONGEST} bytes at most")
+    directories = {str(parent) for name in names for parent in Path(name).parents}
+    if len(set(names)) < len(names) or directories & set(names):
+        raise InvalidRequest("files", names[:5], "a file is named twice, or a directory has its name")
 
 
 def _size(path: Path) -> int | None:

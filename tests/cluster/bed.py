@@ -14,9 +14,10 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -40,7 +41,7 @@ def why_not() -> str:
     """What a bed lacks here; empty: nothing."""
     if os.getuid():
         return "network namespaces need root"
-    for tool in ("ip", "unshare"):
+    for tool in ("ip", "tc", "unshare"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here"
     if not Path("/etc/machine-id").exists():
@@ -65,6 +66,8 @@ class Machine:
         (self.root / "machine-id").write_text(f"{uuid4().hex}\n")
         self.log = self.root / "log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.disk_mb = 0
+        """Of a disk of its own for `data_dir`, which is as old as the process; 0: it has none."""
 
     @property
     def data_dir(self) -> Path:
@@ -75,13 +78,17 @@ class Machine:
         alone = (
             f"mount --bind {self.root} /mnt && mount -t tmpfs none {self.bed.root} && mkdir {self.root} && "
             f"mount --move /mnt {self.root} && mount --bind {self.root}/machine-id /etc/machine-id && "
-            f'hostname {self.name} && exec "$@"'
+            f"hostname {self.name} && "
         )
+        if self.disk_mb:
+            alone += f"mkdir -p {self.data_dir} && mount -t tmpfs -o size={self.disk_mb}m none {self.data_dir} && "
+        alone += 'exec "$@"'
         variables = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TRL_")},
             "TRL_LOCK_DIR": str(self.root / "locks"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "TRL_FAULTS": str(self.bed.faults),
             **environ,
         }
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]
@@ -96,14 +103,15 @@ class Machine:
                 start_new_session=True,
             )
 
-    def serve(self, **environ: str) -> None:
+    def serve(self, settings: Json | None = None, **environ: str) -> None:
         """As the service's machine."""
-        block = {"device": "cpu", "torch_run_config": {"nproc_per_node": 1}, "hang_timeout": 900}
+        ranks = {"torch_run_config": {"nproc_per_node": 1}}
+        block = {"device": "cpu", "hang_timeout": 900, **ranks, **(settings or {})}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
         config = self.root / "run_fsdp.yaml"
         config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
         self.start(
-            "--insecure",
+            *(() if "tls_cert" in block else ("--insecure",)),
             TRL_SERVICE_CONFIG=str(config),
             TRL_SERVICE_HOST=self.address,
             TRL_SERVICE_DATA_DIR=str(self.data_dir),
@@ -126,21 +134,29 @@ class Machine:
         """Those that belong to a task."""
         return [pid for pid in self.pids() if b"TRL_TASK_ID=" in _environment(pid)]
 
-    def kill_agent(self, number: int = signal.SIGKILL) -> None:
+    def kill_agent(self) -> None:
         """The process that the script became, and nothing else."""
+        self.signal_agent(signal.SIGKILL)
+        self.reap()
+
+    def signal_agent(self, number: int) -> None:
+        """As `kill_agent`, with another signal."""
         for pid in self.pids():
             if b"llama_stack_provider_trl_remote" in _command(pid) and b"TRL_TASK_ID=" not in _environment(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-        self.reap()
+
+    def signal_all(self, number: int) -> None:
+        """Every process there."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def turn_off(self) -> None:
         """Every process at once, as when the power fails."""
         for _ in range(50):
             pids = self.pids()
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.signal_all(signal.SIGKILL)
             self.reap()
             if not pids:
                 return
@@ -154,6 +170,42 @@ class Machine:
     def link(self, up: bool) -> None:
         """Cut its cable, or mend it."""
         _ip("-n", self.bed.switch, "link", "set", self.port, "up" if up else "down")
+
+    def limit(self, kbit_per_s: int) -> None:
+        """Have its cable carry so much, each way, and drop what waits for longer."""
+        queue = ("root", "tbf", "rate", f"{kbit_per_s}kbit", "burst", "16kb", "latency", "300ms")
+        _run("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", *queue)
+        _run("tc", "-n", self.bed.switch, "qdisc", "add", "dev", self.port, *queue)
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Nothing can be written to its disk (`disk_mb`) while this is open."""
+        filler = Path(f"/proc/{self.pids()[0]}/root{self.data_dir}/filler")
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+        filler.unlink()
+
+    @contextmanager
+    def ports_in_use(self, first: int, last: int) -> Iterator[None]:
+        """Another program listens at all of these."""
+        code = (
+            "import socket, sys, time\n"
+            f"taken = [socket.create_server(({self.address!r}, port)) for port in range({first}, {last + 1})]\n"
+            "print('', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            assert other.stdout.readline(), "it listens"
+            yield
+            other.stdin.close()
 
     def block(self, port: str, *, blocked: bool = True) -> None:
         """Have packets to a port of other machines (`29500-29599`) vanish, as a firewall does."""
@@ -177,6 +229,9 @@ class Bed:
         self.switch = f"{self.prefix}-sw"
         self.network = _free_network()
         self.machines: list[Machine] = []
+        self.faults = root / "faults"
+        self.faults.mkdir()
+        self.scheme = "http"
         self.session = requests.Session()
         self.session.headers["Authorization"] = f"Bearer {TOKEN}"
 
@@ -231,7 +286,7 @@ class Bed:
     @property
     def url(self) -> str:
         """Of the service: the first machine's."""
-        return f"http://{self.machines[0].address}:{PORT}/v1"
+        return f"{self.scheme}://{self.machines[0].address}:{PORT}/v1"
 
     def get(self, path: str, **params: Any) -> Any:
         answer = self.session.get(f"{self.url}{path}", params=params, timeout=30)
@@ -261,7 +316,7 @@ class Bed:
             nodes = self.get("/nodes")["data"]
             return set(names) <= {node["node"] for node in nodes if node["agent"] and node["state"] == "open"}
 
-        self.wait(there, f"nodes {', '.join(names)} have joined", 90)
+        self.wait(there, f"nodes {', '.join(names)} have joined", 240)
 
     def status(self, job_uuid: str) -> Json:
         return dict(self.get("/post-training/job/status", job_uuid=job_uuid))
@@ -287,9 +342,18 @@ class Bed:
         assert len({point["step"] for point in points}) == len(points)
         return {point["step"]: point["metrics"]["loss"] for point in points}
 
-    def nothing_trains(self) -> None:
-        """No process of any task is left on any machine, within seconds."""
-        self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 20)
+    def hold(self, point: str) -> Callable[[], None]:
+        """Have a training wait at a point of `llama_stack_provider_trl.faults`; what comes back lets it go on."""
+        (self.faults / point).write_text("hold")
+        return (self.faults / f"{point}.go").touch
+
+    def nothing_is_left(self) -> None:
+        """No process of any task is left on any machine, within seconds; and no process at all once the agents and the
+        service were told to end."""
+        self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 60)
+        for machine in self.machines:
+            machine.signal_agent(signal.SIGTERM)
+        self.wait(lambda: not [pid for one in self.machines for pid in one.pids()], "no process is left", 60)
 
 
 @pytest.fixture
@@ -301,8 +365,12 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
 
 
 def _free_network() -> str:

@@ -36,7 +36,8 @@ class FakeAgent:
         return self.service.post("/nodes", self.report)
 
     def poll(self) -> requests.Response:
-        body = {"boot_id": self.boot_id, "tasks": list(self.reports.values()), "seen": self.seen}
+        own = {"boot_id": self.boot_id, "agent_id": self.report.get("agent_id", "")}
+        body = {**own, "tasks": list(self.reports.values()), "seen": self.seen}
         answer = self.service.post(f"/nodes/{self.name}/poll", body)
         if answer.ok:
             self.seen, self.orders = answer.json()["revision"], answer.json()["tasks"]

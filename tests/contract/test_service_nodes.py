@@ -196,7 +196,11 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
         ({"versions": {}}, 409, "has llama_stack_provider_trl none, the service has"),
         ({"versions": {**versions(), "torch": "1.0"}}, 409, "'c' has torch 1.0, the service has 2."),
         ({"address": "127.0.0.1"}, 400, "other nodes cannot reach that"),
+        ({"address": "::ffff:127.0.0.1"}, 400, "other nodes cannot reach that"),
+        ({"address": "0.0.0.0"}, 400, "one of its network interfaces"),
+        ({"address": "224.0.0.1"}, 400, "one of its network interfaces"),
         ({"address": "worker.local"}, 400, "give the literal IP address"),
+        ({"versions": {**versions(), "trl": "1.0"}}, 409, "'c' has trl 1.0, the service has"),
         ({"name": "a", "machine_id": "another"}, 409, "machine machine of a, and this one is machine another"),
         ({"name": "a/b"}, 400, "name"),
         ({"devices": []}, 400, "devices"),
@@ -277,6 +281,93 @@ def test_what_comes_twice_or_out_of_order_is_answered_with_where_to_go_on(
         files = [{"path": name, "size": 1, "sha256": digest} for name in ("manifest.json", path)]
         answer = service.post("/nodes/a/tasks/twice-1/checkpoints/checkpoint-4", {"kind": "step", "files": files})
         assert "files.path" in refusal(answer)
+    for wrong in (["a", "a"], ["a", "a/b"], ["a" * 300]):
+        files = [{"path": name, "size": 1, "sha256": digest} for name in ("manifest.json", *wrong)]
+        refusal(service.post("/nodes/a/tasks/twice-1/checkpoints/checkpoint-4", {"kind": "step", "files": files}), 400)
+
+
+def test_an_event_counts_only_if_it_is_one_and_its_checkpoint_is_in_place(
+    service: TrainingService, agents: list[FakeAgent], tmp_path: Path
+) -> None:
+    """A node's token must not open other directories than the job's."""
+    a, _ = agents
+    submit(service, "honest", nodes=1)
+    a.run("honest-1")
+    events = lines(STARTED, PREPARED)
+    assert a.send_events("honest-1", 0, events).ok
+    ours = service.data_dir.resolve() / "checkpoints" / "honest"
+    precious = checkpoint(tmp_path)
+    for path, kind, said in (
+        (precious, "step", "a checkpoint of this job lies in"),
+        (ours / ".." / "other" / "checkpoint-2", "step", "a checkpoint of this job lies in"),
+        (ours / "checkpoint-2", "final", "a checkpoint of this job lies in"),
+        (ours / "checkpoint-2", "step", "bring its files before its event"),
+    ):
+        event = CheckpointSaved(kind=kind, step=2, epoch=1, path=path, train_loss=2.0)  # type: ignore[arg-type]
+        assert said in refusal(a.send_events("honest-1", len(events), lines(event)))
+    assert "it is no event" in refusal(a.send_events("honest-1", len(events), b'{"type": "finished"}\n'))
+    assert service.status("honest")["checkpoints"] == []
+    for wrong in ({"observation": {"state": "asleep"}}, {"failed": {"type": "failed"}}):
+        a.reports["honest-1"] = {"task_id": "honest-1", "stage": "run", "progress": "working", **wrong}
+        assert "tasks of honest-1" in refusal(a.poll(), 400)
+    a.reports.clear()
+
+
+def test_a_checkpoint_that_is_announced_anew_has_nothing_of_the_one_before(
+    service: TrainingService, agents: list[FakeAgent], tmp_path: Path
+) -> None:
+    a, _ = agents
+    submit(service, "anew", nodes=1)
+    a.run("anew-1")
+    first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2")
+    (first / "extra").write_text("of the first")
+    (second / "model.safetensors").write_bytes(b"z" * 1000)  # of the same size
+    for one in (first, second):
+        (one / "manifest.json").unlink()
+        write_manifest(one)
+    for name in a.ask("anew-1", first).json()["missing"][:-1]:
+        assert a.send_file("anew-1", first, name).ok
+    assert len(a.ask("anew-1", second).json()["missing"]) == 3
+    place = a.ship("anew-1", second)
+    assert (place / "model.safetensors").read_bytes() == b"z" * 1000
+    assert not (place / "extra").exists()
+
+
+def test_a_file_whose_last_answer_was_lost_is_completed_by_asking_once_more(
+    service: TrainingService, agents: list[FakeAgent], tmp_path: Path
+) -> None:
+    """The service was killed between the last byte and the file's place."""
+    a, _ = agents
+    submit(service, "lost", nodes=1)
+    a.run("lost-1")
+    whole = checkpoint(tmp_path)
+    assert a.ask("lost-1", whole).ok
+    staging = service.data_dir.resolve() / "checkpoints" / "lost" / "checkpoint-2.1.tmp"
+    (staging / "parts").mkdir()
+    (staging / "parts" / "model.safetensors").write_bytes(b"x" * 1000)
+    again = a.send_file("lost-1", whole, "model.safetensors")
+    assert (again.status_code, again.headers["Upload-Offset"]) == (409, "1000")
+    assert a.send_file("lost-1", whole, "model.safetensors", offset=1000).ok
+    assert "model.safetensors" not in a.ask("lost-1", whole).json()["missing"]
+    assert a.ship("lost-1", whole).is_dir()
+
+
+def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
+    service: TrainingService, agents: list[FakeAgent]
+) -> None:
+    a, _ = agents
+    twin = FakeAgent(service, "a", address="10.0.0.9", agent_id="another directory")
+    assert "another agent of this machine, with another data directory" in refusal(twin.join(), 409)
+    assert "join again" in refusal(twin.poll(), 409)
+    assert a.poll().ok
+    own = FakeAgent(service, "head", machine_id="another machine", address="10.0.0.9")
+    assert "it is the service's own machine" in refusal(own.join(), 409)
+    assert "cordon or drain it" in refusal(service.delete("/nodes/head"), 409)
+    assert service.delete("/nodes/a").status_code == 204
+    assert "was removed" in refusal(a.poll(), 410)
+    assert a.join().ok
+    a.seen = 0
+    assert a.poll().ok
 
 
 def test_a_drained_node_hands_its_job_on_and_can_be_removed(service: TrainingService, agents: list[FakeAgent]) -> None:

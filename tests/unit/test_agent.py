@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +20,16 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.files import write_manifest
 from llama_stack_provider_trl.launch.base import TaskState
+from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import shipping
+from llama_stack_provider_trl_remote.nodes import task as tasks
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
+from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.outbox import Outbox
+from llama_stack_provider_trl_remote.nodes.shipping import Shipping
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
 from llama_stack_provider_trl_remote.pull import OtherBytes
 from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
@@ -46,7 +54,7 @@ class World:
         self.models: tuple[str, ...] = ()
 
     def agent(self) -> Agent:
-        return Agent(self.head, self.report, self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
+        return Agent(self.head, lambda: self.report(), self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -129,6 +137,9 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
         await head.until(lambda: world.launcher.started)
         task = world.launcher.tasks["job-1"].spec
         assert (task.run_dir, task.devices, task.master_port) == (world.run_dir, ("cpu",), report.port)
+        assert (task.nodes, task.address, task.master_addr) == (1, LOOPBACK, LOOPBACK)
+        with socket.create_server(("127.0.0.1", report.port)):
+            pass  # the probe has left it to the ranks
         assert json.loads((world.run_dir / "spec.json").read_text())["run_dir"] == str(world.run_dir)
         assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").read_bytes() == ROWS
         world.launcher.print("job-1", "epoch 1\n")
@@ -314,6 +325,7 @@ def test_only_the_node_with_rank_0_ships_events_and_the_others_tell_a_failure(wo
         task = world.launcher.tasks["job-1"].spec
         assert (task.node_rank, task.time_limit, task.hang_timeout) == (1, None, None)  # it sees no progress
         write(world.run_dir / "rank-1.log", b"boom\n")
+        write(world.run_dir / "torchrun.log", b"met\n")
         world.say(Failed(rank=1, reason=Reason.rank_failed, message="boom"))
         world.launcher.exit("job-1", 1, rank=1)
         await head.until(lambda: (report := head.report()) and report.shipped)
@@ -324,7 +336,7 @@ def test_only_the_node_with_rank_0_ships_events_and_the_others_tell_a_failure(wo
 
     world.run(play)
     assert world.head.events == b""
-    assert world.head.logs == {"rank-1.log": b"boom\n"}
+    assert world.head.logs == {"rank-1.log": b"boom\n", "torchrun.log": b"met\n"}
 
 
 def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
@@ -342,7 +354,8 @@ def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "left"), [(None, {"checkpoint-4"}), ("eval_loss", {"checkpoint-2", "checkpoint-3", "checkpoint-4"})]
+    ("best", "left"),
+    [(None, {"checkpoint-5"}), ("eval_loss", {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-5"})],
 )
 def test_of_what_is_with_the_service_the_newest_stays_here_and_the_best(
     world: World, best: str | None, left: set[str]
@@ -350,11 +363,11 @@ def test_of_what_is_with_the_service_the_newest_stays_here_and_the_best(
     async def play(head: FakeHead) -> None:
         head.order(world.order(job={"best_checkpoint": best}))
         await head.until(lambda: world.launcher.started)
-        world.say(*(world.save(f"checkpoint-{step}") for step in (1, 2)))
-        await head.until(lambda: len(head.said) == 2)
-        head.listed = {"checkpoint-2", "final"}  # of the third the service has not heard yet
-        world.say(*(world.save(f"checkpoint-{step}") for step in (3, 4)))
-        await head.until(lambda: len(head.said) == 4)
+        world.say(*(world.save(f"checkpoint-{step}") for step in (1, 2, 3)))
+        await head.until(lambda: len(head.said) == 3)
+        head.listed = {"checkpoint-1", "checkpoint-3", "final"}  # of the fourth the service has not heard yet
+        world.say(*(world.save(f"checkpoint-{step}") for step in (4, 5)))
+        await head.until(lambda: len(head.said) == 5)
         assert {path.name for path in (world.home / "checkpoints").iterdir()} == left
 
     world.run(play)
@@ -392,6 +405,33 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
 
     world.run(play)
     assert not world.head.checkpoints
+
+
+def test_a_node_that_was_removed_ends_with_its_tasks(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "poll", [refusal(410, "node 'b' was removed")]
+        head.let_go()
+        await head.until(lambda: False)
+
+    with pytest.raises(ServiceRefusal, match="was removed"):
+        world.run(play)
+    assert world.launcher.tasks["job-1"].cancels
+
+
+def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "events", [refusal(400, "it is not there: bring its files before its event")]
+        world.say(progress(1))
+        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "bring its files before its event" in report.error
+
+    world.run(play)
 
 
 def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
@@ -612,6 +652,37 @@ def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
     world.run(play)
 
 
+def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(head: FakeHead) -> None:
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        head.order(world.order(Stage.prepare))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report is not None
+        assert "No space left on device" in report.error
+        assert str(world.run_dir) in report.error
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(play)
+    assert world.launcher.started == []
+
+
+def test_a_disk_that_fills_up_later_keeps_nothing_from_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        head.order(world.order(Stage.pause))
+        await head.until(lambda: world.launcher.tasks["job-1"].pauses)
+
+    world.run(play)
+
+
+def _full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
 def test_rank_0_is_told_to_pause(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
@@ -716,6 +787,10 @@ def test_a_machine_that_has_changed_says_so(world: World, monkeypatch: pytest.Mo
         before = world.report
         report = before().model_copy(update={"models": ("org/new",)})
         monkeypatch.setattr(world, "report", lambda: report)
+        world.clock.advance(agents.REPORT + 1)
+        head.let_go()
+        await head.until(lambda: len(head.joined) == 2)
+        assert head.joined[-1].models == ("org/new",)
 
     world.run(play)
     shrunk = world.report().model_copy(update={"disk_free_bytes": 2 << 30})
@@ -846,3 +921,259 @@ def test_what_is_kept_is_for_nobody_else(world: World, there: bool) -> None:
     world.run(play)
     assert there or world.data_dir.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in world.data_dir.iterdir() if path.is_dir()} == {0o700}
+
+
+def test_what_was_told_to_stop_ships_nothing_more(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.only, head.trouble = "events", [away() for _ in range(10_000)]
+        world.say(progress(1))
+        await head.until(lambda: len(head.trouble) < 10_000)
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        head.trouble, before = [], len(head.calls)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not [call for call in head.calls[before:] if call.startswith("events")]
+
+    world.run(play)
+    assert world.head.said == []
+
+
+def test_an_unfinished_job_is_kept_for_a_day_from_its_end_on(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        os.utime(world.home, (0, 0))  # it has trained for long
+        head.order()
+        await head.until(lambda: not world.run_dir.exists())
+        world.clock.advance(agents.REPORT + 1)
+        before = len(head.polls)
+        head.let_go()
+        await head.until(lambda: len(head.polls) > before + 1 or head.polls[-1].seen == head.revision)
+
+    world.run(play)
+    assert world.home.exists()
+    assert world.home.stat().st_mtime > 0
+
+
+def test_young_files_of_other_jobs_stay_and_old_ones_go(world: World) -> None:
+    young, old = (write(world.data_dir / "jobs" / name / "file", b"").parent for name in ("young", "old"))
+    rows = [write(world.data_dir / "datasets" / f"{name}.jsonl", b"") for name in ("young", "old")]
+    now = young.stat().st_mtime
+    for path, age in ((young, 23), (rows[0], 23), (old, 25), (rows[1], 25)):
+        os.utime(path, (now - age * 3600, now - age * 3600))
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+
+    world.run(play)
+    assert [path.exists() for path in (young, old, *rows)] == [True, False, True, False]
+
+
+def test_what_runs_is_not_prepared_again(world: World) -> None:
+    async def first(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    async def second(head: FakeHead) -> None:
+        await head.until(lambda: (report := head.report()) and report.observation)
+        world.say(progress(1))
+        await head.until(lambda: head.said)
+
+    world.run(first)
+    (world.data_dir / "datasets" / f"{DIGEST}.jsonl").unlink()  # the ranks have read it
+    world.run(second)
+    assert [call for call in world.head.calls if call.startswith("rows")] == [f"rows {DIGEST}"]
+
+
+def test_nodes_of_one_training_meet_where_the_master_is(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        master = Peer(node="a", address="10.0.0.9", port=29511)
+        head.order(world.order(nodes=2, node_rank=1, master=master, ports=(29500, 100)))
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    task = world.launcher.tasks["job-1"].spec
+    assert (task.nodes, task.address) == (2, "127.0.0.1")
+    assert (task.master_addr, task.master_port, task.last_port) == ("10.0.0.9", 29511, 29599)
+
+
+def test_limits_of_time_are_for_the_node_with_rank_0(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(time_limit=60.0, hang_timeout=5.0))
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    task = world.launcher.tasks["job-1"].spec
+    assert (task.time_limit, task.hang_timeout) == (60.0, 5.0)
+
+
+def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_in, full = Outbox.take_in, [OSError(28, "No space left on device")] * 5
+
+    def once(outbox: Outbox) -> None:
+        if full:
+            raise full.pop()
+        take_in(outbox)
+
+    monkeypatch.setattr(Outbox, "take_in", once)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"), Finished(step=1))
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+
+    world.run(play)
+    assert [event["type"] for event in world.head.said] == ["checkpoint", "finished"]
+
+
+def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_read(world: World) -> None:
+    places = Places(world.order(), world.data_dir)
+    places.run_dir.mkdir(parents=True)
+
+    async def run() -> None:
+        work = Shipping(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
+        assert not await work._ship_events(False)
+        assert not await work._ship_checkpoints(True)  # it exited since
+        assert await work._ship_events(True)
+        assert await work._ship_checkpoints(True)
+
+    asyncio.run(run())
+
+
+def test_a_service_that_has_more_events_than_were_written_is_said(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.events += b'{"type": "progress"}\n' * 50
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(progress(1))
+        await head.until(lambda: (report := head.report()) and "bytes of events" in report.detail)
+        report = head.report()
+        assert report is not None
+        assert report.detail.endswith("end the job")
+
+    world.run(play)
+
+
+@pytest.mark.parametrize(("found", "fetched"), [(ROWS, 0), (b"half", 1)])
+def test_rows_that_are_here_are_used_if_they_are_whole(world: World, found: bytes, fetched: int) -> None:
+    rows = write(world.data_dir / "datasets" / f"{DIGEST}.jsonl", found)
+    os.utime(rows, (rows.stat().st_mtime - 23 * 3600,) * 2)
+    before = rows.stat().st_mtime
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    assert rows.read_bytes() == ROWS
+    assert rows.stat().st_mtime > before + 3600  # they are kept for another day
+    assert len([call for call in world.head.calls if call.startswith("rows")]) == fetched
+
+
+def test_an_agent_that_is_started_again_listens_where_its_peers_were_told(world: World) -> None:
+    ports: list[int | None] = []
+
+    async def play(head: FakeHead) -> None:
+        head.polls.clear()
+        head.order(world.order(Stage.prepare, nodes=2))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        ports.append(report and report.port)
+
+    world.run(play)
+    world.run(play)
+    assert ports[0] is not None
+    assert ports[0] == ports[1]
+
+
+def test_a_port_that_ranks_will_listen_at_is_given_to_no_other_task(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = server.getsockname()[1]
+    one = world.order(ports=(first, 50))
+    other = world.order(Stage.prepare, task_id="other-1", job_uuid="other", ports=(first, 50))
+
+    async def play(head: FakeHead) -> None:
+        head.order(one.model_copy(update={"stage": Stage.prepare}))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        head.order(one)
+        await head.until(lambda: world.launcher.started)
+        head.order(one, other)
+        await head.until(lambda: (report := head.report("other-1")) and report.progress is Going.done)
+        ports = {report.port for name in ("job-1", "other-1") if (report := head.report(name))}
+        assert len(ports) == 2
+
+    world.run(play)
+
+
+def test_a_training_whose_directory_was_removed_has_ended(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        del world.launcher.tasks["job-1"]
+        await head.until(lambda: (report := head.report()) and report.observation and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert "was removed" in report.detail
+
+    world.run(play)
+
+
+def test_a_node_without_rank_0_tells_nobody_to_pause(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(node_rank=1))
+        await head.until(lambda: world.launcher.started)
+        head.order(world.order(Stage.pause, node_rank=1))
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.pause)
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].pauses == 0
+
+
+@pytest.mark.parametrize(("call", "stage"), [("pause", Stage.pause), ("cancel", Stage.stop)])
+def test_a_disk_that_is_full_delays_what_ranks_are_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, stage: Stage
+) -> None:
+    tell, full = getattr(world.launcher, call), [OSError(28, "No space left on device")] * 3
+
+    def told(task: Any) -> None:
+        if full:
+            raise full.pop()
+        tell(task)
+
+    monkeypatch.setattr(world.launcher, call, told)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.order(world.order(stage))
+        task = world.launcher.tasks["job-1"]
+        await head.until(lambda: task.pauses or task.seen.state is TaskState.exited)
+
+    world.run(play)
+    assert not full
+
+
+def test_a_task_that_was_never_started_ends_on_a_full_disk_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(task: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(world.launcher, "cancel", full)
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(Stage.prepare))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        head.order(world.order(Stage.stop))
+        await head.until(lambda: (said := head.report()) and said.stage is Stage.stop and said.progress is Going.done)
+        with socket.create_server(("127.0.0.1", report.port or 0)):
+            pass  # nobody listens there any more
+
+    world.run(play)

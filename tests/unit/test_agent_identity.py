@@ -25,6 +25,7 @@ def test_a_machine_is_known_by_its_own_id_or_the_one_it_is_given(tmp_path: Path)
     missing, file = tmp_path / "none", write(tmp_path / "machine-id", b"0123abcd\n")
     assert machine_id({}, (missing, file)) == "0123abcd"
     assert machine_id({"TRL_NODE_MACHINE_ID": "rack-7"}, (file,)) == "rack-7"
+    assert machine_id({}, (write(tmp_path / "empty", b"\n"), file)) == "0123abcd"  # an image before its first start
     assert machine_id({}, (missing,)) == machine_id({}, (missing,)) != ""
 
 
@@ -41,6 +42,34 @@ def test_a_service_at_a_loopback_address_is_no_use_to_other_machines(url: str) -
     with pytest.raises(NodeError, match="TRL_NODE_ADDRESS"):
         reachable_address(url, {})
     assert reachable_address(url, {"TRL_NODE_ADDRESS": "10.1.2.3"}) == "10.1.2.3"
+
+
+def test_a_service_whose_name_leads_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(NodeError, match=r"address head\.example leads nowhere from here: Name or service not known"):
+        reachable_address("https://head.example", {})
+
+
+def test_the_address_that_packets_to_the_service_leave_from_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, target: tuple[str, int]) -> None:
+            assert target == ("fe80::1%eth0", 443)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "fe80::2%eth0", 5
+
+    found = [(socket.AF_INET6, None, None, "", ("fe80::1%eth0", 443))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, type: found)
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert reachable_address("https://head.example", {}) == "fe80::2"
 
 
 @pytest.mark.parametrize("chosen", ["127.0.0.1", "::1", "0.0.0.0", "gpu-a"])
@@ -67,6 +96,15 @@ def test_another_interpreter_is_asked(tmp_path: Path) -> None:
     assert versions(str(python))["torch"] == ""
 
 
+def test_an_interpreter_that_fails_is_named(tmp_path: Path) -> None:
+    for script in ("exit 1", "echo no json"):
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        with pytest.raises(NodeError, match="does not say its versions"):
+            versions(str(python))
+
+
 def test_models_of_the_local_cache_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "hub/models--org--whole/snapshots/abc/config.json", b"{}")
     (tmp_path / "hub/models--org--begun/snapshots").mkdir(parents=True)
@@ -89,3 +127,21 @@ def test_a_report_says_what_the_machine_has(tmp_path: Path) -> None:
     assert found.memory_bytes > 0
     assert found.disk_free_bytes > 0
     assert found.boot_id
+
+
+@pytest.mark.parametrize(
+    ("script", "visible", "expected"),
+    [
+        ("printf '0, GPU-aa, 10, A\\n1, GPU-bb, 20, B\\n'", "GPU-bb", ("B", 20 << 20)),
+        ("exit 9", "0", ("", None)),
+    ],
+)
+def test_a_gpu_is_found_by_its_uuid_and_is_one_without_nvidia_smi_too(
+    tmp_path: Path, script: str, visible: str, expected: tuple[str, int | None]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    environ = {"TRL_NODE_MACHINE_ID": "m", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+    (device,) = node_report("a", "10.0.0.2", ["cuda:0"], tmp_path, environ).devices
+    assert (device.name, device.model, device.memory_bytes) == ("cuda:0", *expected)

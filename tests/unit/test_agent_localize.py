@@ -23,8 +23,9 @@ RESUMED = spec(
 
 
 def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
-    places = Places(order(spec=RESUMED), Path("/node"))
+    places = Places(order(spec=RESUMED, shared_mark="/service/checkpoints/job/.shared"), Path("/node"))
     found = places.spec()
+    assert found["turn"] is None  # a mark that is not seen here would end the attempt
     assert "/service" not in json.dumps(found)
     assert found["run_dir"] == str(places.run_dir) == "/node/jobs/job/attempts/1"
     assert found["job"]["checkpoint_dir"] == "/node/jobs/job/checkpoints"

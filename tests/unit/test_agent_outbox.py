@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,19 @@ def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: 
     assert outbox.said_finished
 
 
-def test_a_last_word_waits_for_every_checkpoint_before_it(places: Places) -> None:
+@pytest.mark.parametrize("word", ["finished", "failed", "paused"])
+@pytest.mark.parametrize("later", [True, False])
+def test_a_last_word_waits_for_every_checkpoint_before_it(places: Places, word: str, later: bool) -> None:
     outbox = Outbox(places)
-    say(places, saved(places, 1), saved(places, 2), {"type": "paused", "step": 2})
+    say(places, saved(places, 1), saved(places, 2))
+    if later:
+        outbox.take_in()
+    say(places, {"type": word, "step": 2})
     outbox.take_in()
     outbox.release(outbox.held[0])
     assert kinds(shipped(outbox)) == ["checkpoint"]
     outbox.release(outbox.held[0])
-    assert kinds(shipped(outbox)) == ["checkpoint", "checkpoint", "paused"]
+    assert kinds(shipped(outbox)) == ["checkpoint", "checkpoint", word]
 
 
 def test_with_a_shared_file_system_a_checkpoint_waits_for_nothing(tmp_path: Path) -> None:
@@ -146,8 +152,9 @@ def test_the_service_gets_the_rest_wherever_it_stands(places: Places, limit: int
 def test_what_cannot_be_noted_is_not_sent_and_read_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     say(places, progress(1))
     outbox = Outbox(places)
+    write = os.write
     with monkeypatch.context() as full:
-        full.setattr("os.write", lambda fd, data: 1)
+        full.setattr("os.write", lambda fd, data: write(fd, data[:1]))
         with pytest.raises(OSError, match="no space"):
             outbox.take_in()
     assert outbox.size == 0
@@ -159,5 +166,7 @@ def test_what_cannot_be_noted_is_not_sent_and_read_again(places: Places, monkeyp
 def test_a_node_without_rank_0_tells_its_first_failure(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert first_failed(path) is None
+    path.write_text('{"type": "failed", "rank": 1}')
+    assert first_failed(path) is None  # it is still being written
     path.write_text('{"type": "failed", "rank": 1}\n{"type": "failed", "rank": 3}\n{"type": "fail')
     assert first_failed(path) == {"type": "failed", "rank": 1}

@@ -58,6 +58,35 @@ def test_the_pair_and_the_ports_to_open_are_named(taken: int) -> None:
         asyncio.run(probe("here", asks(taken), limit=0.05))
 
 
+def test_every_peer_has_to_answer(taken: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    async def run() -> None:
+        door = Door(listen("127.0.0.1", (0, 1)), "job-1")
+        await door.open()
+        try:
+            await probe("here", asks(door.port, port), limit=5)
+        finally:
+            await door.close()
+
+    with pytest.raises(Unreachable, match="node here cannot reach node n1"):
+        asyncio.run(run())
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_a_node_with_an_ipv6_address_listens_there() -> None:
+    with listen("::1", (0, 1)) as listener:
+        assert listener.family is socket.AF_INET6
+
+
+def test_a_door_that_was_never_opened_frees_its_port_too() -> None:
+    door = Door(listen("127.0.0.1", (0, 1)), "job-1")
+    asyncio.run(door.close())
+    with socket.create_server(("127.0.0.1", door.port)):
+        pass
+
+
 def test_a_closed_door_leaves_its_port_to_the_ranks() -> None:
     async def run() -> int:
         door = Door(listen("127.0.0.1", (0, 1)), "job-1")

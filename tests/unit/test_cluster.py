@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import LOSSES_IN_A_ROW, Supervisor
-from llama_stack_provider_trl.launch.base import Ended, Observation, TaskState
+from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.recipes.events import (
     CheckpointSaved,
     EventWriter,
@@ -41,7 +41,10 @@ from llama_stack_provider_trl_remote.service.cluster import (
 from llama_stack_provider_trl_remote.service.errors import Gone
 from llama_stack_provider_trl_remote.service.shipping import Shipping
 from llama_stack_provider_trl_remote.wire import (
+    LEASE,
+    POLL_SECONDS,
     SILENCE,
+    CheckpointFileReport,
     CheckpointReport,
     DeviceReport,
     NodeReport,
@@ -68,15 +71,17 @@ class World:
     def __post_init__(self) -> None:
         self.start()
 
-    def start(self) -> None:
+    def start(self, hang_timeout: float | None = None) -> None:
         """A new process takes over."""
-        self.presence = Presence(self.clock)
-        cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"])
+        self.presence = Presence(self.clock, "head")
+        self.cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"])
         digests = Digests()
         digests.close()
         self.shipping = Shipping(self.store, digests)
-        self.launcher = ClusterLauncher(self.local, self.store, cluster, self.shipping, (29500, 100), self.clock)
-        self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root, nodes=cluster.nodes)
+        self.launcher = ClusterLauncher(self.local, self.store, self.cluster, self.shipping, (29500, 100), self.clock)
+        self.supervisor = Supervisor(
+            self.store, self.launcher, ["cpu"], self.root, nodes=self.cluster.nodes, hang_timeout=hang_timeout
+        )
 
     def join(self, *names: str, **changes: Any) -> None:
         for number, name in enumerate(names):
@@ -117,6 +122,14 @@ class World:
             order = TaskOrder.model_validate_json(task.order)
             found[task.task_id] = order.model_copy(update={"stage": Stage(task.stage)})
         return found
+
+    def task(self, name: str = "a") -> TaskSpec:
+        """The current attempt, as the supervisor names it."""
+        job = self.job(name)
+        return TaskSpec(f"{name}-{job.attempt}", job.run_dir or Path(), job.devices)
+
+    def stages(self, nodes: str = "bc", task_id: str = "a-1") -> set[Stage]:
+        return {self.orders(node)[task_id].stage for node in nodes}
 
     def report(self, node: str, stage: str, progress: str = "done", task_id: str = "a-1", **more: Any) -> None:
         said = TaskReport(task_id=task_id, stage=Stage(stage), progress=progress, **more)  # type: ignore[arg-type]
@@ -282,6 +295,19 @@ def test_a_pair_that_cannot_talk_ends_the_attempt_with_its_sentence(world: World
     assert "cannot reach node b at 10.0.0.0 port 29500" in world.job().message
 
 
+def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> None:
+    world.join("b", "c", labels={"kind": "worker"})
+    world.add(nodes=1, retries=2, resources={"labels": {"kind": "worker"}})
+    world.tick()
+    for attempt, (node, other) in enumerate((("b", "c"), ("c", "b")), 1):
+        assert world.job().device == f"{node}/cpu"
+        world.report(node, "prepare", "failed", task_id=f"a-{attempt}", error=f"the model is not on node {node}")
+        world.tick()
+        world.gone(node, task_id=f"a-{attempt}")
+        world.pass_time(40, node, other)
+    assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
+
+
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:
     pair.exit("b", 0, shipped=False)
     pair.exit("c", 0)
@@ -291,11 +317,11 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     pair.exit("b", 0)
     pair.tick()
     assert pair.job().state is JobState.completed
-    assert pair.store.taken_places() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
+    assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
     pair.gone("b", "c")
     pair.tick()
-    assert pair.store.taken_places() == {}
+    assert pair.store.holders() == {}
 
 
 def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,8 +352,9 @@ def test_the_node_that_ended_first_says_why(pair: World) -> None:
 def test_a_node_that_went_down_is_to_blame_for_the_end_of_the_others(pair: World) -> None:
     pair.clock.advance(1)
     pair.exit("b", 1, rank=0)
+    pair.tick()
     pair.pass_time(GRACE_FAILED + 2, "b")
-    assert pair.job().state is JobState.in_progress
+    assert pair.stages() == {Stage.run}  # c has not been heard of for even longer
     pair.pass_time(SILENCE - GRACE_FAILED, "b")
     pair.gone("b")
     pair.tick()
@@ -344,7 +371,7 @@ def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) 
     pair.gone("b", "c")
     pair.pass_time(2, "b", "c")
     assert (pair.job().state, pair.job().reason) == (JobState.failed, Reason.out_of_memory)
-    assert "rank 1: 3 GiB short" in pair.job().message
+    assert "rank 1 on node c: 3 GiB short" in pair.job().message
 
 
 def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
@@ -354,6 +381,7 @@ def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
     pair.exit("b", 1)
     pair.tick()
     assert pair.job().reason is Reason.diverged
+    assert RunDir(pair.job().run_dir or Path()).events.read_text().count('"failed"') == 1
 
 
 def test_a_node_that_found_a_hang_says_so(pair: World) -> None:
@@ -489,11 +517,49 @@ def test_an_agent_that_was_started_anew_on_a_running_machine_changes_nothing(pai
 def test_no_node_is_lost_because_the_service_was_away(pair: World) -> None:
     pair.clock.advance(3600)
     pair.start()
-    pair.pass_time(SILENCE - 1)
+    pair.pass_time(SILENCE - 1, "c")
     assert pair.job().attempt == 1
     assert pair.orders("b")["a-1"].stage is Stage.run
-    pair.pass_time(3)
+    pair.pass_time(3, "c")
     assert pair.orders("b")["a-1"].stage is Stage.stop
+
+
+def test_no_node_is_lost_because_the_service_was_cut_off(pair: World) -> None:
+    pair.pass_time(4, "b")  # whatever order they were heard in before
+    pair.pass_time(60, "head")  # its own agent needs no network
+    assert pair.orders("b")["a-1"].stage is Stage.run
+    assert "all other machines are silent since" in pair.job().detail
+    pair.pass_time(4, "b", "head")
+    pair.pass_time(POLL_SECONDS, "b")  # c sits on a connection that is dead
+    pair.pass_time(30, "b", "c")
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.job().detail == ""
+
+
+def test_a_node_that_is_not_back_when_the_others_are_is_lost(pair: World) -> None:
+    pair.pass_time(60)
+    pair.pass_time(SILENCE + 4, "b")
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+    pair.gone("b")
+    pair.tick()
+    assert "node c is silent since" in pair.store.attempts("a")[0].message
+
+
+def test_the_agents_of_a_service_that_is_cut_off_for_longer_have_ended_everything(pair: World) -> None:
+    pair.pass_time(LEASE - 1)
+    assert pair.orders("b")["a-1"].stage is Stage.run
+    pair.pass_time(5)
+    assert pair.orders("b")["a-1"].stage is Stage.stop
+
+
+def test_a_job_that_needs_the_service_s_machine_is_not_left_to_the_others(world: World) -> None:
+    world.join("head", "b", machine_id="")
+    world.add()
+    world.tick()
+    assert world.job().device == "cpu,b/cpu"
+    world.run("head", "b")
+    world.pass_time(SILENCE + 2, "head")
+    assert world.orders("head")["a-1"].stage is Stage.stop
 
 
 def test_no_node_is_lost_because_the_service_was_stopped_for_a_while(pair: World) -> None:
@@ -513,6 +579,18 @@ def test_nobody_is_given_a_job_before_he_was_heard_of(world: World) -> None:
     assert world.job().state is JobState.launching
 
 
+def test_a_node_that_is_opened_again_is_seen_by_the_job_that_waits_for_it(world: World) -> None:
+    world.join("b", "c")
+    world.store.set_mode("c", "cordoned")
+    world.add(nodes=2, resources={"cpus": 1})
+    world.tick()
+    world.tick()
+    assert world.job().detail.endswith("c is cordoned")
+    world.store.set_mode("c", "open")
+    world.tick()
+    assert world.job().device == "b/cpu,c/cpu"
+
+
 def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
     pair.join("d")
     pair.store.set_mode("c", "draining")
@@ -527,6 +605,17 @@ def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
     assert (pair.job().attempt, pair.job().device, pair.job().retries_used) == (2, "b/cpu,d/cpu", 0)
 
 
+def test_a_drained_head_has_its_own_job_save(world: World) -> None:
+    world.join("head", "b")
+    world.add(nodes=1)
+    world.tick()
+    world.say(STARTED, PREPARED)
+    world.tick()
+    world.store.set_mode("head", "draining")
+    world.tick()
+    assert (world.job().device, world.local.tasks["a-1"].pauses) == ("cpu", 1)
+
+
 def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.store.set_mode("c", "cordoned")
     pair.add("next", nodes=2)
@@ -534,6 +623,17 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
     assert "c is cordoned" in pair.job("next").detail
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "node b"), (1, "rank 1 on node c")])
+def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> None:
+    pair.say(Failed(rank=rank, reason=Reason.invalid_dataset, message="no rows"))
+    for node in "bc":
+        pair.exit(node, 1)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    assert pair.job().message == f"{who}: no rows"
 
 
 # Fencing
@@ -545,6 +645,8 @@ def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None
     assert pair.shipping.add_events("a-1", "b", size, line) == size + len(line)
     with pytest.raises(Gone, match="no rank 0"):
         pair.shipping.add_events("a-1", "c", 0, line)
+    with pytest.raises(Gone, match="no rank 0"):
+        pair.shipping.ask("a-1", "c", "checkpoint-2", CheckpointReport(kind="step", files=()))
     with pytest.raises(Gone):
         pair.shipping.add_events("a-1", "d", size + len(line), line)
     pair.store.request_cancel("a")
@@ -567,7 +669,8 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     staged.mkdir(parents=True, exist_ok=True)
     (staged / "model.bin").write_bytes(b"late")
     write_manifest(staged)
-    report = CheckpointReport(kind="step", files=())
+    files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.bin")]
+    report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended while checkpoint-2 came"):
         pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
     assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
@@ -596,3 +699,219 @@ def test_a_job_cannot_be_forgotten_while_a_node_may_still_run_it(pair: World) ->
         pair.store.delete("a")
     pair.store.remove_node("c")
     pair.store.delete("a")
+
+
+def test_of_two_that_ended_in_the_same_moment_rank_0_says_why(pair: World) -> None:
+    pair.exit("c", 1, rank=1)
+    pair.exit("b", -9, rank=0)
+    pair.tick()
+    assert pair.job().message.startswith("rank 0 was killed by SIGKILL")
+
+
+def test_a_rank_that_fails_after_the_training_was_paused_changes_nothing(pair: World) -> None:
+    failed = Failed(reason=Reason.rank_failed, message="lost contact", traceback="", rank=1)
+    pair.store.request_pause("a")
+    pair.tick()
+    pair.say(Paused(step=2))
+    pair.exit("c", 1, failed=failed.model_dump(mode="json"))
+    pair.exit("b", 0)
+    pair.tick()
+    assert pair.job().state is JobState.paused
+    assert "lost contact" not in RunDir(pair.job().run_dir or Path()).events.read_text()
+
+
+@pytest.mark.parametrize(("exit_code", "grace"), [(1, GRACE_FAILED), (0, GRACE_DONE)])
+def test_a_node_that_goes_on_alone_is_ended_after_its_grace(pair: World, exit_code: int, grace: float) -> None:
+    pair.exit("c", exit_code)
+    pair.tick()
+    pair.pass_time(grace - 1, "b", "c")
+    assert pair.stages() == {Stage.run}
+    pair.pass_time(3, "b")
+    assert pair.stages() == {Stage.stop}
+
+
+def test_the_grace_counts_from_the_first_end_and_is_not_for_who_has_ended(world: World) -> None:
+    world.join("b", "c", "d")
+    world.add(nodes=3)
+    world.tick()
+    world.run("b", "c", "d")
+    world.exit("c", 1)
+    world.tick()
+    world.pass_time(GRACE_FAILED - 2, "b", "d")
+    world.exit("d", 1)
+    world.pass_time(4, "b")
+    assert world.stages("bcd") == {Stage.stop}
+
+
+def test_the_grace_waits_for_every_node_that_may_have_gone_down(world: World) -> None:
+    world.join("b", "c", "d")
+    world.add(nodes=3)
+    world.tick()
+    world.run("b", "c", "d")
+    world.clock.advance(1)
+    world.exit("c", 1)
+    world.tick()
+    world.pass_time(GRACE_FAILED + 2, "b", "c")
+    assert world.stages("bcd") == {Stage.run}
+    world.pass_time(4, "b", "c")
+    world.gone("b", "c")
+    world.tick()
+    assert "node d is silent since" in world.store.attempts("a")[0].message
+
+
+def test_a_node_that_ended_well_and_went_home_is_not_missed(pair: World) -> None:
+    pair.exit("c", 0)
+    pair.tick()
+    pair.pass_time(SILENCE + 2, "b")
+    assert pair.stages() == {Stage.run}
+    pair.say(Finished(step=4))
+    pair.exit("b", 0)
+    pair.tick()
+    assert pair.job().state is JobState.completed
+
+
+def test_rank_0_s_node_is_missed_as_long_as_it_has_something_to_ship(pair: World) -> None:
+    pair.exit("c", 0)
+    pair.exit("b", 0, shipped=False)
+    pair.tick()
+    pair.pass_time(SILENCE + 2, "c")
+    pair.gone("c")
+    pair.tick()
+    assert "node b is silent since" in pair.store.attempts("a")[0].message
+
+
+def test_a_node_that_lost_its_task_and_then_fell_silent_has_lost_it(pair: World) -> None:
+    pair.gone("c")
+    while pair.presence.silence("c") <= SILENCE:
+        pair.clock.advance(4)
+        pair.presence.heard("b")
+    pair.tick()
+    pair.gone("b")
+    pair.tick()
+    assert "node c has lost it" in pair.store.attempts("a")[0].message
+
+
+def test_a_hang_counts_before_the_error_that_it_led_to(pair: World) -> None:
+    pair.exit("b", 1, rank=0)
+    pair.tick()
+    pair.exit("c", -15, ended=Ended.hung)
+    pair.tick()
+    assert pair.job().reason is Reason.hung
+
+
+def test_ranks_that_could_not_be_started_are_said_with_their_node(pair: World) -> None:
+    pair.exit("b", 1, rank=0)
+    pair.tick()
+    pair.exit("c", None, launch_error="no python there")
+    pair.tick()
+    assert pair.job().reason is Reason.launch_failed
+    assert "node c: no python there" in pair.job().message
+
+
+def test_a_stage_that_fails_without_a_word_is_named(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    world.report("c", "prepare", "failed")
+    world.tick()
+    world.gone("b", "c")
+    world.tick()
+    assert "node c: prepare failed and it did not say why" in world.job().message
+
+
+def test_a_node_that_does_not_say_where_it_listens_is_not_prepared(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    world.report("b", "prepare", port=29500)
+    world.report("c", "prepare")
+    assert world.launcher.poll(world.task()).state is TaskState.waiting
+    assert world.stages() == {Stage.prepare}
+
+
+def test_ranks_that_wait_for_a_device_wait_and_do_not_run(pair: World) -> None:
+    assert pair.launcher.poll(pair.task()).state is TaskState.running
+    pair.report("c", "run", "working", observation=seen(TaskState.waiting, detail="cpu is held"))
+    found = pair.launcher.poll(pair.task())
+    assert (found.state, found.detail) == (TaskState.waiting, "c: cpu is held")
+    for node in "bc":
+        pair.report(node, "run", "working")
+    assert pair.launcher.poll(pair.task()).state is TaskState.waiting  # nobody has started anything
+
+
+def test_a_training_that_has_not_begun_is_not_told_to_pause(world: World) -> None:
+    world.join("b", "c")
+    world.add()
+    world.tick()
+    world.launcher.pause(world.task())
+    assert world.stages() == {Stage.prepare}  # from pause it would go on to train unprobed
+
+
+def test_what_runs_on_this_machine_alone_is_its_own_launchers_matter(world: World) -> None:
+    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out"), "digest")
+    world.tick()
+    world.launcher.pause(world.task())
+    assert world.local.tasks["a-1"].pauses == 1
+    assert world.launcher.sweep(world.root, [world.task().run_dir]) == []
+    assert world.launcher.sweep(world.root, []) == [world.task().run_dir]
+    world.launcher.cancel(world.task())
+    assert world.local.tasks["a-1"].cancels == 1
+    assert world.store.tasks("a-1") == []
+
+
+def test_limits_of_time_reach_the_nodes(world: World) -> None:
+    world.start(hang_timeout=70.0)
+    world.join("b", "c")
+    world.add(max_duration=3600.0)
+    world.tick()
+    assert {(order.time_limit, order.hang_timeout) for order in (world.orders("b")["a-1"],)} == {(3600.0, 70.0)}
+
+
+def test_the_service_s_own_machine_is_what_the_service_says_whatever_its_agent_reports(world: World) -> None:
+    world.join("head", machine_id="container", devices=(DeviceReport(name="cuda:0"),), cpus=7)
+    (head,) = world.cluster.nodes()
+    assert (head.devices, head.machine, head.cpus) == (("cpu",), "machine of head", 7)
+    assert (head.head, head.joins, head.why_closed) == (True, True, "")
+    world.store.set_mode("head", "cordoned")
+    assert world.cluster.nodes()[0].why_closed == "cordoned"
+
+
+def test_it_joins_others_only_while_its_agent_is_heard_of(world: World) -> None:
+    world.join("head")
+    assert world.cluster.nodes()[0].joins
+    for _ in range(5):
+        world.clock.advance(4)
+        world.presence.silence("head")
+    assert (world.cluster.nodes()[0].joins, world.cluster.nodes()[0].why_closed) == (False, "")
+    world.start()
+    assert not world.cluster.nodes()[0].joins
+
+
+def test_a_job_finds_the_node_with_its_labels_and_its_model(world: World) -> None:
+    world.join("b")
+    world.join("c", labels={"rack": "7"})
+    world.join("d", labels={"rack": "7"}, models=("org/model",))
+    world.add(nodes=1, resources={"labels": {"rack": "7"}})
+    world.add("next", nodes=1, model="org/model", resources={"model_present": True})
+    world.tick()
+    assert (world.job().device, world.job("next").device) == ("c/cpu", "d/cpu")
+
+
+def test_a_node_that_was_removed_was_never_heard_of() -> None:
+    clock = FakeClock()
+    presence = Presence(clock)
+    clock.advance(1)
+    presence.heard("b")
+    clock.advance(1)
+    assert (presence.was_heard("b"), presence.silence("b"), presence.silence("c")) == (True, 1, 2)
+    presence.forget("b")
+    assert (presence.was_heard("b"), presence.silence("b")) == (False, 2)
+
+
+def test_what_was_missed_while_the_service_stood_still_is_nobodys_silence() -> None:
+    clock = FakeClock()
+    presence = Presence(clock)
+    presence.heard("b")
+    for seconds, silence in ((5, 5), (5.5, 0), (4, 4), (3600, 0)):
+        clock.advance(seconds)
+        assert presence.silence("b") == silence

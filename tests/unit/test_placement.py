@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.jobs import placement
 from llama_stack_provider_trl.jobs.placement import (
     PATIENCE,
     Demand,
@@ -69,7 +70,11 @@ def test_a_waiting_job_is_told_who_holds_what_it_waits_for() -> None:
     assert why_waiting(cpu, {}, ["cpu"]) == ""
     pair = Queued("a", "auto", 1, ranks=2)
     assert why_waiting(pair, {"cuda:1": "job-7"}, GPUS) == "waiting for 2 devices; held: cuda:1 (held by job job-7)"
+    assert why_waiting(pair, {}, GPUS) == "waiting for 2 devices; held: none, but older jobs come first"
+    assert why_waiting(any_device, {"cpu": "job-7"}, ("cuda:0", "cpu")) == ""
     assert "this node has 2 that serve" in why_waiting(Queued("a", "auto", 1, ranks=3), {}, GPUS)
+    closed = Node("", ("cpu",), head=True, why_closed="draining")
+    assert why_waits(cpu, {"cpu": "job-7"}, [closed]) == "waiting for this node, which is draining"
 
 
 def test_every_rank_gets_a_gpu_of_its_own_or_none_does() -> None:
@@ -79,7 +84,8 @@ def test_every_rank_gets_a_gpu_of_its_own_or_none_does() -> None:
 
 
 def test_ranks_share_a_cpu() -> None:
-    assert choose([Queued("pair", "auto", 1, ranks=2)], [], ["cpu"]) == {"pair": ("cpu",)}
+    for device in ("cpu", "mps"):
+        assert choose([Queued("pair", "auto", 1, ranks=2)], [], [device]) == {"pair": (device,)}
 
 
 def test_small_jobs_go_first_while_a_large_one_waits_but_not_for_ever() -> None:
@@ -104,6 +110,11 @@ def node(name: str, *devices: str, **changes: Any) -> Node:
 
 
 HEAD = node("head", head=True, machine="m")
+FOUR = tuple(f"cuda:{number}" for number in range(4))
+
+
+def four_gpus(*names: str) -> list[Node]:
+    return [node(name, *FOUR, head=name == "head") for name in names]
 
 
 def wants(age: int = 1, *, device: str = "auto", nodes: int = 1, per_node: int = 1, **more: Any) -> Queued:
@@ -131,6 +142,11 @@ def test_all_nodes_of_a_job_or_none() -> None:
     assert place([pair], nodes, ["cpu"]) == {"job-1": ("b/cpu", "c/cpu")}
     assert place([pair], nodes, ["cpu", "b/cpu"]) == {}
     assert "held by job x" in why_waits(pair, {"cpu": "x", "b/cpu": "x"}, nodes)
+    assert why_waits(pair, {}, nodes) == "waiting for 2 nodes: older jobs come first"
+    assert why_waits(wants(), {}, nodes) == ""  # it starts at the next look
+    assert why_waits(pair, {}, [HEAD]) == "waiting for 2 nodes: 1 of the 1 that there are can serve it"
+    # A node that was removed with a job on it is nobody's.
+    assert place([pair], nodes, ["gone/cpu"]) == {"job-1": ("cpu", "b/cpu")}
 
 
 def test_ranks_of_each_node_get_gpus_of_their_own() -> None:
@@ -153,8 +169,12 @@ def test_two_agents_on_one_machine_are_one_machine() -> None:
     assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by job other)"
     assert place([wants(nodes=4)], nodes, []) == {}
     assert "waiting for 4 nodes: 2 of the" in why_waits(wants(nodes=4), {}, nodes)
+    last = wants(nodes=3, min_nodes=3, tried=True)
+    assert place([last], nodes, []) == {"job-1": ("cpu", "c/cpu")}
     # Its GPUs may be others than the other agent's.
-    assert place([wants(nodes=2)], [node("head", "cuda:0", head=True), node("b", "cuda:0", machine="head")], []) == {}
+    one_machine = [node("head", "cuda:0", head=True), node("b", "cuda:0", machine="head")]
+    assert place([wants(nodes=2)], one_machine, []) == {}
+    assert why_waits(wants(nodes=2), {}, one_machine).endswith("2 nodes: 1 of the 2 that there are can serve it")
     # Nor is its CPU two CPUs.
     assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("c/cpu",)}
     assert place([wants(1, labels={})], nodes, ["b/cpu", "c/cpu"]) == {}
@@ -181,10 +201,14 @@ def test_a_node_must_have_what_a_job_asks_for_and_the_job_says_what_it_has_not(a
 
 
 def test_only_gpus_with_enough_memory_are_given() -> None:
-    memory = {"cuda:0": 24 * GIB, "cuda:1": 80 * GIB}
+    memory = {"cuda:0": 24 * GIB, "cuda:1": 40 * GIB}
     nodes = [HEAD, node("b", *GPUS, memory=memory)]
     assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, []) == {"job-1": ("b/cuda:1",)}
     assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, ["b/cuda:1"]) == {}
+    one_held = {"b/cuda:0": "x", "b/cuda:1": "y"}
+    said = why_waits(wants(device="cuda", gpu_memory_gb=40), one_held, nodes)
+    assert said == "waiting for a node; b/cuda:1 (held by job y)"
+    assert place([wants(device="cpu", gpu_memory_gb=40)], nodes, ["b/cpu"]) == {"job-1": ("cpu",)}
     two = wants(device="cuda", gpu_memory_gb=40, per_node=2)
     assert "b has 1 GPUs with 40 GiB" in why_waits(two, {}, nodes)
 
@@ -193,12 +217,27 @@ def test_auto_means_what_the_service_s_own_machine_has_on_every_node() -> None:
     nodes = [node("head", *GPUS, head=True), node("b", "cpu")]
     assert place([wants()], nodes, GPUS) == {}
     assert place([wants(device="cpu")], nodes, GPUS) == {"job-1": ("b/cpu",)}
+    there = "1 of the 2 that there are can serve it"
+    assert why_waits(wants(nodes=2), {}, nodes) == f"waiting for 2 nodes: {there}; b has no cuda"
 
 
 def test_a_node_that_is_closed_gets_nothing() -> None:
     nodes = [HEAD, node("b", why_closed="silent since 12:00:00 UTC")]
     assert place([wants()], nodes, ["cpu"]) == {}
     assert "b is silent since 12:00:00 UTC" in why_waits(wants(), {"cpu": "x"}, nodes)
+    pair, c = wants(nodes=2), node("c", labels={"zone": "b"})
+    assert why_waits(pair, {}, nodes) == "waiting for 2 nodes; b is silent since 12:00:00 UTC"
+    there = "2 of the 3 that there are can serve it"
+    closed = "; b is silent since 12:00:00 UTC"
+    three = wants(nodes=3, cpus=1)
+    able = [node(one.name, cpus=1, head=one.head, why_closed=one.why_closed) for one in nodes]
+    assert why_waits(three, {}, [*able, c]) == f"waiting for 3 nodes: {there}; c has 0 CPUs{closed}"
+    # Whether it is open or not makes no difference to whom it could not serve.
+    unfit = node("c", why_closed="draining")
+    said = why_waits(
+        wants(labels={"zone": "b"}), {}, [HEAD, node("b", labels={"zone": "b"}, why_closed="cordoned"), unfit]
+    )
+    assert said == "waiting for a node; b is cordoned"
 
 
 def test_a_machine_without_an_agent_is_no_part_of_several() -> None:
@@ -210,6 +249,8 @@ def test_a_machine_without_an_agent_is_no_part_of_several() -> None:
 def test_the_smallest_hole_that_will_do_is_filled() -> None:
     nodes = [HEAD, node("b", *GPUS), node("c", *GPUS)]
     assert place([wants(device="cuda")], nodes, ["c/cuda:0"]) == {"job-1": ("c/cuda:1",)}
+    nodes = four_gpus("head", "b")
+    assert place([wants(device="cuda")], nodes, ["b/cuda:0"]) == {"job-1": ("cuda:0",)}
 
 
 def test_who_was_running_before_may_go_on_with_fewer_nodes() -> None:
@@ -217,6 +258,16 @@ def test_who_was_running_before_may_go_on_with_fewer_nodes() -> None:
     assert place([wants(nodes=3, min_nodes=2)], nodes, []) == {}
     assert place([wants(nodes=3, min_nodes=2, tried=True)], nodes, []) == {"job-1": ("cpu", "b/cpu")}
     assert place([wants(nodes=3, min_nodes=2, tried=True)], nodes, ["cpu"]) == {}
+    fewer = wants(2, nodes=3, min_nodes=2, tried=True)
+    assert place([fewer], [*nodes, node("c"), node("d")], []) == {"job-2": ("cpu", "b/cpu", "c/cpu")}
+    # What it may do without, another may not.
+    assert place([wants(1, nodes=3, min_nodes=2), fewer], nodes, []) == {"job-2": ("cpu", "b/cpu")}
+
+
+def test_a_job_that_finds_nothing_does_not_speak_for_one_that_asks_for_something_else() -> None:
+    nodes = [HEAD, node("b", labels={"zone": "b"})]
+    jobs = [wants(1, labels={"zone": "c"}), wants(2, labels={"zone": "b"})]
+    assert place(jobs, nodes, []) == {"job-2": ("b/cpu",)}
 
 
 def test_single_jobs_cannot_starve_one_over_several_nodes() -> None:
@@ -225,10 +276,90 @@ def test_single_jobs_cannot_starve_one_over_several_nodes() -> None:
     taken = ["b/cpu", "c/cpu"]
     assert place(jobs, nodes, taken, now=PATIENCE - 1) == {"job-2": ("cpu",)}
     assert place(jobs, nodes, taken, now=PATIENCE + 1) == {}
-    # No more nodes are kept than it needs.
-    assert place(jobs, [*nodes, node("d")], [*taken[:1], "cpu", "d/cpu"], now=PATIENCE + 1) == {}
+    assert place(jobs, [*nodes, node("d")], [*taken, "cpu"], now=PATIENCE + 1) == {}
     large = [*nodes, node("d", *GPUS, cpus=9)]
     assert place([*jobs, wants(4, device="cuda")], large, taken, now=PATIENCE + 1) == {"job-4": ("d/cuda:0",)}
+
+
+def test_what_is_kept_stays_on_the_same_nodes_until_another_can_serve_the_job() -> None:
+    nodes = four_gpus("head", "b", "c")
+    large = wants(1, device="cuda", per_node=4)
+    jobs = [large, *(wants(age, device="cuda", scheduled_at=1e4) for age in range(2, 6))]
+    full = [node.place(device) for node in nodes for device in FOUR]
+    # b has more free devices than the head, which is kept all the same, with none yet and with one.
+    for head_has in ([], ["cuda:3"]):
+        free = [*head_has, "b/cuda:0", "b/cuda:1", "b/cuda:2"]
+        placed = place(jobs, nodes, set(full) - set(free), now=PATIENCE + 1)
+        assert list(placed.values()) == [("b/cuda:0",), ("b/cuda:1",), ("b/cuda:2",)]
+    assert place(jobs, nodes, FOUR, now=PATIENCE + 1)["job-1"] == tuple(f"b/{device}" for device in FOUR)
+    # Of two nodes, one that can serve it already is kept before the first one.
+    pair = wants(1, device="cuda", nodes=2, per_node=2)
+    taken = {*full[:8], "c/cuda:0"} - {"cuda:1", "b/cuda:1"}
+    assert place([pair, *jobs[1:]], nodes, taken, now=PATIENCE + 1) == {
+        "job-2": ("b/cuda:1",),
+        "job-3": ("c/cuda:3",),
+    }
+
+
+def test_one_job_of_a_kind_at_a_time_has_devices_kept() -> None:
+    nodes = four_gpus("head", "b", "c")
+    larges = [wants(age, device="cuda", per_node=4) for age in (1, 2)]
+    others = [wants(age, device="cuda", scheduled_at=1e4) for age in (3, 4, 5)]
+    taken = ["cuda:0", "cuda:1", "cuda:2", *(f"{name}/{device}" for name in "bc" for device in FOUR[1:])]
+    assert place([*larges, *others], nodes, taken, now=PATIENCE + 1) == {"job-3": ("b/cuda:0",), "job-4": ("c/cuda:0",)}
+    # Nor does a second pair where the first one has a node that could serve it, and the head.
+    pairs = [wants(age, device="cuda", nodes=2, per_node=4) for age in (1, 2)]
+    free = {"b/cuda:0", *(f"c/{device}" for device in FOUR)}
+    taken_now = {node.place(device) for node in nodes for device in FOUR} - free
+    assert place([*pairs, *others], nodes, taken_now, now=PATIENCE + 1) == {"job-3": ("b/cuda:0",)}
+    # An urgent one with patience does not stand in for an older one without.
+    urgent = wants(9, device="cuda", per_node=4, priority=1, scheduled_at=1e4)
+    assert "cuda:3" not in str(place([urgent, *larges, *others], nodes, taken, now=PATIENCE + 1))
+    # Nor does what is kept for a job serve a younger one of another kind.
+    smaller = wants(6, device="cuda", per_node=3)
+    assert place([larges[0], smaller], nodes, ["cuda:0", *taken[3:]], now=PATIENCE + 1) == {}
+
+
+def test_what_is_kept_is_on_as_many_machines_as_are_needed() -> None:
+    """Two agents on one are one."""
+    nodes = [node("head", *GPUS, head=True, machine="m"), node("b", *GPUS, machine="m"), node("c", *GPUS)]
+    pair = wants(1, device="cuda", nodes=2, per_node=2)
+    assert place([pair, wants(2, device="cuda")], nodes, ["cuda:0", "c/cuda:0"], now=PATIENCE + 1) == {}
+
+
+def test_a_job_that_may_go_on_with_fewer_nodes_has_as_many_kept() -> None:
+    nodes = [HEAD, node("b"), node("c", why_closed="silent since 12:00:00 UTC")]
+    tried = wants(1, nodes=3, min_nodes=2, tried=True)
+    jobs = [tried, wants(2, scheduled_at=1e4)]
+    assert place(jobs, nodes, ["b/cpu"], now=PATIENCE - 1) == {"job-2": ("cpu",)}
+    assert place(jobs, nodes, ["b/cpu"], now=PATIENCE + 1) == {}
+    assert place(jobs, nodes, [], now=PATIENCE + 1) == {"job-1": ("cpu", "b/cpu")}
+    held = {"b/cpu": "x"}
+    because = "c is silent since 12:00:00 UTC; b/cpu (held by job x)"
+    assert why_waits(tried, held, nodes) == f"waiting for 2 nodes; {because}"
+    assert why_waits(tried._replace(tried=False), held, nodes) == f"waiting for 3 nodes; {because}"
+
+
+@pytest.mark.parametrize("size", [(1, 4), (2, 3), (4, 4)])
+def test_a_job_starts_once_all_have_ended_that_ran_when_it_lost_its_patience(size: tuple[int, int]) -> None:
+    """Of what runs one ends at each look, in the order that is worst for it, and young jobs want every free device."""
+    count, per_node = size
+    nodes = four_gpus("head", *"bcdef")
+    large = wants(1, device="cuda", nodes=count, per_node=per_node)
+    young = [wants(age, device="cuda", scheduled_at=1e4) for age in range(2, 40)]
+    before = {node.place(device) for node in nodes for device in FOUR}
+    since: list[str] = []
+    chosen = place([large, *young], nodes, before, now=PATIENCE + 1)
+    while "job-1" not in chosen:
+        assert before, "nothing runs any more that ran at the beginning"
+        since += [places[0] for places in chosen.values()]
+        # The last ones of the nodes that hold it up most; of the young ones that run, one as well.
+        by_node = sorted(before, key=lambda place_: (len([one for one in before if one[:2] == place_[:2]]), place_))
+        before.remove(by_node[-1])
+        if since:
+            since.pop(0)
+        chosen = place([large, *young], nodes, [*before, *since], now=PATIENCE + 1)
+    assert len(chosen["job-1"]) == count * per_node
 
 
 def test_a_job_that_no_set_of_nodes_can_serve_keeps_nothing_back() -> None:
@@ -240,3 +371,19 @@ def test_what_a_job_asks_for_survives_the_queue() -> None:
     spec = job_spec(resources=ResourcesSpec(nodes=2, min_nodes=1, labels={"a": "b"}, model_present=True), ranks=2)
     assert demand(Demand.of(spec).text()) == Demand(resources=spec.resources, model=spec.model)
     assert (Demand.of(job_spec()).text(), demand("")) == ("", Demand(home=True))
+    assert Demand.of(job_spec(resources=ResourcesSpec())) == Demand()
+
+
+def test_of_jobs_that_ask_for_the_same_only_the_first_looks_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(placement, "_gang", lambda job, *_: looked.append(job.job_uuid))
+    place([wants(age) for age in range(1000)], [HEAD], ["cpu"])
+    assert looked == ["job-0"]
+
+
+def test_of_many_that_hold_what_a_job_waits_for_a_few_are_named() -> None:
+    nodes = [HEAD, *(node(name) for name in "bcdefg")]
+    held = {one.place("cpu"): "x" for one in nodes}
+    named = ", ".join(f"{place_} (held by job x)" for place_ in list(held)[:5])
+    assert why_waits(wants(), held, nodes[:5]) == f"waiting for a node; {named}"
+    assert why_waits(wants(), held, nodes) == f"waiting for a node; {named} and 2 more"

@@ -485,7 +485,7 @@ def test_a_pass_asks_for_each_kind_of_waiting_job_once(store: Store) -> None:
         store.add_job(job_spec(f"job-{number}", device=("cpu", "cuda")[number % 2]), "digest")
     kinds = store.kinds_waiting()
     assert sorted((kind.job_uuid, kind.device) for kind in kinds) == [("job-0", "cpu"), ("job-1", "cuda")]
-    store.note_waiting(kinds[0], "waiting for device cpu")
+    store.note_waiting([(kinds[0], "waiting for device cpu")])
     assert [job.detail for job in store.queue()] == ["waiting for device cpu", ""] * 3
 
 
@@ -496,7 +496,9 @@ def test_a_job_that_waits_for_its_next_try_is_no_kind_of_its_own(store: Store, c
     assert [kind.job_uuid for kind in store.kinds_waiting()] == ["job-1"]
 
 
-@pytest.mark.parametrize("name", ["select_active", "select_queue", "select_kinds_waiting", "select_neighbour"])
+@pytest.mark.parametrize(
+    "name", ["select_active", "select_places", "select_queue", "select_kinds_waiting", "select_neighbour"]
+)
 def test_what_is_asked_often_never_looks_at_every_job(store: Store, name: str) -> None:
     values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
     plan = store._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)

@@ -9,11 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
 from llama_stack_provider_trl.files import RunDir, write_manifest
+from llama_stack_provider_trl.jobs.placement import Queued, why_waits
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -817,6 +819,7 @@ def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplo
     world.tick()
     assert caplog.text.count("'a' is left alone") == 1
     assert world.store.names() == ["a", "b"]
+    assert world.state("b") is JobState.launching  # on its device
     with pytest.raises(StoreError, match="damaged"):
         world.store.get("a")
 
@@ -831,6 +834,39 @@ def test_a_damaged_record_in_the_queue_does_not_keep_its_device_from_the_others(
         world.tick()
     world.tick()
     assert (world.state("b"), caplog.text.count("'a' is left alone")) == (JobState.launching, 1)
+
+
+def test_a_look_at_which_nothing_has_changed_decides_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(job: Queued, *rest: Any) -> str:
+        asked.append(job.job_uuid)
+        return why_waits(job, *rest)
+
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.why_waits", noted)
+    task = world.run()
+    world.add("b")
+    for _ in range(5):
+        world.tick()
+    # Once to say so, and once more since what was said is part of what it sees.
+    assert asked == ["b", "b"]
+    world.add("c", priority=1)
+    world.tick()
+    assert world.job("c").detail == "waiting for device cpu (held by job a)"
+    world.launcher.say(task, FINISHED)
+    world.launcher.exit(task, 0)
+    world.tick()
+    assert world.state("c") is JobState.launching
+
+
+def test_a_job_that_could_not_be_begun_is_begun_at_the_next_look(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(world.store, "launch", Mock(side_effect=OSError("a file system that hangs")))
+        world.tick()
+        assert world.state("a") is JobState.scheduled
+    world.tick()
+    assert world.state("a") is JobState.launching
 
 
 def test_of_many_that_wait_each_is_told_for_whom(world: World) -> None:

@@ -1,0 +1,206 @@
+"""What an agent asks the service: uploads in pieces, from where the service has them on, and at their pace."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl_remote.client import Answer, ServiceClient
+from llama_stack_provider_trl_remote.nodes import calls
+from llama_stack_provider_trl_remote.nodes.calls import Behind, NodeClient, Pace, is_gone
+from llama_stack_provider_trl_remote.wire import POLL_SECONDS, Poll
+from tests.fakes import FakeClock
+from tests.orders import write
+
+FILE = bytes(range(25))
+
+
+class Client(NodeClient):
+    """Its service is played: it keeps one file, whole once its digest was compared."""
+
+    def __init__(self, pace: Pace | None = None) -> None:
+        super().__init__("http://head", None, "b", pace or Pace(None, FakeClock()))
+        self.have = b""
+        self.whole = False
+        self.sent: list[tuple[int, int]] = []
+        """Offset and bytes of every piece."""
+        self.limits: list[float | None] = []
+        self.cut: list[int] = []
+        """Of the next pieces only so many bytes arrive, and no answer comes back."""
+        self.answer: Any = {}
+
+    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> Answer:
+        self.limits.append(request.get("read"))
+        if "params" not in request:
+            return Answer(200, "application/json", json.dumps(self.answer).encode())
+        offset, data = int(request["params"]["offset"]), request["data"]
+        if not isinstance(data, bytes):
+            data = b"".join([chunk async for chunk in data])
+        self.sent.append((offset, len(data)))
+        if offset != len(self.have):
+            text = json.dumps({"detail": "it does not fit"}).encode()
+            raise self._refusal(path, Answer(409, "application/json", text, str(len(self.have))))
+        if self.cut:
+            self.have += data[: self.cut.pop()]
+            raise ServiceUnreachable(self.url, "broke off")
+        self.have += data
+        self.whole = self.have == FILE
+        return Answer(204, "", b"", str(len(self.have)))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_PIECE", 10)
+    monkeypatch.setattr(calls, "_CHUNK", 4)
+
+
+def upload(client: Client, tmp_path: Path, data: bytes = FILE) -> None:
+    file = write(tmp_path / "model.bin", data)
+    asyncio.run(client.upload("job-1", "checkpoint-2", "model.bin", hashlib.sha256(data).hexdigest(), file))
+
+
+def test_a_file_goes_in_pieces_and_the_last_one_has_time_for_all_of_it(tmp_path: Path) -> None:
+    client = Client()
+    upload(client, tmp_path)
+    assert client.whole
+    assert client.sent == [(0, 10), (10, 10), (20, 5)]
+    limits = [limit for limit in client.limits if limit is not None]
+    assert len(limits) == 3
+    assert limits[2] - 60 == pytest.approx(3.0 * (limits[0] - 60), rel=1e-3)
+
+
+def test_a_file_without_bytes_is_sent_too(tmp_path: Path) -> None:
+    client = Client()
+    upload(client, tmp_path, b"")
+    assert client.sent == [(0, 0)]
+
+
+def test_after_a_lost_connection_it_goes_on_where_the_service_is(tmp_path: Path) -> None:
+    client = Client()
+    client.cut = [7]
+    with pytest.raises(ServiceUnreachable):
+        upload(client, tmp_path)
+    upload(client, tmp_path)
+    assert client.whole
+    assert client.sent[1:] == [(0, 10), (7, 10), (17, 8)]
+
+
+def test_a_service_that_was_stopped_with_all_bytes_and_no_digest_is_asked_for_it(tmp_path: Path) -> None:
+    client = Client()
+    client.have = FILE
+    upload(client, tmp_path)
+    assert client.sent == [(0, 10), (25, 0)]
+    assert client.whole
+
+
+def test_a_service_that_has_more_than_the_file_is_an_error(tmp_path: Path) -> None:
+    client = Client()
+    client.have = FILE + b"?"
+    with pytest.raises(Behind) as caught:
+        upload(client, tmp_path)
+    assert caught.value.size == 26
+
+
+def test_events_and_logs_that_do_not_fit_bring_back_where_the_service_is() -> None:
+    client = Client()
+    client.have = b"one\n"
+    assert asyncio.run(client.append_events("job-1", 0, b"one\n")) == 4
+    assert asyncio.run(client.put_log("job-1", "rank-0.log", 4, b"two\n")) == 8
+
+
+def test_a_conflict_that_names_no_offset_is_none_of_a_file(tmp_path: Path) -> None:
+    client = Client()
+    found = client._refusal("/v1/nodes", Answer(409, "application/json", b'{"detail": "the name is taken"}'))
+    assert isinstance(found, ServiceRefusal)
+    assert not isinstance(found, Behind)
+    full = client._refusal("/v1/nodes", Answer(507, "application/json", b'{"detail": "full"}', "4"))
+    assert not isinstance(full, Behind)
+    assert is_gone(ServiceRefusal("", 410, ""))
+    assert not is_gone(full)
+
+
+def test_a_poll_outwaits_the_service_by_little() -> None:
+    client = Client()
+    client.answer = {"revision": 3, "tasks": []}
+    assert asyncio.run(client.poll(Poll(boot_id="1", tasks=(), seen=0))).revision == 3
+    (limit,) = client.limits
+    assert limit is not None
+    assert POLL_SECONDS < limit < POLL_SECONDS + 5
+
+
+def test_rows_get_their_name_once_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "datasets" / "aa.jsonl"
+
+    async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
+        assert (url, file["sha256"]) == ("/v1/blobs/aa", "aa")
+        assert path != target
+        path.write_bytes(b"{}\n")
+
+    monkeypatch.setattr(calls, "fetch", fetch)
+    asyncio.run(Client().rows("aa", target))
+    assert [(path.name, path.read_bytes()) for path in target.parent.iterdir()] == [("aa.jsonl", b"{}\n")]
+
+
+# Pace
+
+
+class Paced:
+    """A pace of 10 bytes per second on a clock that only sleeping moves."""
+
+    def __init__(self, rate: float | None = 10.0) -> None:
+        self.clock = FakeClock(0.0)
+        self.pace = Pace(rate, self.clock, self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def take(self, *sizes: int) -> float:
+        """Seconds until all have gone."""
+
+        async def run() -> None:
+            for size in sizes:
+                await self.pace.take(size)
+
+        before = self.clock.now
+        asyncio.run(run())
+        return self.clock.now - before
+
+
+def test_bytes_go_at_their_pace() -> None:
+    assert Paced().take(20, 30) == pytest.approx(5.0)
+    assert Paced(None).take(10**12) == 0
+
+
+def test_several_uploads_share_the_pace() -> None:
+    paced = Paced()
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    paced.pace._sleep = note
+
+    async def run() -> None:
+        await asyncio.gather(paced.pace.take(20), paced.pace.take(30))
+
+    asyncio.run(run())
+    assert waits == pytest.approx([2.0, 5.0])
+
+
+def test_a_pause_is_not_made_up_for() -> None:
+    paced = Paced()
+    paced.take(10)
+    paced.clock.advance(3600)
+    assert paced.take(40) == pytest.approx(4.0)
+
+
+def test_an_upload_is_paced(tmp_path: Path) -> None:
+    paced = Paced()
+    upload(Client(paced.pace), tmp_path)
+    assert paced.clock.now == pytest.approx(2.5)
