@@ -452,7 +452,12 @@ def test_the_end_of_a_tokens_line_is_not_sent(run: Run, service: FakeService, mo
     monkeypatch.setenv("TRL_SERVICE_TOKEN", " secret\r\n")
     assert run("jobs", "list")[0] == 0
     given: list[str | None] = []
-    monkeypatch.setattr(start, "serve", lambda settings: given.append(settings.token) or 0)
+
+    def serve(settings: start.NodeSettings) -> int:
+        given.append(settings.token)
+        return 0
+
+    monkeypatch.setattr(start, "serve", serve)
     monkeypatch.setenv("TRL_NODE_ADDRESS", "10.0.0.1")
     monkeypatch.setenv("TRL_NODE_NAME", "b")
     monkeypatch.setenv("TRL_SERVICE_NODE_TOKEN", "node\n")
