@@ -7,6 +7,7 @@ it is back; what it says of a task that is no longer this node's (410) ends the 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import atomic_write, damage, file_names, sha256_of
+from llama_stack_provider_trl.files import MANIFEST, atomic_write, damage, file_names, sha256_of
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from .calls import is_gone
@@ -223,8 +224,11 @@ def _reported(path: Path, held: Held) -> CheckpointReport:
     """
     if (wrong := damage(path)) is not None:
         raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
+    checked = json.loads((path / MANIFEST).read_text()).get("sha256", {})  # just now: nothing is read twice
     files = [
-        CheckpointFileReport(path=name, size=(path / name).stat().st_size, sha256=sha256_of(path / name))
+        CheckpointFileReport(
+            path=name, size=(path / name).stat().st_size, sha256=checked.get(name) or sha256_of(path / name)
+        )
         for name in file_names(path)
     ]
     return CheckpointReport(kind=held.event["kind"], files=tuple(files))
