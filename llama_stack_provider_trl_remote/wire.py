@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 """A node's name: what a host name may be."""
-POLL_SECONDS = 10.0
+POLL_SECONDS = 5.0
 """How long the service keeps a poll that has nothing new to tell."""
 SILENCE = 15.0
 """Seconds without a word after which a node counts as lost, and what ran on it starts elsewhere."""

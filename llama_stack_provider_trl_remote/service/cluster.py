@@ -35,7 +35,7 @@ GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
 """The same once one has ended well."""
-_DUE = POLL_SECONDS + 2.0
+_DUE = 2 * POLL_SECONDS
 """Seconds in which every node that lives calls once."""
 _GAP = 5.0
 """Seconds without a look after which this process was stopped itself, and no node is to blame for what it missed."""
