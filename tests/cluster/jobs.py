@@ -76,6 +76,13 @@ def resources_of(bed: Bed, job_uuid: str) -> Json:
     return dict(bed.status(job_uuid)["resources_allocated"])
 
 
+def has_saved(bed: Bed, job_uuid: str, step: int) -> Json | None:
+    """Once the service lists that checkpoint: what the job has."""
+    status = bed.status(job_uuid)
+    names = [checkpoint["path"].rpartition("/")[2] for checkpoint in status["checkpoints"]]
+    return dict(status["resources_allocated"]) if f"checkpoint-{step}" in names else None
+
+
 def trains(bed: Bed, job_uuid: str, attempt: int = 1, beyond: int = 0) -> Json | None:
     resources = resources_of(bed, job_uuid)
     step = (resources.get("progress") or {}).get("step") or 0
