@@ -93,9 +93,9 @@ class TrlPostTraining(SubmittingCalls):
         return await asyncio.to_thread(self._artifacts, job_uuid)
 
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        return status_response(
-            self.store.get(job_uuid), self.store.checkpoints(job_uuid), self.store.attempts(job_uuid)
-        )
+        store = self.store
+        with store.at_once():
+            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
 
     def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
         return artifacts_response(self.store.get(job_uuid), self.store.checkpoints(job_uuid))

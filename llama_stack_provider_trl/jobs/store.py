@@ -590,6 +590,21 @@ class Store:
                 raise
 
     @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While this is open, all that this thread reads is of one moment: no checkpoint of a job that has not begun.
+
+        Only for reading; writers are not held up.
+        """
+        with self._told():
+            connection = self._connection()
+            connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield

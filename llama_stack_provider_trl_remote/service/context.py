@@ -158,7 +158,8 @@ class Service:
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """Three point reads. Raises JobNotFound."""
         store = self.store
-        return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+        with store.at_once():
+            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
         """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""

@@ -88,6 +88,25 @@ def test_a_new_job_waits_and_keeps_its_effective_configuration(store: Store, clo
     assert job.warnings == ("epsilon means nothing in DPO",)
 
 
+def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> None:
+    launched(store)
+    other = Store(tmp_path / "jobs.db")
+    with store.at_once():
+        before = store.get("job-1")
+        events = [
+            Started(pid=1, device="cpu", versions={}),
+            CheckpointSaved(kind="step", step=2, epoch=1, path=tmp_path / "checkpoint-2", train_loss=1.0),
+        ]
+        assert other.apply_events("job-1", 1, events, 100)
+        assert (before.started_at, store.checkpoints("job-1")) == (None, [])
+    assert store.get("job-1").started_at
+    assert len(store.checkpoints("job-1")) == 1
+    with pytest.raises(JobNotFound), store.at_once():
+        store.get("nobody")
+    assert store.get("job-1")
+    other.close()
+
+
 def test_a_repeated_request_makes_no_second_job(store: Store) -> None:
     assert store.add_job(job_spec(), "digest", warnings=["w"])
     assert not store.add_job(job_spec(), "digest", warnings=["w"])
