@@ -230,7 +230,7 @@ class Bed:
         self.network = _free_network()
         self.machines: list[Machine] = []
         self.faults = root / "faults"
-        self.faults.mkdir()
+        self.faults.mkdir(parents=True)
         self.scheme = "http"
         self.session = requests.Session()
         self.session.headers["Authorization"] = f"Bearer {TOKEN}"
