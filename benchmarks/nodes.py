@@ -32,7 +32,8 @@ from training_inputs import save_random_llama
 sys.path.insert(0, str(REPOSITORY))
 
 from llama_stack_provider_trl.files import RunDir, tail
-from llama_stack_provider_trl.launch.torchrun import MALLOC, TORCHRUN, TRAINER
+from llama_stack_provider_trl.launch.torchrun import TORCHRUN, TRAINER
+from llama_stack_provider_trl.malloc import FRUGAL
 from llama_stack_provider_trl.process import TASK_MARK
 from tests.cluster.bed import Bed, Machine, why_not
 from tests.contract.stack import SFT
@@ -189,7 +190,7 @@ def start_torchrun(
         trainer = ["--no-python", "env", *ranked, sys.executable, *trainer]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TRL_", "MALLOC_"))},
-        **(MALLOC if same_malloc else {}),
+        **(FRUGAL if same_malloc else {}),
         "GLOO_SOCKET_IFNAME": "eth0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

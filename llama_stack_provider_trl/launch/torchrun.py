@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 import psutil
 
 from ..files import RunDir
+from ..malloc import FRUGAL
 from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
 from .gpus import PCI_ORDER, gpu_name, visible_entry
@@ -22,10 +23,6 @@ TORCHRUN = "llama_stack_provider_trl.recipes.torchrun"
 """torch's own with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = "--master-port="
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""glibc maps larger blocks one by one and gives them back once freed. Left alone it raises this limit to 32 MiB and
-keeps the holes between activations. Measured on 4 blocks of 1024 and 2048 tokens, peaks after two steps: full 1.93 GiB
-against 1.53, LoRA 2.15 against 1.18 (and growing), for 7 % more CPU time (page faults)."""
 SHUTDOWN_SECONDS = 2
 """What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
 GATHERING_SECONDS = 180
@@ -74,7 +71,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
     Raises:
         OSError: of a task of several nodes: no network interface of this machine has its address.
     """
-    added = {"PYTHONUNBUFFERED": "1", **MALLOC, **visible_gpus(task, environ), **task.env, **task_marks(task)}
+    added = {"PYTHONUNBUFFERED": "1", **FRUGAL, **visible_gpus(task, environ), **task.env, **task_marks(task)}
     if task.world_size > 1:
         # Without a name gloo looks the host's up, which may lead to an address that does not answer.
         interface = interface_of(task.address)

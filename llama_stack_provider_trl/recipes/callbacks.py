@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .. import faults
 from ..errors import JobFailure
+from ..malloc import Malloc
 from . import ranks, sharding
 from .evaluations import Judge
 from .events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent, Warned
@@ -59,6 +60,7 @@ class JobCallback(TrainerCallback):
         self.effective = effective
         self.start_step, self.resumed_from = start_step, resumed_from
         self.judge = Judge(spec, trainer.notes)
+        self.malloc = Malloc()
         self.paused = self.stopped = False
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
@@ -86,6 +88,7 @@ class JobCallback(TrainerCallback):
         if spec.sharding and sharding.is_sharded(spec):
             sharding.prefetch(model, spec.sharding)
         trainable, total = parameter_counts(model)
+        self._keep_memory()
         self.writer.write(
             Prepared(
                 total_steps=state.max_steps,
@@ -103,6 +106,15 @@ class JobCallback(TrainerCallback):
         )
         faults.reach("prepared")
 
+    def _keep_memory(self) -> None:
+        """Only on a CPU: a GPU has torch's own allocator, which keeps blocks anyway. Rank 0 alone has the estimate."""
+        if self.trainer.args.device.type != "cpu":
+            return
+        need = ranks.agree((self.effective.get("memory") or {}).get("estimate_bytes", 0))
+        self.malloc.begin(need * ranks.local_world_size())
+        if self.malloc.is_ours:
+            self.effective["malloc"] = "keeps large blocks" if self.malloc.keeps else "gives large blocks back"
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -115,6 +127,7 @@ class JobCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
+        self.malloc.look()
         self.writer.beat()
         self.trainer.check_saving()
         order = self.order()

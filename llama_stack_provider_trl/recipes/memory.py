@@ -41,7 +41,7 @@ _CUDA_SLACK = 0.05
 _CPU_PROCESS = 96 << 20
 """Bytes of a CPU process beyond its tensors and the libraries as imported: threads, kernels, the data."""
 _CPU_SLACK = 0.02
-"""Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`launch.torchrun.MALLOC`)."""
+"""Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`malloc.FRUGAL`)."""
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
 _STASH = 5

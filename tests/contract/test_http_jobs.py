@@ -134,6 +134,7 @@ def test_the_effective_configuration_shows_what_was_asked_for_and_what_was_decid
     assert effective["optimizer"]["learning_rate"] == 5e-5
     assert effective["dataset"]["num_rows"] == len(PAIRS)
     assert effective["recipe"]["total_steps"] == 6
+    assert effective["recipe"]["effective"]["malloc"] in ("keeps large blocks", "gives large blocks back")
 
 
 def test_a_job_without_validation_data_has_no_invented_validation_loss(dpo: Json) -> None:
