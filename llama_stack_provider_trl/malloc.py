@@ -13,8 +13,8 @@ from .process import available_memory
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """How a training process starts: blocks of 1 MiB and more are mapped one by one and given back once freed, which is
 what the memory estimate counts on. Left alone glibc raises this limit to 32 MiB and keeps holes between activations of
-different sizes: 2.5 GiB against 4.1 (LoRA, h768 x 8, 4 x 768 tokens), 3.4 against 5.6 (h512 x 8, 8 x 1024). But every page
-of every block is zeroed anew at every step: 16.8 s a step against 10.6, and 27 s against 18.6."""
+different sizes: 2.5 GiB against 4.1 (LoRA, h768 x 8, 4 x 768 tokens), 3.4 against 5.6 (h512 x 8, 8 x 1024). But every
+page of every block is zeroed anew at every step: 16.8 s a step against 10.6, and 27 s against 18.6."""
 SPARE = 2.5
 """Blocks are kept where the machine has so many times the estimate left: with all of them kept the first of these jobs
 took 1.9 times the memory (4.8 GiB after 5 steps and after 8) and 9.1 s a step."""
