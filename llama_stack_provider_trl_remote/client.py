@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,7 @@ from aiohttp import (
     ClientSession,
     ClientTimeout,
     ConnectionTimeoutError,
+    TCPConnector,
 )
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
@@ -38,7 +40,11 @@ SLOWEST_DISK = 32 << 20
 """Bytes per second at which the service may force an upload to its disk, before it answers."""
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
-_BUSY = (502, 503, 504)
+BUSY = (502, 503, 504)
+"""Answers of a service that is about to be there again, or of a proxy before it."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first probe, between two, and how many: some answers may take the service an hour, and
+one whose machine is gone is known after half a minute."""
 
 
 class Timeouts(NamedTuple):
@@ -180,7 +186,7 @@ class ServiceClient:
                 if answer.status < 300:
                     return answer
                 error: Exception = self._refusal(path, answer)
-                again = repeat and answer.status in _BUSY
+                again = repeat and answer.status in BUSY
             except ServiceUnreachable as unreachable:
                 error = unreachable
                 again = _refused_connection(unreachable) or (repeat and not _timed_out(unreachable))
@@ -207,7 +213,9 @@ class ServiceClient:
         timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
         try:
             async with (
-                ClientSession(headers=self._headers, timeout=timeout) as session,
+                ClientSession(
+                    headers=self._headers, timeout=timeout, connector=TCPConnector(socket_factory=_watched_socket)
+                ) as session,
                 # Redirects would carry the token to whoever they name.
                 session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
             ):
@@ -253,6 +261,16 @@ class ServiceClient:
             f"is something else: {found}",
             "set TRL_SERVICE_URL, or the url of remote::trl_remote, to the service's address (port 8322 by default)",
         )
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """For an entry of getaddrinfo. Linux; macOS names the first option otherwise, and keeps its two hours."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def job_path(job_uuid: str, rest: str = "") -> str:

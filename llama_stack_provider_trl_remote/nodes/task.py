@@ -21,6 +21,7 @@ from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec
 from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
+from ..client import BUSY
 from ..pull import OtherBytes
 from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 RECORD = "order.json"
 LOOK = 0.25
 """Seconds between two looks at the processes of a task."""
+_FAILURES = 30
+"""A minute of answers such as 500."""
 _STAGES = list(Stage)
 
 
@@ -204,17 +207,19 @@ class NodeTask:
 
     async def _prepare_patiently(self) -> None:
         """Prepare, again and again while the service is away: it costs no attempt. Who waits for too long is told to
-        stop, by the service or by the agent."""
+        stop, by the service or by the agent. A service that is there and fails at it fails for good, after a while."""
         self._say("looks for its files")
-        trouble = ""
+        trouble, failures = "", 0
         while True:
             try:
                 return await self._prepare()
             except OtherBytes:
                 raise
             except (ServiceUnreachable, ServiceRefusal) as error:
-                if isinstance(error, ServiceRefusal) and error.status < 500:
-                    raise
+                if isinstance(error, ServiceRefusal) and error.status not in BUSY:
+                    failures += 1
+                    if error.status < 500 or failures == _FAILURES:
+                        raise
                 if str(error) != trouble:
                     log.warning("task %s: %s", self.order.task_id, error)
                 trouble = str(error)

@@ -570,7 +570,7 @@ def test_a_service_that_is_away_while_a_task_is_prepared_costs_no_attempt(
     resuming.spec.update(resume_from="/service/checkpoints/job/checkpoint-6")
 
     async def play(head: FakeHead) -> None:
-        head.only, head.trouble = only, [trouble() for _ in range(3)]
+        head.only, head.trouble = only, [trouble() for _ in range(40)]
         head.order(resuming)
         await head.until(lambda: world.launcher.started)
         assert not any(task.error for poll in head.polls for task in poll.tasks)
@@ -588,6 +588,23 @@ def test_what_the_service_does_not_have_fails_the_attempt(world: World, trouble:
 
     world.run(play)
     assert world.launcher.started == []
+
+
+@pytest.mark.parametrize(("times", "fails"), [(29, False), (30, True)])
+def test_a_service_that_fails_for_a_minute_at_what_a_task_needs_fails_the_attempt(
+    world: World, times: int, fails: bool
+) -> None:
+    async def play(head: FakeHead) -> None:
+        head.only, head.trouble = "rows", [refusal(500, "it has a bug") for _ in range(times)]
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started or ((report := head.report()) and report.error))
+        report = head.report()
+        assert report is not None
+        assert bool(report.error) == fails
+        assert "it has a bug" in report.error or not fails
+
+    world.run(play)
+    assert bool(world.launcher.started) != fails
 
 
 def test_a_task_that_waits_for_the_service_can_be_stopped(world: World) -> None:

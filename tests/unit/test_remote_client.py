@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable, TrlError
+from llama_stack_provider_trl_remote import client
 from llama_stack_provider_trl_remote.client import PREFERENCE_OPTIMIZE, ServiceClient, Timeouts, job_path
 from llama_stack_provider_trl_remote.config import TrlRemoteConfig, checked_url
 from llama_stack_provider_trl_remote.service.loading import load_settings
@@ -291,3 +292,23 @@ def test_the_service_reads_the_shipped_file_as_well() -> None:
     settings, path = load_settings(REPOSITORY / "run_fsdp.yaml", {})
     assert path == REPOSITORY / "run_fsdp.yaml"
     assert settings.port == 8322
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system names the options otherwise")
+def test_a_service_whose_machine_is_gone_is_missed_however_long_it_may_take_to_answer(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[int]] = []
+
+    def watched(address: tuple[Any, ...]) -> socket.socket:
+        made = make(address)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        found.append([made.getsockopt(socket.IPPROTO_TCP, name) for name in names])
+        return made
+
+    make = client._watched_socket
+    monkeypatch.setattr(client, "_watched_socket", watched)
+    call(service.url, lambda made: made.status("job"))
+    assert found
+    assert all(idle + between * probes <= 30 for idle, between, probes in found)
