@@ -62,6 +62,11 @@ class Malloc:
             return
         self._looked = now
         if self._room() < self._need * ENOUGH:
+            self.end()
+
+    def end(self) -> None:
+        """Give everything back, and from now on at once: what comes after the last step was estimated so."""
+        if self.keeps:
             self.keeps = False
             _set(_MMAP_MAX, _DEFAULT_MMAPS)
             _set(_MMAP_THRESHOLD, int(FRUGAL["MALLOC_MMAP_THRESHOLD_"]))

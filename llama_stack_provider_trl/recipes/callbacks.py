@@ -224,6 +224,11 @@ class JobCallback(TrainerCallback):
         elif is_best:
             control.should_save = True
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.malloc.end()
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The checkpoint is copied and being written."""
         self._losses.clear()

@@ -93,6 +93,15 @@ def test_everything_is_given_back_once_the_machine_has_little_left(world: World)
     assert world.trimmed == 1
 
 
+def test_everything_is_given_back_once_at_the_end(world: World) -> None:
+    world.malloc.begin(4 * GIB)
+    world.malloc.end()
+    world.malloc.end()
+    assert not world.malloc.keeps
+    assert world.trimmed == 1
+    assert world.knobs == {-4: 65536, -3: 1 << 20, -1: 128 << 10}
+
+
 SCRIPT = """
 import ctypes, resource
 from llama_stack_provider_trl.malloc import Malloc
