@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +27,7 @@ RUN_DIR_MARK = "TRL_RUN_DIR"
 machine may well hold jobs of the same name."""
 
 _LINUX = sys.platform == "linux"
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _PASSED_TO_CHILDREN = re.compile(
@@ -35,7 +36,7 @@ _PASSED_TO_CHILDREN = re.compile(
     | (http|https|all|no)_proxy | (HTTP|HTTPS|ALL|NO)_PROXY
     | (CUDA|NVIDIA|NCCL|GLOO|HSA|HIP|ROCR|ROCM)_?.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.*
     | HF_.* | HUGGINGFACE_.* | HUGGING_FACE_.* | TRANSFORMERS_.* | TOKENIZERS_.* | ACCELERATE_.* | BNB_.*
-    | TORCH.* | PYTORCH_.* | TRITON_.* | TRL_LOCK_DIR | TRL_FAULTS""",
+    | TORCH.* | PYTORCH_.* | TRITON_.* | MALLOC_.* | GLIBC_TUNABLES | TRL_LOCK_DIR | TRL_FAULTS""",
     re.VERBOSE,
 )
 
@@ -143,23 +144,12 @@ def die_with_parent(parent: int) -> None:
 
 def machine_memory() -> int:
     """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
-    limits = [psutil.virtual_memory().total]
-    for path in _memory_limits():
-        with contextlib.suppress(OSError, ValueError):  # no such file; `max`
-            limits.append(int(path.read_text()))
-    return min(limits)
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
 
 
 def available_memory() -> int:
-    """Bytes that processes here can still take: of the machine, or of the control group (v2) where it allows less."""
-    available = psutil.virtual_memory().available
-    for limit in _memory_limits():
-        group = limit.parent
-        with contextlib.suppress(OSError, ValueError, IndexError):  # no such file: the root; no number: no limit
-            taken = int((group / "memory.current").read_text())
-            cached = int((group / "memory.stat").read_text().split("\nfile ")[1].split()[0])
-            available = min(available, int(limit.read_text()) - taken + cached)
-    return available
+    """Bytes that processes here can still take: of the machine, or of the control group where it allows less."""
+    return max(0, min([psutil.virtual_memory().available, *(limit - taken for limit, taken in _memory_groups())]))
 
 
 def resident_memory() -> int:
@@ -179,16 +169,43 @@ def work_done() -> tuple[float, int]:
     return times.user + times.system, sum(moved[2:])
 
 
-def _memory_limits() -> list[Path]:
-    """Where control groups (version 2, then 1) keep the limits that hold for this process."""
+def _memory_groups() -> Iterator[tuple[int, int]]:
+    """Of each control group (version 2 and 1) that limits this process: the limit, and what is taken of it for good, in
+    bytes. Files in the page cache give way; those in a tmpfs do not."""
     try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
-    home = Path("/sys/fs/cgroup", own)
-    unified = [place / "memory.max" for place in (home, *home.parents) if place.is_relative_to("/sys/fs/cgroup")]
-    return [*unified, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+        return
+    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    # In a container its own group is seen as the root, whatever path the host knows it by.
+    for root, group, limits, usage, cached in (
+        (_CONTROL_GROUPS, own.get("", ""), ("memory.max", "memory.high"), "memory.current", r"(?:in)?active_file"),
+        (
+            *(_CONTROL_GROUPS / "memory", own.get("memory", ""), ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+            r"total_(?:in)?active_file",
+        ),
+    ):
+        home = root / group
+        for place in (home, *home.parents):
+            if place.is_relative_to(root) and (limit := _smallest(place, limits)) is not None:
+                yield limit, _taken(place, usage, cached, limit)
+
+
+def _smallest(group: Path, names: Iterable[str]) -> int | None:
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # no such file: the root; no number: no limit
+            found.append(int((group / name).read_text()))
+    return min(found, default=None)
+
+
+def _taken(group: Path, usage: str, cached: str, limit: int) -> int:
+    try:
+        taken = int((group / usage).read_text())
+        given_way = re.findall(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return limit  # who does not know must not count on any
+    return taken - sum(map(int, given_way))
 
 
 def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -40,11 +40,10 @@ SLOWEST_DISK = 32 << 20
 """Bytes per second at which the service may force an upload to its disk, before it answers."""
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
-BUSY = (502, 503, 504)
-"""Answers of a service that is about to be there again, or of a proxy before it."""
+_BUSY = (502, 503, 504)
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds of silence before the first probe, between two, and how many: some answers may take the service an hour, and
-one whose machine is gone is known after half a minute."""
+while we wait for it, a service whose machine is gone is missed after half a minute."""
 
 
 class Timeouts(NamedTuple):
@@ -186,7 +185,7 @@ class ServiceClient:
                 if answer.status < 300:
                     return answer
                 error: Exception = self._refusal(path, answer)
-                again = repeat and answer.status in BUSY
+                again = repeat and answer.status in _BUSY
             except ServiceUnreachable as unreachable:
                 error = unreachable
                 again = _refused_connection(unreachable) or (repeat and not _timed_out(unreachable))

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 
 import psutil
 
+from .. import malloc
 from ..files import RunDir
-from ..malloc import FRUGAL
 from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
 from .gpus import PCI_ORDER, gpu_name, visible_entry
@@ -71,7 +71,13 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
     Raises:
         OSError: of a task of several nodes: no network interface of this machine has its address.
     """
-    added = {"PYTHONUNBUFFERED": "1", **FRUGAL, **visible_gpus(task, environ), **task.env, **task_marks(task)}
+    added = {
+        "PYTHONUNBUFFERED": "1",
+        **malloc.environment(environ),
+        **visible_gpus(task, environ),
+        **task.env,
+        **task_marks(task),
+    }
     if task.world_size > 1:
         # Without a name gloo looks the host's up, which may lead to an address that does not answer.
         interface = interface_of(task.address)

@@ -27,6 +27,12 @@ SAVE_SECONDS = 1800.0
 """Where a job does not say `save_steps`, it saves at least this often: a crash costs half an hour, not an epoch."""
 
 
+_SCARCE = (
+    "the machine has little memory left: from now on this training gives back at once what it does not use, and may take "
+    "twice as long. End other programs, or run the job when they are over"
+)
+
+
 class Order(IntEnum):
     """What rank 0 has the others do."""
 
@@ -115,6 +121,11 @@ class JobCallback(TrainerCallback):
         if self.malloc.is_ours:
             self.effective["malloc"] = "keeps large blocks" if self.malloc.keeps else "gives large blocks back"
 
+    def _beat(self) -> None:
+        self.writer.beat()
+        if self.malloc.look():
+            self.writer.write(Warned(message=_SCARCE))
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -127,8 +138,7 @@ class JobCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
-        self.malloc.look()
-        self.writer.beat()
+        self._beat()
         self.trainer.check_saving()
         order = self.order()
         if state.global_step >= state.max_steps:
@@ -146,12 +156,12 @@ class JobCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.writer.beat()
+        self._beat()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.writer.beat()
+        self._beat()
 
     def order(self) -> Order:
         """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
@@ -223,11 +233,6 @@ class JobCallback(TrainerCallback):
             self.writer.write(Warned(message=self.judge.why_enough(state.global_step, state.max_steps)))
         elif is_best:
             control.should_save = True
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.malloc.end()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The checkpoint is copied and being written."""

@@ -99,6 +99,7 @@ def _train(
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         trainer.end_saving()
+        callback.malloc.end()
     except BaseException:
         trainer.abandon_saving()
         raise

@@ -21,7 +21,6 @@ from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec
 from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
-from ..client import BUSY
 from ..pull import OtherBytes
 from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
@@ -36,7 +35,7 @@ RECORD = "order.json"
 LOOK = 0.25
 """Seconds between two looks at the processes of a task."""
 _FAILURES = 30
-"""A minute of answers such as 500."""
+"""A minute of nothing but 500: other numbers say that it is away or full, which passes."""
 _STAGES = list(Stage)
 
 
@@ -216,10 +215,10 @@ class NodeTask:
             except OtherBytes:
                 raise
             except (ServiceUnreachable, ServiceRefusal) as error:
-                if isinstance(error, ServiceRefusal) and error.status not in BUSY:
-                    failures += 1
-                    if error.status < 500 or failures == _FAILURES:
-                        raise
+                status = error.status if isinstance(error, ServiceRefusal) else None
+                failures = failures + 1 if status == 500 else 0
+                if failures == _FAILURES or (status is not None and status < 500):
+                    raise
                 if str(error) != trouble:
                     log.warning("task %s: %s", self.order.task_id, error)
                 trouble = str(error)

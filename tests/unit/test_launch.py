@@ -132,6 +132,12 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
     }
 
 
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_what_the_user_tells_glibc_is_all_that_it_is_told(name: str) -> None:
+    environ = training_environment(TaskSpec("a-1", Path("/r"), ("cpu",)), {name: "2"})
+    assert {key: value for key, value in environ.items() if key.startswith(("MALLOC", "GLIBC"))} == {name: "2"}
+
+
 @pytest.mark.parametrize(
     ("device", "visible", "name"),
     [

@@ -4,10 +4,21 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.process import FileLock, alive, child_environment, identify, myself
+from llama_stack_provider_trl import process
+from llama_stack_provider_trl.process import (
+    FileLock,
+    alive,
+    available_memory,
+    child_environment,
+    identify,
+    machine_memory,
+    myself,
+)
 
 
 def test_this_process_is_alive() -> None:
@@ -82,3 +93,65 @@ def test_a_lock_that_cannot_be_signed_because_the_disk_is_full_is_held_all_the_s
     lock.release()
     assert other.acquire("somebody else")
     other.release()
+
+
+class ControlGroups:
+    """Files of control groups, and what /proc says of ours."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+        self.root = root
+        read_text = Path.read_text
+        monkeypatch.setattr(process, "_CONTROL_GROUPS", root)
+        monkeypatch.setattr(
+            Path, "read_text", lambda path: said if path == Path("/proc/self/cgroup") else read_text(path)
+        )
+        machine = SimpleNamespace(total=64 << 30, available=40 << 30)
+        monkeypatch.setattr(process.psutil, "virtual_memory", lambda: machine)
+
+    def group(self, path: str, **files: int | str) -> None:
+        place = self.root / path
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (place / f"memory.{name}").write_text(f"{content}\n")
+
+
+def stat(**fields: int) -> str:
+    return "\n".join(f"{name} {value}" for name, value in fields.items())
+
+
+GIB = 1 << 30
+CACHED = {"inactive_file": GIB, "active_file": GIB // 2}
+
+
+def test_without_a_limit_the_machine_is_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = ControlGroups(tmp_path, monkeypatch, "1:memory:/\n0::/user.slice\n")
+    groups.group("user.slice", max="max", high="max", current=5)
+    groups.group("memory", limit_in_bytes=9223372036854771712, usage_in_bytes=5 * GIB, stat="")
+    assert (machine_memory(), available_memory()) == (64 * GIB, 40 * GIB)
+
+
+@pytest.mark.parametrize("limits", [{"max": 8 * GIB, "high": "max"}, {"max": "max", "high": 8 * GIB}])
+def test_a_control_group_of_version_2_counts_with_what_cannot_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
+) -> None:
+    groups = ControlGroups(tmp_path, monkeypatch, "0::/user.slice/job\n")
+    # A tmpfs is in `file`, and in none of the lists of files that can be dropped.
+    groups.group("user.slice/job", max="max", high="max", current=GIB, stat=stat(anon=1))
+    groups.group("user.slice", **limits, current=6 * GIB, stat=stat(anon=GIB, file=4 * GIB, **CACHED))
+    assert (machine_memory(), available_memory()) == (8 * GIB, 3 * GIB + GIB // 2)
+
+
+@pytest.mark.parametrize("seen_at", ["docker/3f", ""])
+def test_a_control_group_of_version_1_counts_wherever_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_at: str
+) -> None:
+    groups = ControlGroups(tmp_path, monkeypatch, "9:cpu,cpuacct:/other\n4:memory:/docker/3f\n0::/\n")
+    of_all = stat(inactive_file=7, **{f"total_{name}": value for name, value in CACHED.items()})
+    groups.group(f"memory/{seen_at}", limit_in_bytes=6 * GIB, usage_in_bytes=5 * GIB, stat=of_all)
+    assert (machine_memory(), available_memory()) == (6 * GIB, 2 * GIB + GIB // 2)
+
+
+def test_a_limit_whose_use_is_not_known_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = ControlGroups(tmp_path, monkeypatch, "0::/\n")
+    groups.group("", max=8 * GIB)
+    assert (machine_memory(), available_memory()) == (8 * GIB, 0)
