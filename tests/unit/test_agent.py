@@ -1103,22 +1103,6 @@ def test_rows_that_are_here_are_used_if_they_are_whole(world: World, found: byte
     assert len([call for call in world.head.calls if call.startswith("rows")]) == fetched
 
 
-def test_an_agent_that_is_started_again_listens_where_its_peers_were_told(world: World) -> None:
-    ports: list[int | None] = []
-
-    async def play(head: FakeHead) -> None:
-        head.polls.clear()
-        head.order(world.order(Stage.prepare, nodes=2))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        ports.append(report and report.port)
-
-    world.run(play)
-    world.run(play)
-    assert ports[0] is not None
-    assert ports[0] == ports[1]
-
-
 def test_a_port_that_ranks_will_listen_at_is_given_to_no_other_task(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         first = server.getsockname()[1]
