@@ -28,8 +28,8 @@ SAVE_SECONDS = 1800.0
 
 
 _SCARCE = (
-    "the machine has little memory left: from now on this training gives back at once what it does not use, and may take "
-    "twice as long. End other programs, or run the job when they are over"
+    "the machine has little memory left: from now on this training gives back at once what it does not use, and may "
+    "take twice as long. End other programs, or run the job when they are over"
 )
 
 
