@@ -79,8 +79,9 @@ class Places:
         return [path for path in (spec.get("resume_from"), *spec.get("fall_back_to", ())) if path]
 
     def datasets(self) -> list[dict[str, Any]]:
-        """What names the rows of the job: `path`, `sha256`."""
-        job = self.order.spec["job"]
+        """What names the rows of the job: `path`, `sha256`. None where it was cancelled before anybody heard of it: its
+        order has no spec."""
+        job = self.order.spec.get("job", {})
         return [job[name] for name in ("dataset", "validation") if job.get(name)]
 
     def spec(self, resume: list[str] | None = None) -> dict[str, Any]:

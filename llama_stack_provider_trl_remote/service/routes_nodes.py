@@ -326,7 +326,8 @@ def _remove(service: Service, name: str) -> None:
     if name == service.node_name:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
-    if jobs and _is_live(service, record):
+    # Not `_is_live`: after the service was away for long nobody has called yet, and the job trains on.
+    if jobs and not service.presence.is_lost(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
     service.removed[name] = _life(record)
     service.store.remove_node(name)

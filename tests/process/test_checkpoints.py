@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from llama_stack_provider_trl.recipes import checkpoints
+from llama_stack_provider_trl.recipes import checkpoints, session
 from llama_stack_provider_trl.recipes import export as exporting
 from llama_stack_provider_trl.recipes.events import (
     CheckpointDamaged,
@@ -304,7 +304,9 @@ def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
 def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
     uploads: list[str | None], looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, file, slept = spec_of(tmp_path, min_free_bytes=1), tmp_path / "uploads", []
+    spec, file = spec_of(tmp_path, min_free_bytes=1), tmp_path / "uploads"
+    slept: list[float] = []
+    alive: list[int] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
@@ -318,6 +320,7 @@ def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
         checkpoints, "free_bytes", lambda path: 2 if file.exists() and file.read_text() == "room" else 1
     )
     writer = EventWriter(tmp_path / "events")
+    monkeypatch.setattr(writer, "beat", lambda: alive.append(len(slept)))
     if uploads[-1] == "room":
         checkpoints.need_space(spec, 1, file, writer)
     else:
@@ -325,11 +328,28 @@ def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
             checkpoints.need_space(spec, 1, file, writer)
     writer.close()
     assert len(slept) == looks
+    assert alive == list(range(looks))  # who waits does not hang
     warned = of_kind(iter_events(tmp_path / "events"), Warned)
     assert [event.message.rpartition(": ")[2] for event in warned] == [
         f"training waits until {uploads[0]} checkpoints have been uploaded; raise save_steps"
         for _ in range(uploads[0] in ("1", "2"))
     ]
+
+
+def test_whatever_a_training_writes_waits_for_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, set[str]]] = []
+    spec = spec_of(tmp_path)
+
+    def need(spec: JobSpec, num_bytes: int, uploads: Path, writer: EventWriter) -> None:
+        assert num_bytes
+        writer.beat()
+        asked.append((uploads, {path.name for path in spec.checkpoint_dir.iterdir()} - {LATEST}))
+
+    monkeypatch.setattr(session, "need_space", need)
+    assert run(tmp_path / "run", spec)[0] == 0
+    assert {uploads for uploads, _ in asked} == {tmp_path / "run" / "uploads"}
+    there: list[set[str]] = [set(), set(), {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}]
+    assert [before for _, before in asked] == there  # to begin with, then each checkpoint, then the export
 
 
 @pytest.mark.parametrize(
@@ -353,8 +373,7 @@ def test_an_attempt_whose_turn_is_over_writes_nothing_more(
             mark.unlink()
         write_manifest(directory, *digests)
 
-    if where:
-        monkeypatch.setattr(where, "write_manifest", written)
+    monkeypatch.setattr(where or checkpoints, "write_manifest", written)
     status, events = run(tmp_path / "run", spec, turn=mark)
     assert status == 1
     failed = of_kind(events, Failed)[0]
@@ -362,6 +381,7 @@ def test_an_attempt_whose_turn_is_over_writes_nothing_more(
     left = {path.name for path in spec.checkpoint_dir.iterdir()} - {mark.name}
     assert sorted(left) == kept
     assert all(name.endswith(".1.tmp") for name in staged)  # nobody else's
+    assert bool(staged) is bool(where)  # a checkpoint that would not count is not begun
 
 
 def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: Path, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from llama_stack_provider_trl.recipes import callbacks
 from llama_stack_provider_trl.recipes.events import (
@@ -20,6 +22,7 @@ from llama_stack_provider_trl.recipes.events import (
     Prepared,
     Progress,
     Reason,
+    Silent,
     Started,
     Warned,
 )
@@ -231,6 +234,66 @@ def test_save_steps_replaces_the_checkpoint_of_each_epoch(tmp_path: Path) -> Non
         ("step", 4),
         ("final", 6),
     ]
+
+
+class PlayedMalloc:
+    """Notes what it is asked, and keeps everything."""
+
+    keeps = is_ours = True
+
+    def __init__(self) -> None:
+        self.needs: list[int] = []
+        self.looks = self.ends = 0
+
+    def begin(self, need: int) -> None:
+        self.needs.append(need)
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.looks == 2
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_before_training_the_estimate_says_whether_memory_is_kept_and_every_step_looks_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = PlayedMalloc()
+    monkeypatch.setattr(callbacks, "Malloc", lambda: played)
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
+    (prepared,) = of_kind(events, Prepared)
+    assert played.needs == [prepared.effective["memory"]["estimate_bytes"]] != [0]
+    assert prepared.effective["malloc"] == "keeps large blocks"
+    assert played.looks >= of_kind(events, Finished)[0].step
+    assert played.ends == 1
+    assert [warned.message for warned in of_kind(events, Warned)] == [callbacks._SCARCE]
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "asked", "needs"),
+    [
+        ("cpu", {"memory": {"estimate_bytes": 7}}, [7], [3 * 5]),
+        ("cpu", {}, [0], [3 * 5]),
+        ("cpu", {"memory": None}, [0], [3 * 5]),
+        ("cuda", {"memory": {"estimate_bytes": 7}}, [], []),
+    ],
+    ids=["rank 0", "another rank", "not estimated", "gpu"],
+)
+def test_all_ranks_keep_memory_by_rank_0_s_estimate_for_those_of_their_machine(
+    device: str, memory: Any, asked: list[int], needs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played, said = PlayedMalloc(), []
+    monkeypatch.setattr(callbacks, "Malloc", lambda: played)
+    monkeypatch.setattr(callbacks.ranks, "agree", lambda number: said.append(number) or 5)
+    monkeypatch.setattr(callbacks.ranks, "local_world_size", lambda: 3)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device(device)), notes={}, _total_train_tokens=0.0, state=None
+    )
+    callbacks.JobCallback(
+        job_spec(tmp_path, tiny_model()), Silent(), trainer, tmp_path / "control", memory
+    )._keep_memory()
+    assert (said, played.needs) == (asked, needs)
 
 
 def test_without_save_steps_a_long_epoch_is_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

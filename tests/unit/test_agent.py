@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.files import write_manifest
-from llama_stack_provider_trl.launch.base import TaskState
+from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl_remote.nodes import agent as agents
@@ -527,7 +527,64 @@ def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: Wo
     assert world.head.said[0]["path"] == str(theirs / "final")
     written = json.loads((world.run_dir / "spec.json").read_text())
     assert (written["resume_from"], written["turn"]) == (str(theirs / "checkpoint-1"), str(mark))
+    assert not (world.run_dir / "uploads").exists()  # nothing leaves this disk: who finds it full need not wait
     assert not [call for call in world.head.calls if call.startswith(("offer", "upload", "file"))]
+
+
+def test_an_agent_that_is_started_again_knows_that_it_sees_the_services_disk(world: World) -> None:
+    theirs = world.root / "service" / "checkpoints"
+    mark = write(theirs / ".shared", b"job-1")
+
+    async def first(head: FakeHead) -> None:
+        head.order(world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)}))
+        await head.until(lambda: world.launcher.started)
+
+    async def second(head: FakeHead) -> None:
+        await head.until(lambda: (report := head.report()) and report.observation)
+        for step in (1, 2):
+            path = theirs / f"checkpoint-{step}"
+            write_manifest(write(path / "a.bin", b"a").parent)
+            world.say(CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=None))
+        await head.until(lambda: len(head.said) == 2)
+
+    world.run(first)
+    world.run(second)
+    assert (theirs / "checkpoint-1").exists()  # the service's own, and only it knows which are needed
+    assert not [call for call in world.head.calls if call.startswith(("offer", "upload"))]
+
+
+def test_a_disk_that_another_attempt_has_marked_is_not_the_services(world: World) -> None:
+    theirs = world.root / "service" / "checkpoints"
+    mark = write(theirs / ".shared", b"job-0")  # of the same path on another disk, where it was left
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)}))
+        await head.until(lambda: world.launcher.started)
+
+    world.run(play)
+    written = json.loads((world.run_dir / "spec.json").read_text())
+    assert (written["turn"], written["job"]["checkpoint_dir"]) == (None, str(world.home / "checkpoints"))
+
+
+def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = world.order()
+    asked.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
+
+    async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
+        return [{"path": "../../../evil", "size": 1, "sha256": "0" * 64}]
+
+    monkeypatch.setattr(world.head, "checkpoint_files", files)
+
+    async def play(head: FakeHead) -> None:
+        head.order(asked)
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report
+        assert "give a relative path without '..'" in report.error
+
+    world.run(play)
+    assert not [call for call in world.head.calls if call.startswith("file ")]
+    assert not world.launcher.started
 
 
 @pytest.mark.parametrize(
@@ -839,6 +896,7 @@ def test_a_data_directory_has_one_agent(world: World) -> None:
 def test_files_that_nobody_has_come_back_for_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old, rows = world.data_dir / "jobs" / "old", write(world.data_dir / "datasets" / "x.jsonl", b"")
     old.mkdir(parents=True)
+    (world.data_dir / "jobs" / "gone").symlink_to(world.root / "nowhere")  # as what somebody else removes meanwhile
     monkeypatch.setattr(agents, "KEEP", -1.0)
 
     async def play(head: FakeHead) -> None:
@@ -847,13 +905,35 @@ def test_files_that_nobody_has_come_back_for_are_removed(world: World, monkeypat
         assert not rows.exists()
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
+        old.mkdir()
         world.clock.advance(agents.REPORT + 1)
         head.order(world.order(Stage.pause))
         await head.until(lambda: world.launcher.tasks["job-1"].pauses)
+        await head.until(lambda: not old.exists())
 
     world.run(play)
     assert world.run_dir.exists()
     assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").exists()
+
+
+def test_a_task_that_is_told_to_end_before_anybody_heard_of_it_ends_whenever_the_agent_cleans_up(world: World) -> None:
+    world.launcher.obedient = False
+
+    async def ended(head: FakeHead) -> None:
+        head.order(world.order(Stage.stop, spec={}))  # cancelled before there was one
+        await head.until(lambda: world.launcher.tasks)
+        world.launcher.tasks["job-1"].seen = Observation(TaskState.running)
+        world.clock.advance(agents.REPORT + 1)
+        head.let_go()
+        await head.until(lambda: world.clock() - agents.REPORT > 2 and len(head.polls) > 2)
+
+    async def started_again(head: FakeHead) -> None:
+        world.launcher.exit("job-1", None)
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+
+    world.run(ended)
+    world.head.polls.clear()
+    world.run(started_again)
 
 
 def test_stages_are_gone_through_forward_only(world: World) -> None:

@@ -77,6 +77,13 @@ def test_a_process_that_was_not_started_frugal_is_left_alone(world: World, monke
     assert not world.subject.keeps
 
 
+def test_a_c_library_with_other_knobs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malloc, "_libc", object)  # musl, macOS
+    world.subject.begin(1)
+    assert not world.subject.is_ours
+    assert not world.subject.keeps
+
+
 def test_everything_is_given_back_once_the_machine_has_little_left(world: World) -> None:
     world.subject.begin(4 * GIB)
     world.left, world.now = 4 * GIB, 5.0

@@ -87,6 +87,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, config: dict
     assert "hush" not in told
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("localhost", "127.0.0.1"), ("", "127.0.0.1"), ("10.0.0.7", "10.0.0.7"), ("[2001:DB8::7]", "2001:db8::7")],
+)
+def test_an_address_for_other_nodes_may_be_written_as_in_a_url(tmp_path: Path, given: str, kept: str) -> None:
+    assert load(tmp_path, torch_run_config={"master_addr": given}).torch_run_config.master_addr == kept
+
+
 def test_fp16_is_for_gpus_only(tmp_path: Path) -> None:
     settings = load(tmp_path, fsdp_config={"mixed_precision_policy": "fp16"})
     assert settings.for_jobs(("cuda:0",)).devices == ("cuda:0",)

@@ -160,6 +160,18 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
         service.shipping.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
 
 
+def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> None:
+    written = service.written()
+    service.ask(written)
+    with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
+        asyncio.run(service.shipping.receive("a-1", "b", "../other", "model.bin", SHA256, 0, pieces(WEIGHTS)))
+    (asked,) = service.checkpoints.glob("*/report.json")
+    asked.write_text(asked.read_text().replace("dcp/model.bin", "../model.bin"))  # by who sees this disk
+    with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
+        asyncio.run(service.shipping.receive("a-1", "b", "checkpoint-2", "../model.bin", SHA256, 0, pieces(WEIGHTS)))
+    assert list(service.root.rglob("model.bin")) == [written / "dcp" / "model.bin"]
+
+
 def test_a_file_is_on_the_disk_before_it_counts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace

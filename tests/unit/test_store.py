@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -105,6 +106,19 @@ def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> 
         store.get("nobody")
     assert store.get("job-1")
     other.close()
+
+
+def test_a_database_that_cannot_be_opened_is_said_by_a_reader_of_one_moment_too(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data" / "jobs.db")
+    shutil.rmtree(tmp_path / "data")
+
+    def read() -> None:
+        with store.at_once():
+            store.names()
+
+    with ThreadPoolExecutor(1) as threads, pytest.raises(StoreError, match=r"jobs\.db: unable to open"):
+        threads.submit(read).result()  # each thread has a connection of its own
+    store.close()
 
 
 def test_a_repeated_request_makes_no_second_job(store: Store) -> None:
