@@ -82,7 +82,7 @@ async def poll(service: Context, name: Name, body: Poll) -> Response:
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
     while True:
-        record = _known(service, name)
+        record = _welcome(service, name, body)
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
             return as_json(await asyncio.to_thread(_orders, service, record))
         await asyncio.sleep(LOOK)
@@ -255,11 +255,16 @@ def _is_live(service: Service, record: NodeRecord) -> bool:
     return time.time() - record.seen_at.timestamp() < SILENCE
 
 
-def _take_in(service: Service, name: str, body: Poll) -> bool:
-    """What a node says. Returns whether any of it is new. Raises NotFound, Conflict."""
+def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
+    """The node that calls. Raises NotFound, and Gone: it was removed, perhaps while it waited for its answer."""
     if service.removed.get(name) == _life(body):
         raise Gone(f"node {name!r} was removed (trl-remote nodes remove): start its agent again to have it back")
-    record = _known(service, name)
+    return _known(service, name)
+
+
+def _take_in(service: Service, name: str, body: Poll) -> bool:
+    """What a node says. Returns whether any of it is new. Raises NotFound, Gone, Conflict."""
+    record = _welcome(service, name, body)
     if record.boot_id != _life(body):
         raise Conflict(
             f"node {name!r} has started anew or is another machine (boot {record.boot_id}, this is {_life(body)}): "

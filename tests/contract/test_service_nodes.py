@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +365,14 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
     own = FakeAgent(service, "head", machine_id="another machine", address="10.0.0.9")
     assert "it is the service's own machine" in refusal(own.join(), 409)
     assert "cordon or drain it" in refusal(service.delete("/nodes/head"), 409)
-    assert service.delete("/nodes/a").status_code == 204
+    with ThreadPoolExecutor(1) as waiting:
+        asked = waiting.submit(a.poll)  # nothing is new: it waits for its answer
+        until_it_waits = time.monotonic() + 0.5
+        while time.monotonic() < until_it_waits:
+            assert not asked.done()
+            time.sleep(0.05)
+        assert service.delete("/nodes/a").status_code == 204
+        assert "was removed" in refusal(asked.result(10), 410)
     assert "was removed" in refusal(a.poll(), 410)
     assert a.join().ok
     a.seen = 0
