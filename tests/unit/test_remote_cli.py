@@ -450,10 +450,16 @@ def test_the_script_takes_a_certificate_from_where_the_user_stands(
     ],
 )
 def test_a_worker_that_cannot_be_one_says_so_at_once(
-    url: str, environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    url: str,
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     for name in ("TRL_SERVICE_NODE_TOKEN", "TRL_SERVICE_TOKEN", "TRL_NODE_ADDRESS", "TRL_NODE_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRL_NODE_DATA_DIR", str(tmp_path))  # one that could be one after all leaves nothing at home
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["agent", "--service", url]) == 1
