@@ -84,18 +84,20 @@ class ServiceRefusal(TrlError, RuntimeError):
         url: address of the service.
         status: HTTP status of its answer.
         detail: its sentence.
+        of_token: what to say of the token where that was refused.
     """
 
     THEIRS = frozenset({400, 404, 409})
     """What is wrong with the request itself: the service's sentence says all there is to say."""
     PASSED_ON = frozenset({*THEIRS, 413, 503, 507})
     """Of the others, a wrong token for instance, a client of Llama Stack must not think that it is its own."""
+    OF_TOKEN = "The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote"
 
-    def __init__(self, url: str, status: int, detail: str) -> None:
+    def __init__(self, url: str, status: int, detail: str, of_token: str = OF_TOKEN) -> None:
         self.url, self.status, self.detail = url, status, detail
         text = detail if status in self.THEIRS else f"the training service at {url} answered {status}: {detail}"
-        if status in (401, 403):
-            text += " The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote."
+        if status in (401, 403) and of_token:
+            text = f"{text.removesuffix('.')}. {of_token}"
         super().__init__(text)
 
     @property

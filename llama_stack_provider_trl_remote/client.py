@@ -19,6 +19,7 @@ from urllib.parse import quote
 from aiohttp import (
     ClientConnectorCertificateError,
     ClientConnectorError,
+    ClientConnectorSSLError,
     ClientError,
     ClientResponse,
     ClientSession,
@@ -41,6 +42,8 @@ SLOWEST_DISK = 32 << 20
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
 _BUSY = (502, 503, 504)
+_NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
+"""What OpenSSL, by version, calls an answer that is plain text."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds of silence before the first probe, between two, and how many: some answers may take the service an hour, and
 while we wait for it, a service whose machine is gone is missed after half a minute."""
@@ -231,11 +234,22 @@ class ServiceClient:
             found = f"has a certificate that is not trusted here ({error.certificate_error})"
             advice = "set SSL_CERT_FILE to the file of that certificate, or have its authority trusted on this machine"
             raise ServiceUnreachable(self.url, found, advice) from error
+        except ClientConnectorSSLError as error:
+            if getattr(error.os_error, "reason", None) in _NO_TLS:
+                found = f"speaks no TLS ({_reason(error)})"
+                raise ServiceUnreachable(
+                    self.url, found, "name it with http://, or give it tls_cert and tls_key"
+                ) from error
+            found, advice = f"takes no TLS connection ({_reason(error)})", "compare the TLS settings of both machines"
+            raise ServiceUnreachable(self.url, found, advice) from error
         except ClientConnectorError as error:
             raise ServiceUnreachable(self.url, f"takes no connection ({_reason(error)})") from error
         except ClientError as error:
-            found = f"broke off {method} {path} ({_reason(error)})"
-            raise ServiceUnreachable(self.url, found, "look into its log; it may be restarting") from error
+            found, advice = f"broke off {method} {path} ({_reason(error)})", "look into its log; it may be restarting"
+            if not self._identified and self.url.lower().startswith("http://"):
+                # A server with TLS hangs up on a request in the clear.
+                advice += ", or it may want https://"
+            raise ServiceUnreachable(self.url, found, advice) from error
 
     async def _identify(self) -> None:
         """Make sure, once, that a training service is what listens: Llama Stack itself serves some of its paths, and
@@ -328,6 +342,9 @@ def _timed_out(error: ServiceUnreachable) -> bool:
 
 def _reason(error: ClientError) -> str:
     cause = getattr(error, "os_error", error)
+    if isinstance(cause, ssl.SSLError) and cause.reason:
+        # Its errno is no number of the system: 1 would be "Operation not permitted".
+        return cause.reason.replace("_", " ").lower()
     number = getattr(cause, "errno", None) or 0
     # asyncio's own text is "Connect call failed"; name resolution has negative numbers and good texts.
     text = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause)

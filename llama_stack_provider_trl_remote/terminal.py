@@ -91,12 +91,15 @@ def how_to_add_a_node(url: str) -> str:
             "TRL_SERVICE_HOST=ADDRESS TRL_SERVICE_TOKEN=TOKEN ./scripts/run-remote-fsdp-server.sh --insecure "
             "(or with tls_cert and tls_key)"
         )
+    joins = "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1"
+    script = "./scripts/run-remote-fsdp-server.sh"
+    if urlsplit(url).scheme == "https":
+        return (
+            f"{joins} TRL_SERVICE_URL={url} SSL_CERT_FILE=CERTIFICATE {script} "
+            "(CERTIFICATE: a copy of the service's tls_cert; not needed if an authority that is known there signed it)"
+        )
     elsewhere = f"TRL_SERVICE_PORT={port} " if port not in (None, 8322) else ""
-    chosen = f"TRL_SERVICE_URL={url} {elsewhere}" if url.startswith("https:") else elsewhere
-    return (
-        "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1 "
-        f"MASTER_ADDR={host} {chosen}./scripts/run-remote-fsdp-server.sh"
-    )
+    return f"{joins} MASTER_ADDR={host} {elsewhere}{script}"
 
 
 def gib(size: int) -> str:

@@ -16,6 +16,7 @@
 #
 #   MASTER_ADDR             address of the machine that runs the service
 #   TRL_SERVICE_PORT        its port (default 8322); TRL_SERVICE_URL in place of both, for https
+#   SSL_CERT_FILE           the service's certificate, where no authority has signed it
 #   TRL_SERVICE_NODE_TOKEN  a token of the service with the role node (or TRL_SERVICE_TOKEN)
 #   TRL_NODE_NAME           this machine's name among the nodes (default: its host name)
 #   TRL_NODE_ADDRESS        its address for the others (default: the one from which it reaches the service)
@@ -23,6 +24,9 @@
 set -euo pipefail
 here="$PWD"
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+# Given from where the user stands, and read from here.
+case "${SSL_CERT_FILE:-/}" in /*) ;; *) export SSL_CERT_FILE="$here/$SSL_CERT_FILE" ;; esac
 
 # Not on every start: a changed pyproject.toml must not keep a machine without network from serving.
 [ -f .venv/prepare-env.stamp ] && [ -x .venv/bin/python ] || ./scripts/prepare-env.sh

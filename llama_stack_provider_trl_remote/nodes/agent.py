@@ -249,7 +249,7 @@ class Agent:
 
     def _say(self, trouble: str) -> None:
         if trouble != self._trouble:
-            log.warning("%s; trainings go on, and it is called again until it answers", trouble)
+            log.warning("%s; trainings go on, and the service is called again", trouble.removesuffix("."))
         self._trouble = trouble
 
     async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:

@@ -30,6 +30,7 @@ _PIECE = 64 << 20
 _CHUNK = 1 << 18
 _LISTING = 3600.0
 """Seconds that the files of a checkpoint may take to be listed: 110 GiB at SLOWEST_DISK."""
+_OF_TOKEN = "TRL_SERVICE_NODE_TOKEN must be the same here as on the service's machine"
 _TIMEOUTS = Timeouts(connect=3.0, read=30.0, total=60.0)
 
 
@@ -198,9 +199,13 @@ class NodeClient(ServiceClient):
 
     def _refusal(self, path: str, answer: Answer) -> Exception:
         error = super()._refusal(path, answer)
-        if isinstance(error, ServiceRefusal) and error.status == 409 and (answer.offset or "").isdigit():
+        if not isinstance(error, ServiceRefusal):
+            return error
+        if error.status == 409 and (answer.offset or "").isdigit():
             return Behind(self.url, error.detail, int(answer.offset or 0))
-        return error
+        # 403 may be of the address by which we call it: then no other token helps.
+        about_token = error.status == 401 or "token" in error.detail
+        return ServiceRefusal(self.url, error.status, error.detail, _OF_TOKEN if about_token else "")
 
 
 def is_gone(error: BaseException) -> bool:

@@ -75,13 +75,18 @@ def worker_settings(
     """Of a worker, from its command line and its environment.
 
     Raises:
-        NodeError: there is no token, or the service's address is no use to other machines; InvalidRequest: there is no
-            such device.
+        NodeError: there is no token, the service's address is no use to other machines, or SSL_CERT_FILE names no
+            file; InvalidRequest: there is no such device.
     """
     token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
     if not token:
         raise NodeError(
             "a worker needs a token of the service: set TRL_SERVICE_NODE_TOKEN (role node), or TRL_SERVICE_TOKEN"
+        )
+    certificate = environ.get("SSL_CERT_FILE")
+    if certificate and url.lower().startswith("https://") and not Path(certificate).exists():  # OpenSSL says nothing
+        raise NodeError(
+            f"SSL_CERT_FILE names {certificate}, which is not there: copy the service's tls_cert from its machine"
         )
     return NodeSettings(
         url=url,

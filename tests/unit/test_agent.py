@@ -1005,6 +1005,20 @@ def test_an_agent_that_is_started_while_the_service_is_away_ends_its_tasks_after
     assert world.launcher.started == ["job-1"]
 
 
+def test_a_refusal_of_the_service_is_one_sentence_in_the_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        head.only, head.trouble = "poll", [refusal(401, "No.")]
+        head.let_go()
+        await head.until(lambda: not head.trouble)
+        await head.until(lambda: "trainings go on" in caplog.text)
+
+    world.run(play)
+    (said,) = [record.getMessage() for record in caplog.records if "trainings go on" in record.getMessage()]
+    assert said.endswith("; trainings go on, and the service is called again")
+    assert ".;" not in said
+
+
 def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> None:
     world.address = "192.0.2.77"
 

@@ -239,3 +239,21 @@ def test_an_upload_is_paced(tmp_path: Path) -> None:
     paced = Paced()
     upload(PlayedClient(pace=paced.pace), tmp_path)
     assert paced.clock.now == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "end"),
+    [
+        (401, "the token is missing.", "the token is missing. TRL_SERVICE_NODE_TOKEN must be the same here as on the"),
+        (403, "it needs a token with the role node", "role node. TRL_SERVICE_NODE_TOKEN must be the same here as on"),
+        (403, "the Host header is 'b'", "answered 403: the Host header is 'b'"),
+    ],
+)
+def test_an_agent_whose_token_is_refused_is_told_of_its_own_variable(status: int, detail: str, end: str) -> None:
+    answer = Answer(status, "application/json", json.dumps({"detail": detail}).encode())
+    error = PlayedClient()._refusal("/v1/nodes", answer)
+    assert isinstance(error, ServiceRefusal)
+    assert (error.status, error.detail) == (status, detail)
+    assert end in str(error)
+    assert "TRL_SERVICE_TOKEN" not in str(error)
+    assert ("TRL_SERVICE_NODE_TOKEN" in str(error)) == ("token" in detail)

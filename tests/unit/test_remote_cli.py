@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from llama_stack_provider_trl_remote.nodes import start
 from llama_stack_provider_trl_remote.terminal import bar, duration, how_to_add_a_node, progress_line, table
 from llama_stack_provider_trl_remote.watch import new_lines
 from tests.fake_service import FakeService, fake_service, ndjson, progress, status
+from tests.tiny import REPOSITORY
 
 Run = Callable[..., tuple[int, str, str]]
 ROWS = [{"prompt": "Zwei plus zwei?", "completion": "Vier."}, {"prompt": "你好", "completion": "Hallo"}]
@@ -397,11 +400,36 @@ def test_nodes_are_taken_out_and_put_back(run: Run, service: FakeService) -> Non
 
 def test_how_to_add_a_node_is_a_command() -> None:
     script = "./scripts/run-remote-fsdp-server.sh"
-    joins = "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1 MASTER_ADDR="
-    assert how_to_add_a_node("http://10.0.0.100:8322") == f"{joins}10.0.0.100 {script}"
-    assert how_to_add_a_node("http://10.0.0.100:9000") == f"{joins}10.0.0.100 TRL_SERVICE_PORT=9000 {script}"
-    secure = how_to_add_a_node("https://head:8322")
-    assert secure == f"{joins}head TRL_SERVICE_URL=https://head:8322 {script}"
+    joins = "another machine joins with: TRL_SERVICE_NODE_TOKEN=TOKEN NODE_RANK=1"
+    assert how_to_add_a_node("http://10.0.0.100:8322") == f"{joins} MASTER_ADDR=10.0.0.100 {script}"
+    assert (
+        how_to_add_a_node("http://10.0.0.100:9000") == f"{joins} MASTER_ADDR=10.0.0.100 TRL_SERVICE_PORT=9000 {script}"
+    )
+    secure = how_to_add_a_node("https://head:9000")
+    assert secure.startswith(
+        f"{joins} TRL_SERVICE_URL=https://head:9000 SSL_CERT_FILE=CERTIFICATE {script} (CERTIFICATE: "
+    )
+
+
+@pytest.mark.parametrize(("rank", "command"), [("0", "serve"), ("1", "agent")])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_the_script_takes_a_certificate_from_where_the_user_stands(
+    tmp_path: Path, rank: str, command: str, absolute: bool
+) -> None:
+    """The script changes into its repository, which is played: its Python says what it was given."""
+    repository, here = tmp_path / "repository", tmp_path / "here"
+    for directory in (repository / "scripts", repository / ".venv" / "bin", here):
+        directory.mkdir(parents=True)
+    script = shutil.copy(REPOSITORY / "scripts" / "run-remote-fsdp-server.sh", repository / "scripts")
+    (repository / ".venv" / "prepare-env.stamp").touch()
+    python = repository / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$3 ${SSL_CERT_FILE-unset}"\n')
+    python.chmod(0o755)
+    plain = {"PATH": os.environ["PATH"], "NODE_RANK": rank, "TRL_SERVICE_URL": "https://head:8322"}
+    certificate = f"{here}/cert.pem" if absolute else "cert.pem"
+    for given, expected in (({"SSL_CERT_FILE": certificate}, f"{here}/cert.pem"), ({}, "unset")):
+        said = subprocess.run([script], cwd=here, env={**plain, **given}, capture_output=True, text=True, check=True)
+        assert said.stdout == f"{command} {expected}\n"
 
 
 @pytest.mark.parametrize(
@@ -414,13 +442,24 @@ def test_how_to_add_a_node_is_a_command() -> None:
             {"TRL_SERVICE_TOKEN": "t", "TRL_NODE_ADDRESS": "10.0.0.1", "TRL_NODE_NAME": "a b"},
             "cannot be a node's name",
         ),
+        (
+            "https://10.255.255.1:8322",
+            {"TRL_SERVICE_TOKEN": "t", "TRL_NODE_ADDRESS": "10.0.0.1", "SSL_CERT_FILE": "no/cert.pem"},
+            "SSL_CERT_FILE names no/cert.pem, which is not there: ",
+        ),
     ],
 )
 def test_a_worker_that_cannot_be_one_says_so_at_once(
-    url: str, environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    url: str,
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     for name in ("TRL_SERVICE_NODE_TOKEN", "TRL_SERVICE_TOKEN", "TRL_NODE_ADDRESS", "TRL_NODE_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRL_NODE_DATA_DIR", str(tmp_path))  # one that could be one after all leaves nothing at home
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["agent", "--service", url]) == 1

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import re
 import socket
+import ssl
+import subprocess
 import threading
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
@@ -86,6 +88,58 @@ def test_a_service_that_is_down_is_named_with_what_to_do() -> None:
         assert part in str(caught.value)
 
 
+def test_https_to_a_service_without_tls_is_named(service: FakeService) -> None:
+    with pytest.raises(ServiceUnreachable) as caught:
+        call(service.url.replace("http:", "https:"), lambda client: client.status("job"))
+    said = str(caught.value)
+    assert re.search(r"speaks no TLS \([a-z ]+\): name it with http://, or give it tls_cert and tls_key$", said)
+
+
+def test_http_to_a_service_with_tls_is_named(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=head")
+    made = ("openssl", "req", "-x509", *new, "-keyout", str(key), "-out", str(certificate))
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    said = asyncio.run(_called(answer, "http", context))
+    assert "broke off GET /v1/health (" in said
+    assert said.endswith("it may be restarting, or it may want https://")
+
+
+def test_tls_that_comes_to_nothing_is_not_taken_for_no_tls() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(b"\x15\x03\x03\x00\x02\x02\x28")  # the alert handshake_failure
+        writer.close()
+
+    said = asyncio.run(_called(refuse, "https"))
+    assert re.search(r"takes no TLS connection \([a-z0-9 ]+\): compare the TLS settings of both machines$", said)
+
+
+async def _called(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    scheme: str,
+    tls: ssl.SSLContext | None = None,
+) -> str:
+    """What a client says of a server that answers so."""
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
+        url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(ServiceUnreachable) as caught:
+            await ServiceClient(url, pauses=()).get("/v1/nodes")
+        return str(caught.value)
+
+
+def test_a_service_that_was_heard_over_http_does_not_want_https(service: FakeService) -> None:
+    service.trouble = ["drop"] * 9
+    with pytest.raises(ServiceUnreachable, match=r"it may be restarting$"):
+        call(service.url, lambda client: client.status("job"))
+
+
 def test_a_service_that_comes_back_between_two_tries_is_found() -> None:
     back: list[FakeService] = []
     first = FakeService()
@@ -147,7 +201,8 @@ def test_errors_keep_the_services_sentence(service: FakeService, answered: int, 
     assert f"the sentence of a {answered}" in str(caught.value)
     # What is not the request's own fault names the service, too.
     assert (service.url in str(caught.value)) == (answered not in (400, 404, 409))
-    assert ("TRL_SERVICE_TOKEN" in str(caught.value)) == (answered in (401, 403))
+    of_token = f"{answered}. The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote"
+    assert str(caught.value).endswith(of_token) == (answered in (401, 403))
 
 
 def test_the_token_is_sent_to_the_service() -> None:
