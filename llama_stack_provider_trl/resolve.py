@@ -628,7 +628,7 @@ def _ranks(
     nodes = resources.nodes if resources else 1
     per_node = options.nproc_per_node or settings.ranks
     ranks = per_node * nodes
-    # How many devices another machine has is its own matter: a job that asks for too many waits, and says so.
+    # What devices or cores another machine has is its own matter: a job that asks for too many waits, and says so.
     if per_node > settings.max_ranks and resources is None:
         if settings.sharding is None:
             hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"

@@ -83,6 +83,7 @@ class Node:
     memory: Mapping[str, int] | None = None
     """Bytes per GPU, as far as known."""
     cpus: int = 0
+    """Cores. On a CPU it takes as many ranks of a job that may go to other machines; 0: not known, and it takes one."""
     memory_bytes: int = 0
     labels: Mapping[str, str] | None = None
     models: frozenset[str] = frozenset()
@@ -111,8 +112,8 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
 
 def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
-    whatever the ranks. A job over several nodes gets as many devices on each, and no two nodes on one machine; where
-    the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
+    for as many ranks as the node has cores. A job over several nodes gets as many devices on each, and no two nodes on
+    one machine; where the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
 
     Of the nodes that would do, those come last on which an attempt of the job could not be launched; else the service's
     own comes first, then the one with the fewest free devices: large holes stay whole. A job that finds too few devices
@@ -195,6 +196,8 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
         return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
     if len(fitting) < needed:
         return f"waiting for {needed} devices; this node has {len(fitting)} that serve: {', '.join(fitting)}"
+    if not demand(job.demand).home and unsuited(job, node, _kind(devices[0])):
+        return _why_waits_for_nodes(job, holders, nodes)
     held = ", ".join(f"{device} (held by job {holders[device]})" for device in fitting if device in holders)
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
@@ -233,6 +236,11 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
             return f"has {len(fitting)} GPUs with {resources.gpu_memory_gb:g} GiB"
     if len(fitting) < needed:
         return f"has {len(fitting)} of {needed} devices"
+    ranks = job.ranks // _nodes(job)
+    # The service looked at its own machine's cores when it took a job that stays there, and its configuration may ask
+    # for more ranks than these.
+    if not asked.home and _kind(fitting[0]) != "cuda" and ranks > max(node.cpus, 1):
+        return f"has {node.cpus} CPU cores for {ranks} ranks"
     if resources.cpus and node.cpus < resources.cpus:
         return f"has {node.cpus} CPUs"
     if resources.memory_gb and node.memory_bytes < resources.memory_gb * _GIB:

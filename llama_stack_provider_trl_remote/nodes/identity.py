@@ -152,7 +152,7 @@ def node_report(
         boot_id=boot_id(),
         agent_id=agent_id(data_dir),
         address=address,
-        cpus=_cpus(),
+        cpus=usable_cpus(),
         memory_bytes=machine_memory(),
         disk_free_bytes=free_bytes(data_dir),
         devices=tuple(_device(device, environ) for device in devices),
@@ -160,6 +160,11 @@ def node_report(
         models=tuple(cached_models(environ)),
         labels=dict(labels or {}),
     )
+
+
+def usable_cpus() -> int:
+    """As many as this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(python: str | None = None) -> dict[str, str]:
@@ -194,11 +199,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _cpus() -> int:
-    """As many as this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:

@@ -94,13 +94,16 @@ class Cluster:
     Args:
         head: name of this machine; its agent joins under it too.
         machine_id: of this machine.
+        cpus: of this machine, as far as its agent has not reported any.
     """
 
-    def __init__(self, store: Store, presence: Presence, head: str, machine_id: str, devices: Sequence[str]) -> None:
+    def __init__(
+        self, store: Store, presence: Presence, head: str, machine_id: str, devices: Sequence[str], cpus: int
+    ) -> None:
         self._store = store
         self.presence = presence
         self.head = head
-        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False)
+        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
 
     def nodes(self) -> list[Node]:
         """This machine first."""

@@ -30,7 +30,7 @@ from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, st
 from llama_stack_provider_trl.submission import Datasets as RowsOf
 from llama_stack_provider_trl.submission import resolved, submit
 
-from ..nodes.identity import machine_id, versions
+from ..nodes.identity import machine_id, usable_cpus, versions
 from .blobs import Blobs
 from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .checkpoints import Digests
@@ -67,7 +67,7 @@ class Service:
         self.machine_id = machine_id(os.environ)
         self.removed: dict[str, str] = {}
         """Nodes that were removed, and in which life: their agents are to end."""
-        self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices)
+        self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices, usable_cpus())
         self.shipping = Shipping(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.shipping, ports)

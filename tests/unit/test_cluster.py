@@ -74,7 +74,7 @@ class World:
     def start(self, hang_timeout: float | None = None) -> None:
         """A new process takes over."""
         self.presence = Presence(self.clock, "head")
-        self.cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"])
+        self.cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"], 4)
         digests = Digests()
         digests.close()
         self.shipping = Shipping(self.store, digests)
@@ -265,6 +265,28 @@ def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
     world.report("c", "probe")
     world.tick()
     assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+
+
+def test_ranks_that_no_node_has_the_cores_for_are_not_started(world: World) -> None:
+    world.join("b")
+    world.join("head", cpus=2)
+    world.add(ranks=6)
+    world.tick()
+    assert world.job().state is JobState.scheduled
+    there = "1 of the 2 that there are can serve it"
+    assert world.job().detail == f"waiting for 2 nodes: {there}; head has 2 CPU cores for 3 ranks"
+    world.join("c")
+    world.tick()
+    assert world.job().device == "b/cpu,c/cpu"
+
+
+def test_a_service_without_an_agent_knows_its_own_cores(world: World) -> None:
+    world.add("many", nodes=1, ranks=5)
+    world.add("few", nodes=1, ranks=4)
+    world.tick()
+    there = "0 of the 1 that there are can serve it"
+    assert world.job("many").detail == f"waiting for a node: {there}; head has 4 CPU cores for 5 ranks"
+    assert world.job("few").device == "cpu"
 
 
 def test_one_node_needs_no_probe(world: World) -> None:

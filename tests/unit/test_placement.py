@@ -157,6 +157,29 @@ def test_ranks_of_each_node_get_gpus_of_their_own() -> None:
     assert "c has 1 of 2 devices" in why_waits(wants(nodes=3, per_node=2), {}, nodes)
 
 
+def test_a_cpu_takes_as_many_ranks_as_it_has_cores() -> None:
+    two_cores = [node("head", head=True, cpus=2), node("b", cpus=2)]
+    many = wants(nodes=2, per_node=64)
+    assert place([many], two_cores, [], now=1e9) == {}
+    there = "0 of the 2 that there are can serve it"
+    reasons = "head has 2 CPU cores for 64 ranks, b has 2 CPU cores for 64 ranks"
+    assert why_waits(many, {}, two_cores) == f"waiting for 2 nodes: {there}; {reasons}"
+    assert place([wants(nodes=2, per_node=2)], two_cores, []) == {"job-1": ("cpu", "b/cpu")}
+    assert place([wants(per_node=3)], two_cores, []) == {}
+    large = [*two_cores, node("c", cpus=64)]
+    assert place([wants(per_node=64)], large, []) == {"job-1": ("c/cpu",)}
+    assert place([wants(per_node=65)], large, []) == {}
+    # It says so on a service with one machine too, and does not wait for who holds the CPU.
+    said = "waiting for a node: 0 of the 1 that there are can serve it; head has 2 CPU cores for 3 ranks"
+    assert why_waits(wants(per_node=3), {"cpu": "x"}, two_cores[:1]) == said
+    # Whose cores are not known takes one.
+    assert place([wants(per_node=2)], [HEAD], []) == {}
+    assert place([wants()], [HEAD], []) == {"job-1": ("cpu",)}
+    # mps is one device as well. On GPUs the GPUs count.
+    assert place([wants(per_node=3)], [node("head", "mps", head=True, cpus=2)], []) == {}
+    assert place([wants(per_node=2)], [node("head", *GPUS, head=True, cpus=1)], []) == {"job-1": GPUS}
+
+
 def test_two_agents_on_one_machine_are_one_machine() -> None:
     nodes = [HEAD, node("b", machine="m"), node("c", machine="n")]
     assert place([wants(nodes=2)], nodes, []) == {"job-1": ("cpu", "c/cpu")}
