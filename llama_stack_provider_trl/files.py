@@ -34,6 +34,8 @@ class RunDir:
         self.log = self.rank_log(0)
         self.launcher_log = root / "torchrun.log"
         """What torchrun says where several ranks train: which of them ended first, and how."""
+        self.launcher_dir = root / "torchrun"
+        """torchrun's own, which nobody reads: left to itself it makes one in /tmp and never removes it."""
         self.stacks = root / "stacks"
         """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
         self.control = root / "control.json"

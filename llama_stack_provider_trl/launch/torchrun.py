@@ -37,7 +37,8 @@ def training_argv(task: TaskSpec) -> list[str]:
     of its own, with its own directory.
     """
     python = task.python or sys.executable
-    trainer = ["-m", TRAINER, str(RunDir(task.run_dir).spec)]
+    files = RunDir(task.run_dir)
+    trainer = ["-m", TRAINER, str(files.spec)]
     if task.world_size == 1:
         return [python, *trainer]
     one_node = task.nodes == 1
@@ -48,7 +49,7 @@ def training_argv(task: TaskSpec) -> list[str]:
         *(f"--master-addr={task.master_addr}", f"{MASTER_PORT}{task.master_port}"),
         # Another port than the other nodes know is of no use.
         *([f"--last-port={task.last_port}"] if one_node else [f"--rdzv-conf=timeout={GATHERING_SECONDS}"]),
-        f"--local-addr={task.address}",
+        *(f"--local-addr={task.address}", f"--log-dir={files.launcher_dir}"),
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
         *trainer,
     ]

@@ -221,8 +221,9 @@ class Agent:
         for task_id, known in list(self._tasks.items()):
             if known.forgotten and known.gone:
                 await known.leave()
-                await asyncio.to_thread(known.forget)
                 del self._tasks[task_id]
+                others = {other.places.home for other in self._tasks.values()}
+                await asyncio.to_thread(known.forget, known.places.home not in others)
 
     def _reports(self) -> tuple[TaskReport, ...]:
         return tuple(known.report() for known in self._tasks.values())

@@ -151,14 +151,23 @@ class NodeTask:
             await self.settle()
         await self._close_door()
 
-    def forget(self) -> None:
-        """Remove its files, and those of its job where nothing needs them any more."""
+    def forget(self, last: bool) -> None:
+        """Remove its files, and those of its job where nothing needs them any more.
+
+        Args:
+            last: no other task of the job is here.
+        """
+        home = self.places.home
         shutil.rmtree(self.places.run_dir, ignore_errors=True)
         if self._said_finished:
-            shutil.rmtree(self.places.home, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                os.utime(self.places.home)  # from now on it is kept for a while
+            shutil.rmtree(home, ignore_errors=True)
+            return
+        # Of a node without rank 0 often nothing but these is left. Another task may be about to fill them.
+        for path in (home / "attempts", home / "checkpoints", home) if last else ():
+            with suppress(OSError):  # something is in it
+                path.rmdir()
+        with suppress(OSError):
+            os.utime(home)  # from now on it is kept for a while
 
     def report(self) -> TaskReport:
         stage, seen = self.order.stage, self._observation

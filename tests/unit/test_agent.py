@@ -203,6 +203,8 @@ def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: Wor
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"))
+        await head.until(lambda: head.said)
         head.order(world.order(Stage.stop))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
         report = head.report()
@@ -213,7 +215,7 @@ def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: Wor
         head.order()
         await head.until(lambda: not world.run_dir.exists())
         assert head.polls[-1].tasks or head.polls[-1].seen
-        assert world.home.exists()  # its next attempt may come here
+        assert (world.home / "checkpoints" / "checkpoint-1").exists()  # its next attempt may come here
 
     world.run(play)
     assert world.launcher.tasks["job-1"].cancels == 1
@@ -1063,10 +1065,36 @@ def test_what_was_told_to_stop_ships_nothing_more(world: World) -> None:
     assert world.head.said == []
 
 
+def test_of_a_job_that_has_left_no_file_here_no_directory_stays(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        here = Peer(node="a", address="127.0.0.1", port=1)
+        head.order(world.order(nodes=2, node_rank=1, master=here))  # only rank 0's node hears that a job is finished
+        await head.until(lambda: world.launcher.started)
+        assert (world.home / "checkpoints").exists()
+        world.launcher.exit("job-1", 0)
+        head.order()
+        await head.until(lambda: not world.home.exists())
+
+    world.run(play)
+
+
+def test_the_next_attempt_of_a_job_finds_its_directories_where_the_one_before_is_removed(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        head.order(world.order(task_id="job-2", attempt=2))
+        await head.until(lambda: not world.run_dir.exists() and len(world.launcher.started) == 2)
+        assert (world.home / "checkpoints").exists()
+        assert (world.home / "attempts" / "2" / "spec.json").exists()
+
+    world.run(play)
+
+
 def test_an_unfinished_job_is_kept_for_a_day_from_its_end_on(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
+        world.save("checkpoint-1")
         os.utime(world.home, (0, 0))  # it has trained for long
         head.order()
         await head.until(lambda: not world.run_dir.exists())

@@ -45,6 +45,8 @@ def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
     assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
     assert {"--nproc-per-node=2", "--master-port=29507", "--last-port=29599", "--max-restarts=0"} <= set(argv)
     assert argv[-3:] == ["-m", "llama_stack_provider_trl.recipes.train", "/r/spec.json"]
+    assert "--log-dir=/r/torchrun" in argv  # else a directory per attempt stays in /tmp
+    assert not [part for part in argv if part.startswith(("--redirects", "--tee"))]  # ranks print where torchrun does
     environ = training_environment(task, {"OMP_NUM_THREADS": "3"})
     assert environ["OMP_NUM_THREADS"] == "3"
     assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
