@@ -185,7 +185,7 @@ def test_a_job_whose_dataset_takes_long_to_check_is_posted_until_it_is_taken(
 def test_a_job_is_not_posted_for_ever(service: FakeService) -> None:
     service.trouble = ["hang"] * 9
     with pytest.raises(ServiceUnreachable, match="a job that is posted again is the same job"):
-        call(service.url, lambda client: client.submit(PREFERENCE_OPTIMIZE, {}), timeouts=Timeouts(5, 0.2, 5, 0.3))
+        call(service.url, lambda client: client.submit(PREFERENCE_OPTIMIZE, {}), timeouts=Timeouts(5, 0.5, 5, 0.95))
     assert service.seen[f"POST {PREFERENCE_OPTIMIZE}"] == 2
 
 
