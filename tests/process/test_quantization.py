@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import shutil
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -182,7 +183,10 @@ def test_qat_rounds_while_it_trains_and_writes_plain_weights(alone: Alone, qat: 
     spec, events = alone("sft", qat=qat)
     _, without = alone("sft")
     assert losses(events) == pytest.approx(losses(without), abs=0.1)
-    assert all(abs(one - other) > 1e-5 for one, other in zip(losses(events), losses(without), strict=True))
+    # Of a single step it may be next to nothing: it has both signs.
+    by_rounding = [abs(one - other) for one, other in zip(losses(events), losses(without), strict=True)]
+    assert by_rounding[0] > 1e-3
+    assert statistics.median(by_rounding) > 1e-3
     (prepared,) = of_kind(events, Prepared)
     assert prepared.effective["quantization"] == {"quantizer": qat.quantizer_name, "group_size": 32, "layers": 14}
     plain = load(spec.checkpoint_dir / "final")
