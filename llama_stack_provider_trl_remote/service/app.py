@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Security
+from fastapi import FastAPI, HTTPException, Security
 from fastapi.security import HTTPBearer
 from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
 
 from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service
-from .auth import Gate
+from .access import CALLER, Caller
+from .auth import ConfiguredTokens, Gate
 from .context import Service
 from .errors import handle_errors
 
@@ -21,10 +23,10 @@ _TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls l
 
 def make_app(service: Service) -> FastAPI:
     """Everything that is served; starts nothing."""
-    # Documents the token only: `Gate` checks it, before anything of the request is read.
+    # Documents the token only: `access.GuardedRoute` checks it, before anything of the body is read.
     token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
     # One way to write each path: a redirect would carry the token along, to wherever Host says.
-    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.service = service
     app.state.methods = []
     handle_errors(app)
@@ -36,8 +38,17 @@ def make_app(service: Service) -> FastAPI:
     _include(app, routes_datasets.blobs, "/v1", dependencies=token)
     _include(app, routes_nodes.router, "/v1", dependencies=token)
     _include(app, routes_service.router, "/v1")
-    app.add_middleware(Gate, settings=service.settings, node_token=service.node_token)
+    _include(app, routes_service.pages, "")
+    app.router.default = _unknown_path
+    own = {service.node_token: Caller("node", service.node_name, presented=True)}
+    tokens = ConfiguredTokens(service.settings, own)
+    app.add_middleware(Gate, settings=service.settings, authenticate=tokens or None)
     return app
+
+
+async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    scope[CALLER].require_known()
+    raise HTTPException(404)
 
 
 def _include(app: FastAPI, router: Any, prefix: str, **more: Any) -> None:

@@ -59,10 +59,6 @@ class WrongOffset(TrlError, RuntimeError):
         super().__init__(f"offset={sent}: {offset} bytes are here; send what follows them, with offset={offset}")
 
 
-class Forbidden(TrlError, PermissionError):
-    """Raised when the caller's token has too low a role. -> 403"""
-
-
 class ErrorAnswer(BaseModel):
     """Every answer that is not a success."""
 
@@ -72,7 +68,6 @@ class ErrorAnswer(BaseModel):
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (InvalidRequest, 400),
-    (Forbidden, 403),
     (JobNotFound, 404),
     (NotFound, 404),
     (JobConflict, 409),

@@ -7,14 +7,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
 
+from .access import EVERY_ROLE, USERS, USERS_ROWS, USERS_UPLOAD, GuardedRoute
 from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from .context import Context
 from .errors import NotFound, declared
 from .files import OCTETS, file_response
 from .routes_jobs import as_json
 
-router = APIRouter(prefix="/datasets", tags=["datasets"])
-blobs = APIRouter(prefix="/blobs", tags=["datasets"])
+router = APIRouter(route_class=GuardedRoute, prefix="/datasets", tags=["datasets"])
+blobs = APIRouter(route_class=GuardedRoute, prefix="/blobs", tags=["datasets"])
 
 _ROWS: dict[int | str, dict[str, Any]] = {
     200: {"content": OCTETS, "description": "One JSON object per line"},
@@ -31,32 +32,32 @@ _NDJSON: dict[str, Any] = {
 }
 
 
-@router.post("", response_model=Dataset, responses=declared(409, 507))
+@router.post("", dependencies=[USERS_ROWS], response_model=Dataset, responses=declared(409, 507))
 async def register_dataset(service: Context, body: RegisterDataset) -> Response:
     """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
     return as_json(await service.datasets.register(body))
 
 
-@router.get("", response_model=ListDatasetsResponse, responses=declared())
+@router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())
 async def list_datasets(service: Context) -> Response:
     """Every registered dataset, oldest first."""
     return as_json(ListDatasetsResponse(data=await asyncio.to_thread(service.datasets.all)))
 
 
-@router.get("/{dataset_id:path}", response_model=Dataset, responses=declared(404))
+@router.get("/{dataset_id:path}", dependencies=[USERS], response_model=Dataset, responses=declared(404))
 async def get_dataset(service: Context, dataset_id: DatasetId) -> Response:
     """One dataset, without its rows."""
     return as_json(await asyncio.to_thread(service.datasets.get, dataset_id))
 
 
-@router.delete("/{dataset_id:path}", status_code=204, responses=declared(404))
+@router.delete("/{dataset_id:path}", dependencies=[USERS], status_code=204, responses=declared(404))
 async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
     """Forget a dataset. Jobs that were queued with it keep their rows."""
     await asyncio.to_thread(service.datasets.delete, dataset_id)
     return Response(status_code=204)
 
 
-@blobs.head("/{sha256}", response_class=Response, responses=declared(404))
+@blobs.head("/{sha256}", dependencies=[EVERY_ROLE], response_class=Response, responses=declared(404))
 async def has_blob(service: Context, sha256: Digest) -> Response:
     """Whether these rows are stored here."""
     if not service.blobs.holds(sha256):
@@ -64,7 +65,7 @@ async def has_blob(service: Context, sha256: Digest) -> Response:
     return Response()
 
 
-@blobs.get("/{sha256}", response_class=Response, responses={**declared(404, 416), **_ROWS})
+@blobs.get("/{sha256}", dependencies=[EVERY_ROLE], response_class=Response, responses={**declared(404, 416), **_ROWS})
 async def get_blob(
     service: Context,
     sha256: Digest,
@@ -79,6 +80,7 @@ async def get_blob(
 
 @blobs.put(
     "/{sha256}",
+    dependencies=[USERS_UPLOAD],
     status_code=201,
     response_class=Response,
     responses={**declared(507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},

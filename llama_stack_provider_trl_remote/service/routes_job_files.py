@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from llama_stack_provider_trl.files import RunDir, tail
 from llama_stack_provider_trl.responses import checkpoint_response
 
+from .access import EVERY_ROLE, USERS, GuardedRoute
 from .bodies import (
     CheckpointFiles,
     EventLine,
@@ -28,7 +29,7 @@ from .events import Cursor, parsed, read_page, stream
 from .files import OCTETS, file_response
 from .routes_jobs import JobUuid, as_json
 
-router = APIRouter(prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
+router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
 LAUNCHER = "launcher"
 _STREAM = "text/event-stream"
@@ -40,6 +41,7 @@ _TEXT: dict[int | str, dict[str, Any]] = {
 
 @router.get(
     "/events",
+    dependencies=[USERS],
     response_model=EventsResponse,
     responses={
         **declared(404),
@@ -66,7 +68,7 @@ async def job_events(
     return as_json(EventsResponse(data=data, next=str(lines[-1].cursor if lines else begin)))
 
 
-@router.get("/logs", response_class=Response, responses={**declared(404), **_TEXT})
+@router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **_TEXT})
 async def job_logs(
     service: Context,
     job_uuid: JobUuid,
@@ -79,7 +81,7 @@ async def job_logs(
     return Response(text, media_type="text/plain")
 
 
-@router.get("/metrics", response_model=MetricsResponse, responses=declared(404))
+@router.get("/metrics", dependencies=[USERS], response_model=MetricsResponse, responses=declared(404))
 async def job_metrics(
     service: Context,
     job_uuid: JobUuid,
@@ -94,7 +96,7 @@ async def job_metrics(
     return as_json(MetricsResponse(data=data))
 
 
-@router.get("/checkpoints", response_model=ListCheckpointsResponse, responses=declared(404))
+@router.get("/checkpoints", dependencies=[EVERY_ROLE], response_model=ListCheckpointsResponse, responses=declared(404))
 async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint."""
     job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
@@ -104,6 +106,7 @@ async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
 # Before the next one, whose identifier may hold slashes as well.
 @router.get(
     "/checkpoints/{identifier:path}/files/{path:path}",
+    dependencies=[EVERY_ROLE],
     response_class=Response,
     responses={
         **declared(404, 416),
@@ -126,7 +129,9 @@ async def checkpoint_file(
     return file_response(found, size, sha256, wanted, if_range)
 
 
-@router.get("/checkpoints/{identifier:path}", response_model=CheckpointFiles, responses=declared(404))
+@router.get(
+    "/checkpoints/{identifier:path}", dependencies=[EVERY_ROLE], response_model=CheckpointFiles, responses=declared(404)
+)
 async def checkpoint_files(
     service: Context,
     job_uuid: JobUuid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -18,7 +18,7 @@ from llama_stack_provider_trl.responses import (
     artifacts_response,
 )
 
-from .auth import needs_admin
+from .access import ADMINS, USERS, USERS_JOB, GuardedRoute
 from .bodies import (
     JobName,
     JobRow,
@@ -31,7 +31,7 @@ from .bodies import (
 from .context import Context, Service
 from .errors import declared
 
-router = APIRouter(prefix="/post-training", tags=["post-training"])
+router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
 
 JobUuid = Annotated[str, Path(description="The job's name")]
 JobQuery = Annotated[str, Query(description="The job's name")]
@@ -42,27 +42,31 @@ NULL: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/supervised-fine-tune", response_model=PostTrainingJob, responses=declared(409, 507))
+@router.post(
+    "/supervised-fine-tune", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
+)
 async def supervised_fine_tune(service: Context, body: SupervisedFineTuneBody) -> PostTrainingJob:
     """Queue a supervised fine-tuning job. The same body again is the same job."""
     await service.submit(body)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
-@router.post("/preference-optimize", response_model=PostTrainingJob, responses=declared(409, 507))
+@router.post(
+    "/preference-optimize", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
+)
 async def preference_optimize(service: Context, body: PreferenceOptimizeBody) -> PostTrainingJob:
     """Queue a DPO job. The same body again is the same job."""
     await service.submit(body)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
-@router.post("/preflight", response_model=PreflightResponse, responses=declared(507))
+@router.post("/preflight", dependencies=[USERS_JOB], response_model=PreflightResponse, responses=declared(507))
 async def preflight(service: Context, body: PreflightBody) -> Response:
     """What a job with this body would do, and whether it fits; nothing is queued, no device is taken."""
     return as_json(await service.preflight(body))
 
 
-@router.get("/jobs", response_model=ListJobsResponse, responses=declared(404))
+@router.get("/jobs", dependencies=[USERS], response_model=ListJobsResponse, responses=declared(404))
 async def list_jobs(
     service: Context,
     status: Annotated[str | None, Query(description="A status or a state, such as in_progress or paused")] = None,
@@ -75,31 +79,43 @@ async def list_jobs(
     return Response(await asyncio.to_thread(_page, service, states, limit, after, full), media_type="application/json")
 
 
-@router.get("/job/status", response_model=PostTrainingJobStatusResponse, responses=declared(404))
+@router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
 async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
     """How a job stands."""
     return as_json(service.status(job_uuid))
 
 
-@router.get("/jobs/{job_uuid}/status", response_model=PostTrainingJobStatusResponse, responses=declared(404))
+@router.get(
+    "/jobs/{job_uuid}/status",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404),
+)
 async def job_status(service: Context, job_uuid: JobUuid) -> Response:
     """How a job stands."""
     return as_json(service.status(job_uuid))
 
 
-@router.get("/job/artifacts", response_model=PostTrainingJobArtifactsResponse, responses=declared(404))
+@router.get(
+    "/job/artifacts", dependencies=[USERS], response_model=PostTrainingJobArtifactsResponse, responses=declared(404)
+)
 async def get_job_artifacts(service: Context, job_uuid: JobQuery) -> Response:
     """Every complete checkpoint of a job."""
     return as_json(_artifacts(service, job_uuid))
 
 
-@router.get("/jobs/{job_uuid}/artifacts", response_model=PostTrainingJobArtifactsResponse, responses=declared(404))
+@router.get(
+    "/jobs/{job_uuid}/artifacts",
+    dependencies=[USERS],
+    response_model=PostTrainingJobArtifactsResponse,
+    responses=declared(404),
+)
 async def job_artifacts(service: Context, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint of a job."""
     return as_json(_artifacts(service, job_uuid))
 
 
-@router.post("/job/cancel", responses={**declared(404, 409), **NULL})
+@router.post("/job/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
 async def cancel_job(
     service: Context,
     body: Annotated[JobName | None, Body()] = None,
@@ -112,13 +128,18 @@ async def cancel_job(
     return await _cancel(service, name)
 
 
-@router.post("/jobs/{job_uuid}/cancel", responses={**declared(404, 409), **NULL})
+@router.post("/jobs/{job_uuid}/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
 async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
     return await _cancel(service, job_uuid)
 
 
-@router.post("/jobs/{job_uuid}/pause", response_model=PostTrainingJobStatusResponse, responses=declared(404, 409))
+@router.post(
+    "/jobs/{job_uuid}/pause",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404, 409),
+)
 async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
     """Save a checkpoint, then free the device; a waiting job is held back."""
     await asyncio.to_thread(service.store.request_pause, job_uuid)
@@ -126,7 +147,12 @@ async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
     return as_json(service.status(job_uuid))
 
 
-@router.post("/jobs/{job_uuid}/resume", response_model=PostTrainingJobStatusResponse, responses=declared(404, 409))
+@router.post(
+    "/jobs/{job_uuid}/resume",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404, 409),
+)
 async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
     """Queue a paused job again."""
     await asyncio.to_thread(service.store.request_resume, job_uuid)
@@ -136,9 +162,9 @@ async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
 
 @router.delete(
     "/jobs/{job_uuid}",
+    dependencies=[ADMINS],
     status_code=204,
     responses=declared(404, 409),
-    dependencies=[Depends(needs_admin)],
 )
 async def delete_job(
     service: Context,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import psutil
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -34,7 +34,7 @@ from ..wire import (
     TaskOrder,
     TaskReport,
 )
-from .auth import needs_admin
+from .access import ADMINS, EVERY_ROLE, NODES, NODES_EVENTS, NODES_LOG, NODES_UPLOAD, GuardedRoute
 from .bodies import ListNodesResponse, Node, Sha256
 from .cluster import observation
 from .context import Context, Service
@@ -42,7 +42,7 @@ from .errors import Conflict, Gone, NotFound, declared
 from .routes_jobs import as_json
 
 log = logging.getLogger(__name__)
-router = APIRouter(prefix="/nodes", tags=["nodes"])
+router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
 
 LOOK = 0.1
 """Seconds between two looks at whether there is something new for a node that waits: a point read of 20 us."""
@@ -62,20 +62,20 @@ _OFFSET = {
 }
 
 
-@router.get("", response_model=ListNodesResponse, responses=declared())
+@router.get("", dependencies=[EVERY_ROLE], response_model=ListNodesResponse, responses=declared())
 async def nodes(service: Context) -> Response:
     """The machines that jobs may run on, and which job has which device; the service's own first."""
     return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
 
 
-@router.post("", response_model=Joined, responses=declared(409))
+@router.post("", dependencies=[NODES], response_model=Joined, responses=declared(409))
 async def join(service: Context, body: NodeReport) -> Response:
     """Join, or say anew what there is."""
     await asyncio.to_thread(_join, service, body)
     return as_json(Joined(node=body.name, head=service.node_name, version=__version__))
 
 
-@router.post("/{name}/poll", response_model=Orders, responses=declared(404, 409, 410))
+@router.post("/{name}/poll", dependencies=[NODES], response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, name: Name, body: Poll) -> Response:
     """What the node is to do, as soon as that is something new."""
     if await asyncio.to_thread(_take_in, service, name, body):
@@ -88,25 +88,25 @@ async def poll(service: Context, name: Name, body: Poll) -> Response:
         await asyncio.sleep(LOOK)
 
 
-@router.post("/{name}/cordon", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def cordon(service: Context, name: Name) -> Response:
     """Give a node no further jobs."""
     return await _set_mode(service, name, "cordoned")
 
 
-@router.post("/{name}/uncordon", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/uncordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def uncordon(service: Context, name: Name) -> Response:
     """Give a node jobs again."""
     return await _set_mode(service, name, "open")
 
 
-@router.post("/{name}/drain", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
+@router.post("/{name}/drain", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def drain(service: Context, name: Name) -> Response:
     """Give a node no further jobs; those that train there save and go on elsewhere."""
     return await _set_mode(service, name, "draining")
 
 
-@router.delete("/{name}", status_code=204, responses=declared(404, 409), dependencies=[Depends(needs_admin)])
+@router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def remove(service: Context, name: Name) -> Response:
     """Forget a node that is gone or has been emptied. Its agent ends; started again it joins again."""
     await asyncio.to_thread(_remove, service, name)
@@ -116,6 +116,7 @@ async def remove(service: Context, name: Name) -> Response:
 
 @router.post(
     "/{name}/tasks/{task_id}/events",
+    dependencies=[NODES_EVENTS],
     status_code=204,
     responses={**declared(404, 409, 410, 507), 204: _OFFSET},
     openapi_extra=_BYTES,
@@ -130,6 +131,7 @@ async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offs
 
 @router.put(
     "/{name}/tasks/{task_id}/logs/{file}",
+    dependencies=[NODES_LOG],
     status_code=204,
     responses={**declared(404, 409, 410, 507), 204: _OFFSET},
     openapi_extra=_BYTES,
@@ -145,6 +147,7 @@ async def add_log(
 
 @router.post(
     "/{name}/tasks/{task_id}/checkpoints/{checkpoint}",
+    dependencies=[NODES],
     response_model=CheckpointAnswer,
     responses=declared(404, 409, 410, 507),
 )
@@ -160,6 +163,7 @@ async def ask_for_checkpoint(
 
 @router.put(
     "/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path:path}",
+    dependencies=[NODES_UPLOAD],
     status_code=204,
     responses={**declared(404, 409, 410, 507), 204: _OFFSET},
     openapi_extra=_BYTES,

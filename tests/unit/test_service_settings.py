@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.recipes.spec import ShardingSpec
 from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
-from llama_stack_provider_trl_remote.service.auth import Gate
+from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
@@ -256,18 +257,17 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
     """The status that a GET with these headers gets."""
     statuses = []
 
-    async def inner(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
+    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of this machine's own agent")
+
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "GET", "path": "/v1/nodes", "headers": raw}
-    await Gate(inner, settings)(scope, receive, send)
+    scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}
+    await make_app(service)(scope, receive, send)
     return int(statuses[0])
 
 

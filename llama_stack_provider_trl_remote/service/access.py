@@ -1,0 +1,208 @@
+"""Roles, and what each route takes: declared on the route, and enforced before any of its body is read.
+
+A route of the service carries exactly one `Access` among its dependencies. `GuardedRoute` enforces it, shows it in the
+OpenAPI document as `x-roles`, and cannot be made without one; no other module decides who may call what.
+
+No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, HTTPException, Request
+from fastapi.params import Depends as Dependency
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from .settings import Role, ServiceSettings
+
+CALLER, BODY = "trl_caller", "trl_body"
+"""Keys of an ASGI scope: the `Caller`, and the `Body` that is being received."""
+KIB, MIB = 1 << 10, 1 << 20
+SMALL = 64 * KIB
+"""Bytes of a body that names one thing, or of one that nobody asked for."""
+
+
+class Refused(HTTPException):
+    """Raised when a request goes no further. FastAPI lets its own exceptions out of a body's reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The authenticated sender of a request."""
+
+    role: Role | None
+    """None: no token that this service knows."""
+    name: str = ""
+    """Of the token, for records: `operator`, `local` where no token is needed, the name of a token or of a node."""
+    node: str | None = None
+    """The node whose own credential this is; None: any other token."""
+    presented: bool = False
+    """Whether the request carried a token at all."""
+
+    def require_known(self) -> None:
+        """Raises Refused: 401."""
+        if self.role is None:
+            found = "is not one that this service knows" if self.presented else "is missing"
+            raise Refused(
+                401,
+                f"the token {found}: send `Authorization: Bearer TOKEN` with the token that the service was given",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+
+class Body:
+    """The body of one request as it is received: counted, and refused where it is too large.
+
+    A limit of 0 holds until a route has set its own.
+    """
+
+    def __init__(self, receive: Receive, headers: Headers) -> None:
+        self._receive = receive
+        announced = headers.get("content-length", "")
+        self.announced = int(announced[:19]) if announced.isdigit() else 0
+        self.waits_for_continue = headers.get("expect", "").lower() == "100-continue"
+        """The sender sends nothing before the body is read."""
+        self.count = 0
+        self.whole = False
+        self._limit = 0
+        self._hint = ""
+
+    def set_limit(self, limit: int, hint: str) -> None:
+        """Raises Refused: 413, the body is announced to be larger."""
+        self._limit, self._hint = limit, hint
+        if self.announced > limit:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.count += len(message.get("body", b""))
+        self.whole = not message.get("more_body")
+        if self.count > self._limit:
+            raise self._too_large()
+        return message
+
+    async def discard(self) -> int:
+        """Receive the next piece and drop it. Returns its length."""
+        message = await self._receive()
+        self.whole = message["type"] != "http.request" or not message.get("more_body")
+        return len(message.get("body", b""))
+
+    def _too_large(self) -> Refused:
+        size = f"{self._limit // MIB} MiB" if self._limit >= MIB else f"{self._limit // KIB} KiB"
+        return Refused(413, f"the body is larger than {size}{self._hint}", {"Connection": "close"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may call a route, and with what body.
+
+    Args:
+        roles: of the callers; empty: anyone, without a token.
+        body: `json`: nothing or a JSON document; `bytes`: anything.
+        limit: bytes of the body, or the name of the setting that holds its MiB.
+    """
+
+    roles: frozenset[Role]
+    body: Literal["json", "bytes"] = "json"
+    limit: int | str = SMALL
+
+    async def __call__(self) -> None:
+        """Nothing is left to do for FastAPI: `GuardedRoute` has called `check` before the body was read."""
+
+    def check(self, scope: Scope, settings: ServiceSettings) -> None:
+        """Check caller, content type and announced size of a request.
+
+        Raises:
+            Refused: 400, 401, 403 or 413.
+        """
+        caller: Caller = scope[CALLER]
+        if self.roles:
+            caller.require_known()
+            if caller.role not in self.roles:
+                raise Refused(403, _wrong_role(caller.role, self.roles))
+        if self.body == "json":
+            _check_content_type(scope["method"], Headers(scope=scope))
+        limit, hint = self.limit, ""
+        if isinstance(limit, str):
+            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if limit == "max_body_mb" else ": raise"
+            hint += f" {limit} in the service's configuration"
+            limit = getattr(settings, limit) * MIB
+        scope[BODY].set_limit(limit, hint)
+
+
+class GuardedRoute(APIRoute):
+    """A route that enforces its `Access`."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        given = [found.dependency for found in options.get("dependencies") or ()]
+        accesses = [found for found in given if isinstance(found, Access)]
+        if len(accesses) != 1:
+            raise TypeError(f"the route {path} declares {len(accesses)} Access dependencies, expected exactly one")
+        self.access = accesses[0]
+        extra = {**(options.pop("openapi_extra", None) or {}), "x-roles": sorted(self.access.roles)}
+        super().__init__(path, endpoint, openapi_extra=extra, **options)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope[CALLER]
+        if scope["method"] in (self.methods or ()):
+            self.access.check(scope, scope["app"].state.service.settings)
+        elif self.access.roles:
+            caller.require_known()  # before the answer names the methods of a path
+        await super().handle(scope, receive, send)
+
+
+_USERS: frozenset[Role] = frozenset({"submit", "admin"})
+_ALL: frozenset[Role] = _USERS | {"node"}
+
+
+def _access(roles: frozenset[Role], **body: Any) -> Dependency:
+    dependency: Dependency = Depends(Access(roles, **body))
+    return dependency
+
+
+ANYONE = _access(frozenset())
+"""Needs no token."""
+EVERY_ROLE = _access(_ALL)
+"""Any token: what nodes read too."""
+USERS = _access(_USERS)
+USERS_JOB = _access(_USERS, limit=MIB)
+"""The body of a job."""
+USERS_ROWS = _access(_USERS, limit="max_body_mb")
+"""A body that may hold rows."""
+USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
+ADMINS = _access(frozenset({"admin"}))
+NODES = _access(frozenset({"node", "admin"}), limit=4 * MIB)
+"""What agents call, and beside them only who may do everything."""
+NODES_EVENTS = _access(frozenset({"node", "admin"}), body="bytes", limit=4 * MIB)
+NODES_LOG = _access(frozenset({"node", "admin"}), body="bytes", limit=MIB)
+NODES_UPLOAD = _access(frozenset({"node", "admin"}), body="bytes", limit="max_upload_mb")
+
+
+async def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+"""A parameter of a handler: the authenticated caller."""
+
+
+def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
+    wanted = " or ".join(sorted(roles, key=("submit", "node", "admin").index))
+    return (
+        f"this call needs a token with the role {wanted}, yours has the role {role}: use another, or ask the operator"
+    )
+
+
+def _check_content_type(method: str, headers: Mapping[str, str]) -> None:
+    """A form of any page can be posted here, as every type but JSON. (What is PUT, no form can send.)"""
+    if method != "POST":
+        return
+    if not (headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers):
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(400, f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/json: send JSON")

@@ -1,0 +1,97 @@
+"""Who may call what: one declaration on each route, enforced before any of a body is read."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import APIRouter
+
+from llama_stack_provider_trl_remote.service.access import GuardedRoute
+from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+
+TOKENS = {"admin": "a", "submit": "s", "node": "n", "": ""}
+
+
+def call(method: str, path: str, role: str, body: bytes = b"", **headers: str) -> tuple[int, bool]:
+    """The status of a call, and whether any of its body was read before the answer began."""
+    settings = ServiceSettings.model_validate(
+        {"api_token": "a", "tokens": [{"token": "s"}, {"token": "n", "role": "node"}]}
+    )
+    read_before_answer, statuses = False, []
+
+    async def receive() -> Any:
+        nonlocal read_before_answer
+        read_before_answer = read_before_answer or not statuses
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    given = {"host": "127.0.0.1", "content-length": str(len(body)), "expect": "100-continue", **headers}
+    given |= {"authorization": f"Bearer {TOKENS[role]}"} if role else {}
+    scope = {
+        **{"type": "http", "method": method, "path": path, "query_string": b""},
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
+    }
+    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of this machine's own agent")
+    asyncio.run(make_app(service)(scope, receive, send))
+    return statuses[0], read_before_answer
+
+
+def test_a_route_without_a_declared_role_cannot_be_made() -> None:
+    router = APIRouter(route_class=GuardedRoute)
+    with pytest.raises(TypeError, match="the route /open declares 0 Access dependencies, expected exactly one"):
+        router.add_api_route("/open", lambda: None)
+
+
+@pytest.mark.parametrize("path", ["/v1/nodes\n", "/v1/nodes\r\n", "/v1/nodes/a/poll\n", "/v1/nodes/a\0/poll"])
+@pytest.mark.parametrize("role", ["submit", "node", "admin", ""])
+def test_a_control_character_in_a_path_is_refused_for_everybody(path: str, role: str) -> None:
+    assert call("POST", path, role, b"{}", content_type="application/json") == (400, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "role", "status"),
+    [
+        ("POST", "/v1/nodes", "submit", 403),
+        ("POST", "/v1/nodes/a/poll", "submit", 403),
+        ("PUT", "/v1/nodes/a/tasks/t/logs/rank-0.log", "submit", 403),
+        ("POST", "/v1/datasets", "node", 403),
+        ("PUT", "/v1/blobs/" + "0" * 64, "node", 403),
+        ("DELETE", "/v1/nodes/a", "node", 403),
+        ("DELETE", "/v1/post-training/jobs/j", "submit", 403),
+        ("POST", "/v1/nodes", "", 401),
+        ("PATCH", "/v1/nodes", "", 401),
+        ("GET", "/v1/no-such-thing", "", 401),
+        ("GET", "/v1/no-such-thing", "node", 404),
+        ("GET", "/openapi.json", "", 401),
+        ("GET", "/openapi.json", "node", 403),
+    ],
+)
+def test_a_role_is_refused_before_the_body_is_read(method: str, path: str, role: str, status: int) -> None:
+    assert call(method, path, role, b"x" * 100, content_type="application/json") == (status, False)
+
+
+def test_a_body_that_is_announced_too_large_for_its_route_is_not_read() -> None:
+    json = {"content_type": "application/json"}
+    assert call("POST", "/v1/post-training/job/cancel", "submit", b" " * 70_000, **json) == (413, False)
+    assert call("POST", "/v1/post-training/preference-optimize", "submit", b" " * (2 << 20), **json) == (413, False)
+    assert call("POST", "/v1/nodes/a/tasks/t/events", "node", b" " * (5 << 20)) == (413, False)
+
+
+def test_every_call_shows_its_roles_in_the_document() -> None:
+    settings = ServiceSettings.model_validate({"api_token": "a"})
+    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="n")
+    document = make_app(service).openapi()
+    operations = {
+        (method, path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert all("x-roles" in operation for operation in operations.values())
+    assert [path for (_, path), operation in operations.items() if not operation["x-roles"]] == ["/v1/health"]
