@@ -19,7 +19,13 @@ from typing import Any
 
 
 class TrlError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose.
+
+    Survives pickling, whatever the arguments of a subclass are: ranks and worker processes exchange errors that way.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
 
 
 class InvalidRequest(TrlError, ValueError):
@@ -117,6 +123,13 @@ class JobFailure(TrlError, RuntimeError):
     def __init__(self, reason: str, message: str) -> None:
         self.reason, self.message = reason, message
         super().__init__(message)
+
+
+def _unpickled(kind: type[TrlError], args: tuple[Any, ...], state: dict[str, Any]) -> TrlError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole

@@ -154,6 +154,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "train_on_input": _train_on_input(data, is_sft),
         "packed": _packed(data, is_sft),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
+        "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
         "dtype": _dtype(training, options.device or settings.devices[0]),
         **_activations(training, settings, options.device or settings.devices[0]),

@@ -172,10 +172,12 @@ async def _pages(client: ServiceClient, status: str | None) -> AsyncIterator[dic
 
 
 def _read_request(name: str) -> dict[str, Any]:
-    text = sys.stdin.read() if name == "-" else Path(name).read_text()
     shown = "standard input" if name == "-" else name
     try:
-        body = json.loads(text)
+        body = json.loads(sys.stdin.read() if name == "-" else Path(name).read_text())
+    except OSError as error:
+        hint = f"it cannot be read ({error.strerror}); name a file with the request as JSON, or - for standard input."
+        raise InvalidRequest("FILE", shown, hint) from error
     except ValueError as error:
         raise InvalidRequest("FILE", shown, f"it is not JSON ({error}).") from error
     if not isinstance(body, dict):

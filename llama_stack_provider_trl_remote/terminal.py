@@ -78,7 +78,7 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
         + beside,
         f"disk    {gib(disk['needed_bytes'])} of {gib(disk['free_bytes'])} free",
         *(f"note    {warning}" for warning in found["warnings"]),
-        f"fits    {'yes' if found['fits'] else 'no'}: {found['message']}",
+        f"verdict {found['message']}",
     ]
 
 

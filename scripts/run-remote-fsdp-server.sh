@@ -28,11 +28,24 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # Given from where the user stands, and read from here.
 case "${SSL_CERT_FILE:-/}" in /*) ;; *) export SSL_CERT_FILE="$here/$SSL_CERT_FILE" ;; esac
 
+case "${NODE_RANK:-0}" in
+    *[!0-9]*)
+        echo "run-remote-fsdp-server: NODE_RANK='$NODE_RANK' is not a number: 0 (or nothing) is the machine that runs the" \
+            "service, 1 and more are worker nodes." >&2
+        exit 2
+        ;;
+esac
+
 # Not on every start: a changed pyproject.toml must not keep a machine without network from serving.
 [ -f .venv/prepare-env.stamp ] && [ -x .venv/bin/python ] || ./scripts/prepare-env.sh
 
 case "${NODE_RANK:-0}" in
-    0) ;;
+    0)
+        if [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ]; then
+            echo "run-remote-fsdp-server: NODE_RANK=0 runs the service here, and MASTER_ADDR='$MASTER_ADDR' has no effect on" \
+                "it: the service listens on TRL_SERVICE_HOST, and ranks use torch_run_config.master_addr." >&2
+        fi
+        ;;
     *)
         if [ -z "${TRL_SERVICE_URL:-}" ]; then
             if [ -z "${MASTER_ADDR:-}" ]; then

@@ -164,6 +164,37 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
     )
 
 
+def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """The job with a default `max_seq_length` lowered to the positions of its model and its reference, and a warning.
+
+    A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
+    """
+    if not spec.max_seq_length_is_default:
+        return spec, []
+    given = spec.dpo.reference if spec.dpo else None
+    models = [spec]
+    if given and given.model:
+        fields = ("model", "revision", "trust_remote_code")
+        models.append(spec.model_copy(update={name: getattr(given, name) for name in fields}))
+    found = [positions for one in models if (positions := _positions(one)) is not None]
+    if not found or min(found) >= spec.max_seq_length:
+        return spec, []
+    warning = (
+        f"max_seq_length is {min(found)}, the positions of the model, instead of the default {spec.max_seq_length}: "
+        "set the provider option max_seq_length to choose it"
+    )
+    return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
+
+
+def _positions(spec: JobSpec) -> int | None:
+    try:
+        config = AutoConfig.from_pretrained(spec.model, **source(spec))
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None  # loading the model reports it
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
 def check_length(model: PreTrainedModel, spec: JobSpec) -> None:
     """Refuse sequences longer than the model has positions for; it would fail in mid-training, on CUDA without a word.
 

@@ -21,7 +21,7 @@ from . import ranks
 from .data import DataReport
 from .events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
 from .memory import Batch, Memory, attention_modules, disk_bytes, estimate, trace
-from .models import load_tokenizer
+from .models import load_tokenizer, within_positions
 from .packing import pack
 from .sampling import EpochSampler, Share
 from .spec import AttemptSpec, JobSpec, LoraSpec, ShardingSpec
@@ -326,7 +326,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
     asked = attempt.preflight
     if asked is None:
         raise AssertionError("no preflight was asked for")
-    spec = attempt.job
+    spec, notes = within_positions(attempt.job)
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
     planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
@@ -348,7 +348,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
             },
             memory=memory,
             disk=disk,
-            warnings=list(report.warnings),
+            warnings=[*notes, *report.warnings],
         ),
         durable=True,
     )

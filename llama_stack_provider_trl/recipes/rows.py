@@ -41,6 +41,10 @@ ROLES = {
 }
 """Role names as found in chat and ShareGPT datasets -> the four that chat templates know."""
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that some chat templates render beside `content`."""
+_TOOLS = ("tools", "functions")
+"""Columns with the tools that a conversation may call, which some chat templates render."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
 _NAMES_SHOWN = 12
 
@@ -160,6 +164,16 @@ class _Row:
         for key in ("tool_calls", "function_call"):
             if message.get(key):
                 raise self.refuse(where, f"{key}, which no recipe renders", "the call written out as text in content")
+        for key in _REASONING:
+            if message.get(key):
+                raise self.refuse(where, f"{key}, which no recipe renders", "the reasoning as text in content, or none")
+        weight = message.get("weight")
+        if not _absent(weight) and weight != 1:
+            expected = (
+                "1, or no weight: the loss is on every assistant turn of a conversation; write the turns that are "
+            )
+            expected += "context only as a prompt (prompt and completion)"
+            raise self.refuse(where, f"weight {_shown(weight)}", expected)
         self.notes.message_keys |= {key for key, value in message.items() if key not in read and not _absent(value)}
 
     def _role(self, message: Mapping[str, Any], key: str, where: str) -> str:
@@ -430,6 +444,10 @@ def _parse(
     if not isinstance(row, Mapping):
         raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
     values = {column: value for column, value in row.items() if not _absent(value)}
+    for column in _TOOLS:
+        if values.get(column):
+            found = f"column {column}: found {_kind(values[column])}, which no recipe renders"
+            raise InvalidRows(f"{found}: write the tools out as text in a system message", row=index)
     columns = frozenset(values)
     shape = _choose(columns, algorithm, data_format)
     if shape is None:

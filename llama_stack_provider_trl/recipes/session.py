@@ -40,6 +40,7 @@ from .models import (
     load_tokenizer,
     lora_config,
     quantize,
+    within_positions,
 )
 from .packing import num_rows, pack
 from .preflight import before_training
@@ -60,10 +61,13 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     """
     ranks.expect(attempt.world_size)
     spec, share = _shared_out(attempt)
+    spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
+    for message in warnings:
+        writer.write(Warned(message=message))
     faults.reach("started")
     with in_contact(device, attempt.run_dir, writer):
         _train(attempt, spec, share, device, writer)

@@ -198,6 +198,8 @@ class JobSpec(_Frozen):
     sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut, and counted."""
+    max_seq_length_is_default: bool = False
+    """The request did not set it: a model with fewer positions lowers it, with a warning."""
     truncation_side: TruncationSide = "right"
     """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
     the beginning of the prompt."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import InvalidRows, JobFailure
+from ..errors import InvalidRows, JobFailure, TrlError
 from ..files import RunDir
 from ..process import die_with_parent
 from .events import EventWriter, Failed, Reason, Silent
@@ -30,6 +30,13 @@ _WAIT_FOR_THE_END = 15.0
 """Seconds. torchrun looks five times a second."""
 _WAIT_FOR_ANOTHER_NODE = 3.0
 """Seconds, of the only rank of its node: its torchrun ends nobody for a rank of another one."""
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""As the CPU allocator, the CUDA driver (also through NCCL, as a DistBackendError), cuBLAS and cuDNN report it."""
+_COMMUNICATION_ERRORS = ("DistNetworkError", "DistBackendError", "DistStoreError", "RankLost")
+"""By name, since torch may be the very thing that failed to import."""
+_GLOO_ERRORS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
 
 
 def main(argv: list[str]) -> int:
@@ -53,8 +60,8 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         with suppress(OSError):  # its log is on a full disk
             traceback.print_exc()
-        if attempt.world_size > 1 and _lost_a_rank(error):
-            # Whoever ended first knows why: torchrun sees it in this time, and ends us.
+        if attempt.world_size > 1 and follows_from_another_rank(error):
+            # The rank that ended first reports why: torchrun sees it in this time, and ends us.
             alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
             time.sleep(_WAIT_FOR_ANOTHER_NODE if alone else _WAIT_FOR_THE_END)
             return 1
@@ -137,11 +144,10 @@ def classify(error: BaseException, disk: str = "the data directory") -> Failed:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     # By name: torch may be the very thing that failed to import.
-    text = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text))
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
     )
 
 
@@ -150,12 +156,17 @@ def _is_disk_full(error: BaseException) -> bool:
     return full or "No space left on device" in str(error)  # safetensors raises its own class
 
 
-def _lost_a_rank(error: BaseException) -> bool:
-    """Whether this is another rank's end and not a failure of our own: gloo's and NCCL's ways to say so."""
-    text = str(error)
-    return type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError", "RankLost") or any(
-        said in text for said in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
-    )
+def follows_from_another_rank(error: BaseException) -> bool:
+    """Whether an exception is the consequence of another rank's end, and no failure of this rank.
+
+    Types decide: what this project raises, running out of memory and a full disk are failures of this rank, whatever
+    their text mentions. Only gloo raises a plain RuntimeError, whose text has to be read.
+    """
+    if isinstance(error, TrlError) or _is_out_of_memory(error) or _is_disk_full(error):
+        return False
+    if type(error).__name__ in _COMMUNICATION_ERRORS:
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _GLOO_ERRORS)
 
 
 def _first_line(error: BaseException) -> str:

@@ -68,12 +68,10 @@ def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) ->
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise OSError(
-                    error.errno,
                     f"cannot listen at {address} port {port} ({error.strerror}): TRL_NODE_ADDRESS must be an "
                     "address of this machine",
                 ) from error
     raise OSError(
-        errno.EADDRINUSE,
         f"every port from {first} to {first + count - 1} is in use at {address}: end what listens there, or choose "
         "another range (torch_run_config.master_port of the service)",
     )

@@ -22,6 +22,8 @@ SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
 def test_a_worker_is_told_what_it_lacks_in_one_sentence() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("TRL_", "MASTER_"))}
     for environ, status, said in (
+        ({"NODE_RANK": "abc"}, 2, "NODE_RANK='abc' is not a number"),
+        ({"NODE_RANK": "-1"}, 2, "NODE_RANK='-1' is not a number"),
         ({}, 2, "set MASTER_ADDR to the address of the machine that runs the service"),
         ({"MASTER_ADDR": "10.255.255.1"}, 1, "a worker needs a token of the service"),
         ({"MASTER_ADDR": "::1", "TRL_SERVICE_NODE_TOKEN": "t"}, 1, "the service's address ::1 is this machine's own"),

@@ -69,7 +69,7 @@ def test_the_command_line_prints_it(service: TrainingService, tmp_path: Path) ->
     command = [sys.executable, "-m", "llama_stack_provider_trl_remote", "jobs", "preflight", str(request)]
     done = subprocess.run([*command, "--url", service.url], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "fits    yes: The job fits."
+    assert done.stdout.splitlines()[-1] == "verdict The job fits."
 
 
 def test_where_it_does_not_fit_the_nearest_is_named_and_the_time_is_bounded(tmp_path: Path) -> None:

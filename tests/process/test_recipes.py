@@ -412,6 +412,16 @@ def test_sequences_longer_than_the_model_has_positions_for_are_refused(tmp_path:
     assert "2048 positions" in failed.message
 
 
+def test_a_default_length_beyond_the_positions_of_the_model_is_lowered_with_a_warning(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), max_seq_length=4096, max_seq_length_is_default=True)
+    _, events = run(tmp_path, spec)
+    assert of_kind(events, Finished)
+    assert [event.message for event in of_kind(events, Warned) if "max_seq_length" in event.message] == [
+        "max_seq_length is 2048, the positions of the model, instead of the default 4096: set the provider option "
+        "max_seq_length to choose it"
+    ]
+
+
 def test_learning_rate_follows_warmup_and_schedule(tmp_path: Path) -> None:
     optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="constant")
     _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, optimizer=optimizer))

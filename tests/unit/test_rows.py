@@ -166,16 +166,35 @@ def test_a_data_format_that_the_rows_do_not_have_is_one_warning() -> None:
 
 def test_columns_and_message_keys_that_nobody_reads_are_named() -> None:
     rows: list[dict[str, Any]] = [
-        {"id": 7, "system": "Be brief.", "messages": [QUESTION, {**ANSWER, "weight": 0, "tool_calls": None}]},
+        {
+            "id": 7,
+            "system": "Be brief.",
+            "messages": [QUESTION, {**ANSWER, "weight": 1, "name": "bot", "tool_calls": None}],
+        },
         {"id": NAN, "score": None, "instruction": "Why?", "input": "", "output": "Because.", "text": "Why? Because."},
     ]
     assert check_rows(rows, "sft").warnings == [
         "columns never read: id, system, text",
-        "message keys never read: weight",
+        "message keys never read: name, weight",
     ]
 
 
 SFT_ERRORS: list[tuple[Any, str]] = [
+    (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
+        "column messages, turn 1: found weight 0, expected 1, or no weight: the loss is on every assistant turn of "
+        "a conversation; write the turns that are context only as a prompt (prompt and completion)",
+    ),
+    (
+        {"messages": [QUESTION, {**ANSWER, "reasoning_content": "Let me think."}]},
+        "column messages, turn 1: found reasoning_content, which no recipe renders, expected the reasoning as text "
+        "in content, or none",
+    ),
+    (
+        {"messages": DIALOG, "tools": [{"name": "search"}]},
+        "column tools: found a list [{'name': 'search'}], which no recipe renders: write the tools out as text in "
+        "a system message",
+    ),
     (
         {"prompt": "Why?"},
         "found the columns prompt, expected for SFT one of: chat_completion_input + expected_answer; ",
