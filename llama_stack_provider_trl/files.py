@@ -75,12 +75,21 @@ def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
             surrogate, a set ...); names the row, and nothing is stored.
         OSError: the directory cannot be written.
     """
+    return put_lines(directory, (_encoded(row, number) for number, row in enumerate(rows)))
+
+
+def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
+    """Store rows that are lines of JSON already, as `put_rows` does.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=directory, prefix=".rows-")
     temporary = Path(name)
     try:
         with os.fdopen(fd, "wb", buffering=1 << 20) as file:
-            digest, num_rows = _write_rows(file, rows)
+            digest, num_rows = _write_lines(file, lines)
             num_bytes = file.tell()
             _flush(file)
         path = directory / f"{digest}.jsonl"
@@ -280,10 +289,9 @@ def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
     return "\n".join(text.splitlines()[-lines:]).strip()
 
 
-def _write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]]) -> tuple[str, int]:
+def _write_lines(file: BinaryIO, lines: Iterable[bytes]) -> tuple[str, int]:
     digest, count = hashlib.sha256(), 0
-    for row in rows:
-        line = _encoded(row, count)
+    for line in lines:
         digest.update(line)
         file.write(line)
         count += 1

@@ -33,11 +33,13 @@ class DataConfig(_Body):
     data_format: str | None = None
     """SFT rows: `instruct` or `dialog`; where a row carries both shapes, this one is read. DPO: not used."""
     validation_dataset_id: str | None = None
-    """Dataset to evaluate on before every checkpoint and at the end; there is no hidden split."""
+    """Dataset to evaluate on before every checkpoint and at the end."""
     packed: bool | None = None
     """SFT: several rows in one sequence of max_seq_length tokens, none of which sees another."""
     train_on_input: bool | None = None
     """SFT: the loss covers every token, not only the assistant's."""
+    train_split_percentage: float | None = Field(None, gt=0, le=1)
+    """Share of the rows to train on; the others, at least one, chosen by the seed, are for validation."""
 
 
 class OptimizerConfig(_Body):
@@ -49,6 +51,8 @@ class OptimizerConfig(_Body):
     """adamw: decoupled; adam and sgd: L2. Default 0."""
     num_warmup_steps: int | None = Field(None, ge=0, le=10**9)
     """Optimizer steps of linear warmup. Default 0."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Linear warmup as a share of all optimizer steps, in place of num_warmup_steps."""
 
 
 class EfficiencyConfig(_Body):
@@ -118,9 +122,9 @@ class DPOAlignmentConfig(_Body):
     """How strongly the reference holds the model back. Default 0.1."""
     loss_type: str | None = None
     """sigmoid (default), hinge, ipo or kto_pair."""
-    reward_scale: float | None = Field(None, gt=0)
-    """Factor on the margin."""
-    reward_clip: float | None = Field(None, gt=0)
+    reward_scale: float | None = Field(None, ge=0)
+    """Factor on the margin. 0.0 together with a reward_clip of 0.0: not set."""
+    reward_clip: float | None = Field(None, ge=0)
     """Largest absolute margin that the loss sees."""
     epsilon: float | None = None
     """No meaning in DPO: the job's warnings say so."""

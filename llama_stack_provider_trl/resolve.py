@@ -109,6 +109,8 @@ class Resolution:
     validation_dataset_id: str | None
     fields: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    train_share: float = 1.0
+    """Share of the rows to train on; the others are held out for validation."""
 
     def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
         return JobSpec(dataset=dataset, validation=validation, **self.fields)
@@ -179,7 +181,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **_ranks(request, options, settings, resources := _resources(options, settings, names["model"])),
         "resources": resources,
     }
-    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings)
+    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, _train_share(data))
 
 
 def derive(
@@ -390,16 +392,31 @@ def _packed(data: DataConfig, is_sft: bool) -> bool:
 
 
 def _max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: list[str]) -> int | None:
-    if data.validation_dataset_id:
+    if _validates(data):
         return training.max_validation_steps
     if training.max_validation_steps is not None:  # not refused: some clients always send the schema's default
         warnings.append("training_config.max_validation_steps has no effect without a validation_dataset_id")
     return None
 
 
+def _validates(data: DataConfig) -> bool:
+    """Whether the job has rows to evaluate on."""
+    return bool(data.validation_dataset_id) or (data.train_split_percentage or 1.0) < 1.0
+
+
+def _train_share(data: DataConfig) -> float:
+    if data.validation_dataset_id and (data.train_split_percentage or 1.0) < 1.0:
+        raise InvalidRequest(
+            "training_config.data_config.train_split_percentage",
+            data.train_split_percentage,
+            f"validation_dataset_id names the rows to evaluate on, {data.validation_dataset_id!r}; send one of them",
+        )
+    return data.train_split_percentage or 1.0
+
+
 def _evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:
     for name in ("eval_steps", "early_stopping", "best_checkpoint"):
-        if getattr(options, name) is not None and not data.validation_dataset_id:
+        if getattr(options, name) is not None and not _validates(data):
             value = options.model_dump()[name]
             raise InvalidRequest(
                 f"provider_options.{name}", value, "there is nothing to evaluate on: name a validation_dataset_id"
@@ -465,6 +482,12 @@ def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: f
             training.learning_rate,
             f"optimizer_config.lr says {given.lr}; send one of them, or the same value",
         )
+    if given.warmup_ratio and given.num_warmup_steps:
+        raise InvalidRequest(
+            "training_config.optimizer_config.warmup_ratio",
+            given.warmup_ratio,
+            f"num_warmup_steps asks for {given.num_warmup_steps} steps; send one of them",
+        )
     if options.lr_decay_steps is not None and options.lr_scheduler != "warmup_stable_decay":
         raise InvalidRequest(
             "provider_options.lr_decay_steps",
@@ -476,6 +499,7 @@ def _optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: f
         learning_rate=given.lr or training.learning_rate or default_lr,
         weight_decay=given.weight_decay or 0.0,
         warmup_steps=given.num_warmup_steps or 0,
+        warmup_ratio=given.warmup_ratio or 0.0,
         scheduler=options.lr_scheduler,
         decay_steps=options.lr_decay_steps,
         max_grad_norm=options.max_grad_norm,
@@ -555,6 +579,15 @@ def _dpo(
     loss = config.loss_type or "sigmoid"
     if loss not in get_args(DpoLoss):
         raise InvalidRequest("algorithm_config.loss_type", loss, _nearest(loss, get_args(DpoLoss)))
+    if config.reward_scale == config.reward_clip == 0.0:
+        config = config.model_copy(update={"reward_scale": None, "reward_clip": None})
+        warnings.append(
+            "algorithm_config.reward_scale and reward_clip are both 0.0, which is read as not set: plain DPO"
+        )
+    for name in ("reward_scale", "reward_clip"):
+        if getattr(config, name) == 0.0:
+            hint = "a margin of 0 teaches nothing: send a number above 0, or leave it out"
+            raise InvalidRequest(f"algorithm_config.{name}", 0.0, hint)
     if loss == "ipo" and (config.reward_clip is not None or config.reward_scale not in (None, 1.0)):
         raise InvalidRequest(
             "algorithm_config.loss_type", loss, "IPO has no reward margin to scale or clip; leave the reward fields out"

@@ -6,13 +6,14 @@ Whoever takes requests (the provider inside Llama Stack, the service) says where
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from .errors import InvalidRequest, InvalidRows, StoreError
-from .files import put_rows
+from .files import put_lines, put_rows
 from .jobs.handover import hand_over, take_back
 from .jobs.ownership import Ownership
 from .jobs.store import Store
@@ -94,7 +95,43 @@ async def resolved(
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
+    elif resolution.train_share < 1.0:
+        dataset, validation = await asyncio.to_thread(
+            split_rows, dataset, resolution.train_share, resolution.fields["seed"]
+        )
     return resolution.spec(dataset, validation), [*resolution.warnings, *warnings]
+
+
+def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:
+    """Store the rows of a dataset as two, in their order: what is trained on, and what is held out for validation.
+
+    Args:
+        share: of the rows to train on, rounded; at least one row is held out, and one is trained on.
+        seed: decides which rows are held out.
+
+    Raises:
+        InvalidRequest: there is only one row.
+        StoreError: the rows cannot be stored.
+    """
+    if dataset.num_rows < 2:
+        field = "training_config.data_config.train_split_percentage"
+        raise InvalidRequest(field, share, f"dataset {dataset.dataset_id!r} has one row: nothing can be held out")
+    count = min(max(round(dataset.num_rows * (1 - share)), 1), dataset.num_rows - 1)
+    held_out = set(random.Random(seed).sample(range(dataset.num_rows), count))
+
+    def stored(is_validation: bool) -> DatasetRef:
+        with open(dataset.path, "rb") as file:
+            blob = put_lines(
+                dataset.path.parent,
+                (line for number, line in enumerate(file) if (number in held_out) is is_validation),
+            )
+        found = {"path": blob.path, "sha256": blob.sha256, "num_rows": blob.num_rows}
+        return dataset.model_copy(update=found)
+
+    try:
+        return stored(False), stored(True)
+    except OSError as error:
+        raise StoreError(f"the split of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 
 
 def _refuse_another_owner(data_dir: Path, checkpoint_dir: Path) -> None:

@@ -5,6 +5,7 @@ TRL renames arguments between releases and refuses unknown ones with a TypeError
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,10 +63,11 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
     if optimizer.scheduler != "warmup_stable_decay":
         return {}
     decay = optimizer.decay_steps or max(1, total_steps // 10)
-    if optimizer.warmup_steps + decay > total_steps:
+    warmup = optimizer.warmup_steps or math.ceil(total_steps * optimizer.warmup_ratio)
+    if warmup + decay > total_steps:
         raise JobFailure(
             Reason.invalid_request,
-            f"num_warmup_steps {optimizer.warmup_steps} and lr_decay_steps {decay} are more than the {total_steps} "
+            f"num_warmup_steps {warmup} and lr_decay_steps {decay} are more than the {total_steps} "
             "optimizer steps of this job. Lower them, or train for more epochs.",
         )
     return {"num_decay_steps": decay}
@@ -90,7 +92,8 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "max_length": spec.max_seq_length,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
-        "warmup_steps": optimizer.warmup_steps,
+        # transformers 5 reads a number below 1 as a share of all steps, rounded up.
+        "warmup_steps": optimizer.warmup_steps or optimizer.warmup_ratio,
         "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(optimizer.scheduler, optimizer.scheduler),
         "max_grad_norm": optimizer.max_grad_norm,
         "bf16": spec.dtype == "bf16",

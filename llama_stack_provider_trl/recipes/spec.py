@@ -101,6 +101,8 @@ class OptimizerSpec(_Frozen):
     """adamw: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """The same as a share of all optimizer steps, where `warmup_steps` is 0."""
     scheduler: SchedulerName = "linear"
     decay_steps: int | None = Field(None, gt=0)
     """Optimizer steps of warmup_stable_decay's last part (arXiv:2404.06395), in which the learning rate falls to 0

@@ -158,12 +158,14 @@ ASKS: dict[str, Try] = {
     DATA + "shuffle": Try(False),
     DATA + "data_format": Try("dialog"),
     DATA + "validation_dataset_id": Try("held-out"),
+    DATA + "train_split_percentage": Try(0.9),
     DATA + "packed": Try(True),
     DATA + "train_on_input": Try(True),
     OPTIMIZER + "optimizer_type": Try("sgd"),
     OPTIMIZER + "lr": Try(1e-3),
     OPTIMIZER + "weight_decay": Try(0.1),
     OPTIMIZER + "num_warmup_steps": Try(5),
+    OPTIMIZER + "warmup_ratio": Try(0.1),
     EFFICIENCY + "enable_activation_checkpointing": Try(True),
     EFFICIENCY + "enable_activation_offloading": Try(True, options={"device": "cuda:1"}),
     EFFICIENCY + "memory_efficient_fsdp_wrap": Try(True),
@@ -204,6 +206,9 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
     (TRAINING + "dtype", Try("fp8")),
     (EFFICIENCY + "enable_activation_offloading", Try(True)),
     (TRAINING + "learning_rate", Try(1e-3, around={OPTIMIZER + "lr": 1e-4})),
+    (OPTIMIZER + "warmup_ratio", Try(0.1, around={OPTIMIZER + "num_warmup_steps": 5})),
+    (DATA + "train_split_percentage", Try(0.9, around={DATA + "validation_dataset_id": "held-out"})),
+    ("algorithm_config.reward_scale", Try(0.0, "dpo")),
     (OPTIMIZER + "optimizer_type", Try("adafactor")),
     (OPTIMIZER + "weight_decay", Try(float("inf"))),
     ("algorithm_config.reward_clip", Try(float("inf"), "dpo")),
@@ -262,7 +267,7 @@ def test_an_honoured_field_changes_the_job(field: str, settings: Settings) -> No
     attempt = ASKS[field]
     default = resolved(plain(attempt.call, attempt.around), attempt.call, settings, attempt.options)
     changed = resolve_with(field, attempt, settings)
-    assert spec_of(changed) != spec_of(default)
+    assert (spec_of(changed), changed.train_share) != (spec_of(default), default.train_share)
     assert changed.warnings == []
 
 

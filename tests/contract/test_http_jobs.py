@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
+from tests.contract.payloads import (
+    LORA,
+    PAIRS,
+    QUESTIONS,
+    assert_original_example_is_honoured,
+    original_example,
+    promised,
+    sft,
+)
 from tests.contract.stack import DPO, SFT, Json, LlamaStack, poll
 from tests.tiny import tiny_model
 
@@ -102,6 +110,12 @@ def test_the_promised_payload_completes_with_three_epochs_of_checkpoints(dpo: Js
     assert steps == [("my-dpo-model-checkpoint-2", 1), ("my-dpo-model-checkpoint-4", 2), ("my-dpo-model-final", 3)]
     assert all(c["post_training_job_id"] == dpo["job_uuid"] for c in dpo["checkpoints"])
     assert dpo["scheduled_at"] < dpo["started_at"] < dpo["completed_at"]
+
+
+def test_the_example_of_the_original_providers_runs_as_it_stands(stack: LlamaStack) -> None:
+    rows = stack.register("three", PAIRS[:3], dataset_type="preference")
+    job = stack.submit(DPO, original_example("original", rows))
+    assert_original_example_is_honoured(stack.wait(job, "completed"))
 
 
 def test_the_promised_checkpoint_dir_is_under_the_data_directory_and_the_job(stack: LlamaStack, dpo: Json) -> None:

@@ -13,7 +13,14 @@ from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 from llama_stack_provider_trl.jobs.ownership import Ownership, record
 from llama_stack_provider_trl.process import FileLock
-from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised
+from tests.contract.payloads import (
+    LORA,
+    PAIRS,
+    QUESTIONS,
+    assert_original_example_is_honoured,
+    original_example,
+    promised,
+)
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import DPO, ENDED, Json, poll
 from tests.tiny import tiny_model
@@ -77,6 +84,12 @@ def test_both_path_styles_under_both_prefixes_answer_the_same(service: TrainingS
         by_path = service.get(f"{JOBS}/promised/{what}", prefix=prefix).json()
         assert by_query == by_path
         assert by_query["checkpoints"] == dpo["checkpoints"]
+
+
+def test_the_example_of_the_original_providers_runs_as_it_stands(service: TrainingService) -> None:
+    rows = service.register("three", PAIRS[:3])
+    job = service.submit(DPO, original_example("original", rows))
+    assert_original_example_is_honoured(service.wait(job, "completed"))
 
 
 def test_the_same_body_again_is_the_same_job_and_another_is_a_conflict(service: TrainingService, dpo: Json) -> None:

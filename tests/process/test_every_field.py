@@ -31,6 +31,7 @@ from llama_stack_provider_trl.recipes.events import (
 )
 from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ResourcesSpec
 from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
+from llama_stack_provider_trl.submission import split_rows
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, of_kind, run
 
@@ -184,6 +185,7 @@ CASES: dict[str, Case] = {
     DATA + "shuffle": Case(False, ("shuffle",), first_loss),
     DATA + "data_format": Case("dialog", ("data_format",), first_loss, around={DATA + "dataset_id": "two-shapes"}),
     DATA + "validation_dataset_id": Case("held-out", ("validation",), evaluated_at(4)),
+    DATA + "train_split_percentage": Case(0.75, ("dataset", "validation"), evaluated_at(3)),
     DATA + "packed": Case(
         True,
         ("packed",),
@@ -195,6 +197,9 @@ CASES: dict[str, Case] = {
     OPTIMIZER + "weight_decay": Case(0.5, ("optimizer.weight_decay",), losses, around=FAST),
     OPTIMIZER + "num_warmup_steps": Case(
         2, ("optimizer.warmup_steps",), lambda base, changed: base.rates[0] > 0 == changed.rates[0]
+    ),
+    OPTIMIZER + "warmup_ratio": Case(
+        0.5, ("optimizer.warmup_ratio",), lambda base, changed: base.rates[0] > 0 == changed.rates[0]
     ),
     EFFICIENCY + "enable_activation_checkpointing": Case(True, ("gradient_checkpointing",), recomputes),
     ALGORITHM + "type": Case("LoRA", ("lora", "optimizer.learning_rate"), trainable),
@@ -210,7 +215,9 @@ CASES: dict[str, Case] = {
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
     OPTION + "merge_adapter": Case(True, ("merge_adapter",), saved(("final", 4), ("merged", 4)), around=LORA),
     OPTION + "max_seq_length": Case(
-        24, ("max_seq_length",), lambda base, changed: changed.effective["data"]["truncated"] == 8
+        24,
+        ("max_seq_length", "max_seq_length_is_default"),
+        lambda base, changed: changed.effective["data"]["truncated"] == 8,
     ),
     OPTION + "truncation_side": Case("left", ("truncation_side",), first_loss, around=SHORT),
     OPTION + "lr_scheduler": Case("cosine", ("optimizer.scheduler",), losses, around=FAST),
@@ -336,6 +343,8 @@ def job(call: str, fields: Json, root: Path) -> JobSpec:
         return dataset(root, ROWS[dataset_id]).model_copy(update={"dataset_id": dataset_id})
 
     validation = found.validation_dataset_id
+    if found.train_share < 1.0:
+        return found.spec(*split_rows(ref(found.dataset_id), found.train_share, found.fields["seed"]))
     return found.spec(ref(found.dataset_id), ref(validation) if validation else None)
 
 

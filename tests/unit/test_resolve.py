@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.files import put_rows
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.evaluations import METRICS
 from llama_stack_provider_trl.recipes.spec import (
@@ -24,6 +25,7 @@ from llama_stack_provider_trl.recipes.spec import (
 )
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.resolve import Settings, derive, resolve
+from llama_stack_provider_trl.submission import split_rows
 
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 LORA = {
@@ -526,3 +528,54 @@ def test_nobody_can_join_a_service_on_loopback_and_the_inline_provider(settings:
         spec_of(sft(), replace(cluster, max_nodes=1), resources={"nodes": 2})
     with pytest.raises(InvalidRequest, match="trains on its own machine"):
         spec_of(sft(), settings, resources={"cpus": 1})
+
+
+def test_warmup_is_a_number_of_steps_or_a_share_of_them(settings: Settings) -> None:
+    spec = spec_of(with_training(optimizer_config={"warmup_ratio": 0.1, "num_warmup_steps": 0}), settings)
+    assert (spec.optimizer.warmup_steps, spec.optimizer.warmup_ratio) == (0, 0.1)
+    both = with_training(optimizer_config={"warmup_ratio": 0.1, "num_warmup_steps": 5})
+    with pytest.raises(
+        InvalidRequest, match=r"warmup_ratio=0\.1 .*num_warmup_steps asks for 5 steps; send one of them"
+    ):
+        spec_of(both, settings)
+
+
+def test_rewards_of_zero_together_are_not_set_and_one_alone_is_refused(settings: Settings) -> None:
+    request = dpo(algorithm_config={"reward_scale": 0.0, "reward_clip": 0.0})
+    resolution = resolve(request, ProviderOptions.parse({}), settings)
+    assert (resolution.fields["dpo"].reward_scale, resolution.fields["dpo"].reward_clip) == (1.0, None)
+    assert [warning for warning in resolution.warnings if "read as not set" in warning]
+    for field in ("reward_scale", "reward_clip"):
+        with pytest.raises(InvalidRequest, match=rf"algorithm_config\.{field}=0\.0 .*send a number above 0"):
+            spec_of(dpo(algorithm_config={field: 0.0}), settings)
+
+
+def test_a_split_stands_in_for_a_validation_dataset_and_not_beside_one(settings: Settings) -> None:
+    split = with_data(train_split_percentage=0.9)
+    assert resolve(split, ProviderOptions.parse({"eval_steps": 1}), settings).train_share == 0.9
+    with pytest.raises(InvalidRequest, match=r"train_split_percentage=0\.9 .*'held-out'; send one of them"):
+        spec_of(with_data(train_split_percentage=0.9, validation_dataset_id="held-out"), settings)
+    whole = with_data(train_split_percentage=1.0)
+    with pytest.raises(InvalidRequest, match="there is nothing to evaluate on"):
+        spec_of(whole, settings, eval_steps=1)
+
+
+@pytest.mark.parametrize(("rows", "share", "held_out"), [(3, 0.9, 1), (10, 0.75, 2), (2, 0.01, 1), (100, 0.5, 50)])
+def test_a_split_keeps_every_row_once_and_depends_on_the_seed_only(
+    tmp_path: Path, rows: int, share: float, held_out: int
+) -> None:
+    blob = put_rows(tmp_path, [{"text": f"row {number}"} for number in range(rows)])
+    whole = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=rows)
+    train, validation = split_rows(whole, share, 42)
+    assert (train.num_rows, validation.num_rows) == (rows - held_out, held_out)
+    lines = [ref.path.read_text().splitlines() for ref in (whole, train, validation)]
+    assert sorted(lines[1] + lines[2]) == sorted(lines[0])
+    assert split_rows(whole, share, 42) == (train, validation)
+    assert rows < 100 or split_rows(whole, share, 43) != (train, validation)
+
+
+def test_one_row_cannot_be_split(tmp_path: Path) -> None:
+    blob = put_rows(tmp_path, [{"text": "alone"}])
+    alone = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=1)
+    with pytest.raises(InvalidRequest, match="dataset 'rows' has one row: nothing can be held out"):
+        split_rows(alone, 0.9, 42)
