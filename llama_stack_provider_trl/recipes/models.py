@@ -21,6 +21,11 @@ from .spec import Dtype, JobSpec, LoraSpec
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+_MAMBA_KERNEL = {"conv1d", "out_proj"}
+"""Modules of these architectures that PEFT 0.21 refuses to adapt (`_check_lora_target_modules_mamba`)."""
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
 
@@ -136,15 +141,26 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
     """PEFT's configuration for the modules that `spec` names in this model.
 
     Raises:
-        JobFailure: invalid_request, when the model has no module of a given name.
+        JobFailure: invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt.
     """
     attention, mlp = linear_modules(model)
     unknown = [name for name in spec.target_modules if not _matching(attention + mlp, [name])]
     if unknown:
+        has = f"attention modules are: {', '.join(_suffixes(attention))}"
+        if not attention:
+            has = f"linear modules are: {', '.join(_suffixes(mlp)) or 'none'}"
         raise JobFailure(
             Reason.invalid_request,
             f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
-            f"Its attention modules are: {', '.join(_suffixes(attention))}.",
+            f"Its {has}.",
+        )
+    experts = expert_parameters(model) if spec.mlp else []
+    if experts:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"apply_lora_to_mlp is true, and this {type(model).__name__} holds its experts as 3-D parameters "
+            f"({', '.join(_suffixes(experts))}), which LoRA over linear layers does not reach. Set it to false and "
+            f"name attention modules ({', '.join(_suffixes(attention))}), or train every weight.",
         )
     wanted = [
         name for module in spec.target_modules for name in _matching(attention, [module]) or _matching(mlp, [module])
@@ -152,6 +168,13 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
     if spec.mlp:
         wanted = wanted + [name for name in mlp if name not in wanted]
     suffixes = _suffixes(wanted)
+    if getattr(model.config, "model_type", None) in _MAMBA and (bad := sorted(_MAMBA_KERNEL & set(suffixes))):
+        usable = [name for name in _suffixes(attention + mlp) if name not in _MAMBA_KERNEL]
+        raise JobFailure(
+            Reason.invalid_request,
+            f"LoRA cannot adapt {', '.join(bad)} of this {type(model).__name__}: its kernels read those weights "
+            f"directly. Set apply_lora_to_mlp to false and name lora_attn_modules among: {', '.join(usable)}.",
+        )
     # Short names keep adapter_config.json readable; full names where a short one would also match something else.
     exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
     return LoraConfig(
@@ -225,6 +248,15 @@ def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
                 is_attention = any("attn" in part or "attention" in part for part in name.lower().split("."))
                 (attention if is_attention else other).append(f"{root}.{name}")
     return attention, other
+
+
+def expert_parameters(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that hold the weights of several experts in one tensor, as transformers 5 keeps them."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.conv._ConvNd):
+            found += [f"{name}.{own}" for own, value in module.named_parameters(recurse=False) if value.dim() == 3]
+    return found
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
