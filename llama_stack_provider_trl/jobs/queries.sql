@@ -233,6 +233,36 @@ UPDATE nodes SET mode = :mode WHERE name = :name;
 -- name: delete_node
 DELETE FROM nodes WHERE name = :name;
 
+-- name: insert_credential
+INSERT INTO node_credentials (sha256, node) VALUES (:sha256, :node);
+
+-- name: limit_unused_credentials
+-- Of a node whose joins are not answered in time: each try has issued one.
+DELETE FROM node_credentials WHERE node = :node AND used = 0 AND revoked = 0 AND number NOT IN (
+    SELECT number FROM node_credentials WHERE node = :node AND used = 0 AND revoked = 0
+    ORDER BY number DESC LIMIT :most);
+
+-- name: select_credential
+SELECT node, used, revoked FROM node_credentials WHERE sha256 = :sha256 AND (expires_at IS NULL OR expires_at > :now);
+
+-- name: select_used_credential
+SELECT 1 FROM node_credentials
+WHERE node = :node AND used = 1 AND revoked = 0 AND (expires_at IS NULL OR expires_at > :now);
+
+-- name: use_credential
+UPDATE node_credentials SET used = 1 WHERE sha256 = :sha256 AND used = 0 AND revoked = 0;
+
+-- name: expire_credentials_before
+UPDATE node_credentials SET expires_at = :expires_at
+WHERE node = :node AND revoked = 0 AND expires_at IS NULL
+  AND number < (SELECT number FROM node_credentials WHERE sha256 = :sha256);
+
+-- name: revoke_credentials
+UPDATE node_credentials SET revoked = 1, expires_at = :expires_at WHERE node = :node AND revoked = 0;
+
+-- name: delete_expired_credentials
+DELETE FROM node_credentials WHERE expires_at <= :now;
+
 -- name: insert_task
 -- Asked for again after a crash: the first time counts.
 INSERT INTO tasks (task_id, node, job_uuid, attempt, node_rank, places, stage, task_order)
@@ -250,6 +280,17 @@ SELECT * FROM tasks WHERE node = :node AND gone = 0 ORDER BY task_id;
 SELECT tasks.*, run_dir FROM tasks JOIN jobs USING (job_uuid, attempt) JOIN attempts USING (job_uuid, attempt)
 WHERE task_id = :task_id AND node = :node AND gone = 0 AND stage <> 'stop'
   AND state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
+-- name: select_current_task_of_job
+SELECT 1 FROM tasks JOIN jobs USING (job_uuid, attempt)
+WHERE node = :node AND job_uuid = :job_uuid AND gone = 0 AND stage <> 'stop'
+  AND state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
+-- name: select_current_task_with_rows
+SELECT 1 FROM tasks JOIN jobs USING (job_uuid, attempt)
+WHERE node = :node AND gone = 0 AND stage <> 'stop' AND state IN ('launching', 'in_progress', 'pausing', 'cancelling')
+  AND :sha256 IN (json_extract(task_order, '$.spec.job.dataset.sha256'),
+                  json_extract(task_order, '$.spec.job.validation.sha256'));
 
 -- name: select_taken
 SELECT job_uuid, places FROM tasks WHERE gone = 0;

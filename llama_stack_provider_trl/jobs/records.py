@@ -185,6 +185,17 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
+class CredentialRecord:
+    """What a node authenticates with."""
+
+    node: str
+    used: bool
+    """The node has called with it."""
+    revoked: bool
+    """The node was removed."""
+
+
+@dataclass(frozen=True)
 class NodeTaskRecord:
     """What one node of an attempt is asked to do, and what it last said."""
 

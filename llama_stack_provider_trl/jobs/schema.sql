@@ -126,6 +126,18 @@ BEGIN UPDATE nodes SET revision = revision + 1 WHERE name = NEW.node; END;
 CREATE TRIGGER IF NOT EXISTS task_changed AFTER UPDATE OF stage, task_order, gone ON tasks
 BEGIN UPDATE nodes SET revision = revision + 1 WHERE name = NEW.node; END;
 
+-- What nodes authenticate with, as hashes. A join issues one; those before it expire once it has been used.
+CREATE TABLE IF NOT EXISTS node_credentials (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of issue
+    sha256 TEXT NOT NULL UNIQUE,
+    node TEXT NOT NULL,
+    used INTEGER NOT NULL DEFAULT 0,        -- 1: the node has called with it, so its join's answer was not lost
+    revoked INTEGER NOT NULL DEFAULT 0,     -- 1: the node was removed; kept so that its agent is told so
+    expires_at REAL
+) STRICT;
+
+CREATE INDEX IF NOT EXISTS node_credentials_by_node ON node_credentials (node, number);
+
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
 SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, epoch, loss,
@@ -134,5 +146,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 4;
+PRAGMA user_version = 5;
 COMMIT;

@@ -45,6 +45,7 @@ from .placement import Demand, Queued
 from .records import (
     AttemptRecord,
     CheckpointRecord,
+    CredentialRecord,
     EventFile,
     JobProgress,
     JobRecord,
@@ -59,10 +60,15 @@ from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 
 DATABASE = "jobs.sqlite3"
 """Its name in a data directory."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 log = logging.getLogger(__name__)
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another. Transactions take about a millisecond."""
+_REPLACED_SECONDS = 30.0
+"""How long the credential of a node stays valid after its successor was used: calls with it may be under way."""
+_REVOKED_SECONDS = 30 * 24 * 3600.0
+"""How long the credential of a removed node is recognized as that."""
+_UNUSED_CREDENTIALS = 4
 
 _DELETES = (
     *("delete_tasks", "delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings"),
@@ -444,15 +450,40 @@ class Store:
                     execute(name, {**key, **row})
         return applied
 
-    def join(self, name: str, machine_id: str, boot_id: str, report: str) -> None:
+    def join(self, name: str, machine_id: str, boot_id: str, report: str, credential: str | None = None) -> None:
         """Record a node as it says it is. Where it is another machine than before, or has started anew since, nothing
-        is left of the tasks that it had."""
+        is left of the tasks that it had.
+
+        Args:
+            credential: sha256 of the one that this join issues.
+        """
         row = {"name": name, "machine_id": machine_id, "boot_id": boot_id, "report": report, "now": self._clock()}
         with self._transaction() as execute:
             known = execute("select_node", row).fetchone()
             if known is not None and (known["machine_id"], known["boot_id"]) != (machine_id, boot_id):
                 execute("note_tasks_gone", {"node": name})
             execute("upsert_node", row)
+            if credential is not None:
+                execute("insert_credential", {"sha256": credential, "node": name})
+                execute("limit_unused_credentials", {"node": name, "most": _UNUSED_CREDENTIALS})
+
+    def credential(self, sha256: str) -> CredentialRecord | None:
+        """The credential of a node; None: there is none of this hash, or it has expired."""
+        rows = self._select("select_credential", {"sha256": sha256, "now": self._clock()})
+        return CredentialRecord(rows[0]["node"], bool(rows[0]["used"]), bool(rows[0]["revoked"])) if rows else None
+
+    def has_used_credential(self, node: str) -> bool:
+        """Whether a node has called with a credential that is valid."""
+        return bool(self._select("select_used_credential", {"node": node, "now": self._clock()}))
+
+    def note_credential_used(self, node: str, sha256: str) -> None:
+        """Record that a node calls with this credential. Those that were issued before it expire soon."""
+        now = self._clock()
+        with self._transaction() as execute:
+            if execute("use_credential", {"sha256": sha256}).rowcount:
+                row = {"node": node, "sha256": sha256, "expires_at": now + _REPLACED_SECONDS}
+                execute("expire_credentials_before", row)
+                execute("delete_expired_credentials", {"now": now})
 
     def nodes(self) -> Sequence[NodeRecord]:
         """In the order in which they first joined."""
@@ -473,10 +504,13 @@ class Store:
             return execute("change_mode", {"name": name, "mode": mode}).rowcount == 1
 
     def remove_node(self, name: str) -> None:
-        """Forget a node; what it was asked to do counts as gone."""
+        """Forget a node and revoke its credentials; what it was asked to do counts as gone."""
+        now = self._clock()
         with self._transaction() as execute:
             execute("note_tasks_gone", {"node": name})
             execute("delete_node", {"name": name})
+            execute("revoke_credentials", {"node": name, "expires_at": now + _REVOKED_SECONDS})
+            execute("delete_expired_credentials", {"now": now})
 
     def add_tasks(self, tasks: Iterable[NodeTaskRecord]) -> None:
         """Ask nodes to do their parts of an attempt; those that were asked before are left as they are."""
@@ -496,6 +530,14 @@ class Store:
         """A node's part of an attempt; None: it is not current any more, or was told to stop."""
         rows = self._select("select_current_task", {"task_id": task_id, "node": node})
         return _task(rows[0]) if rows else None
+
+    def has_current_task_of(self, node: str, job_uuid: str) -> bool:
+        """Whether a node takes part in the current attempt of a job."""
+        return bool(self._select("select_current_task_of_job", {"node": node, "job_uuid": job_uuid}))
+
+    def has_current_task_with(self, node: str, sha256: str) -> bool:
+        """Whether a node takes part in the current attempt of a job with these rows."""
+        return bool(self._select("select_current_task_with_rows", {"node": node, "sha256": sha256}))
 
     @contextmanager
     def while_current(self, task_id: str, node: str) -> Iterator[bool]:
