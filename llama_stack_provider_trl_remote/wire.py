@@ -8,10 +8,11 @@ answer says in the header Upload-Offset what there is then, with 409 where a pie
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 """A node's name: what a host name may be."""
@@ -25,6 +26,26 @@ GIVEN = "resume-from"
 """Identifier, on the checkpoint routes, of a job's own copy of the other job's checkpoint that it begins with."""
 VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
+MOST_MODELS = 1000
+"""Model ids of a report; a node with more in its cache names the first."""
+MOST_TEXT = 8192
+"""Characters of a sentence in a report."""
+MOST_JSON = 1 << 18
+"""Characters of an observation, or of a `failed` event, as JSON. A training reserves 20 KiB for its last ones."""
+_MOST_BYTES = 2**53
+"""What every JSON parser reads exactly."""
+
+_Id = Annotated[str, StringConstraints(max_length=200)]
+_Short = Annotated[str, StringConstraints(max_length=64)]
+
+
+def _small(value: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(value))) > MOST_JSON:
+        raise ValueError(f"it has {size} characters as JSON, at most {MOST_JSON} are taken")
+    return value
+
+
+_SmallJson = Annotated[dict[str, Any], AfterValidator(_small)]
 
 
 class _Message(BaseModel):
@@ -32,11 +53,11 @@ class _Message(BaseModel):
 
 
 class DeviceReport(_Message):
-    name: str
+    name: str = Field(pattern=r"^(cpu|mps|cuda:\d{1,3})$")
     """cpu, mps or cuda:N."""
-    memory_bytes: int | None = None
+    memory_bytes: int | None = Field(None, ge=0, le=_MOST_BYTES)
     """Of a GPU; None: unknown, or the machine's own memory."""
-    model: str = ""
+    model: str = Field("", max_length=200)
     """Such as `NVIDIA H100`."""
 
 
@@ -44,23 +65,23 @@ class NodeReport(_Message):
     """What a machine is, as it joins; sent anew when it changes."""
 
     name: str = Field(pattern=NAME)
-    machine_id: str
+    machine_id: _Id
     """Of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one share it."""
-    boot_id: str
-    agent_id: str = ""
+    boot_id: _Id
+    agent_id: _Id = ""
     """Of the agent's data directory: two on one machine are not each other."""
-    address: str
+    address: _Short
     """Literal IP address at which other nodes reach this one: that of its connection to the service, or
     TRL_NODE_ADDRESS. Never a loopback address."""
-    cpus: int = Field(gt=0)
-    memory_bytes: int = Field(gt=0)
-    disk_free_bytes: int = Field(ge=0)
-    devices: tuple[DeviceReport, ...] = Field(min_length=1)
-    versions: dict[str, str]
+    cpus: int = Field(gt=0, le=2**20)
+    memory_bytes: int = Field(gt=0, le=_MOST_BYTES)
+    disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
+    devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=64)
+    versions: dict[_Short, _Short] = Field(max_length=32)
     """Of VERSIONS and of python, trl, transformers, peft; "" where it is not installed."""
-    models: tuple[str, ...] = ()
+    models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
     """Model ids in its local cache."""
-    labels: dict[str, str] = {}
+    labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)
 
 
 class Joined(_Message):
@@ -70,6 +91,9 @@ class Joined(_Message):
     head: str
     """Name of the service's machine."""
     version: str
+    credential: str = Field("", repr=False)
+    """Sent as the bearer token of every call from now on, also to join anew. The one before it is valid until this one
+    was used. Empty: the caller keeps what it has sent."""
 
 
 class Peer(_Message):
@@ -132,19 +156,19 @@ class Progress(StrEnum):
 class TaskReport(_Message):
     """One task as the node sees it."""
 
-    task_id: str
+    task_id: _Id
     stage: Stage
     """The last one that it was told."""
     progress: Progress
-    detail: str = ""
+    detail: str = Field("", max_length=MOST_TEXT)
     """What it is about: `fetches checkpoint-6 (120 of 512 MiB)`."""
-    error: str = ""
+    error: str = Field("", max_length=MOST_TEXT)
     """Why the stage failed, as a sentence that says what to do."""
-    port: int | None = None
+    port: int | None = Field(None, ge=0, le=65535)
     """Where it listens, once prepared."""
-    observation: dict[str, Any] | None = None
+    observation: _SmallJson | None = None
     """`launch.base.Observation` as a dict, once it was started."""
-    failed: dict[str, Any] | None = None
+    failed: _SmallJson | None = None
     """A `failed` event that a rank of a node without rank 0 has written."""
     shipped: bool = False
     """All events, logs and checkpoints of the task are with the service; nothing more will come."""
@@ -153,10 +177,10 @@ class TaskReport(_Message):
 class Poll(_Message):
     """`POST /v1/nodes/{name}/poll`: what the node has, and what it knows already."""
 
-    boot_id: str
-    agent_id: str = ""
-    tasks: tuple[TaskReport, ...] = ()
-    seen: int = 0
+    boot_id: _Id
+    agent_id: _Id = ""
+    tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
+    seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
 
 

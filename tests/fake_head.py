@@ -29,7 +29,12 @@ class FakeHead:
     `order` or `let_go` is called."""
 
     def __init__(self) -> None:
+        self.url = URL
+        self.sent: str | None = None
+        """The credential that the calls have; None: the token that joins."""
         self.joined: list[NodeReport] = []
+        self.joined_with: list[str | None] = []
+        self.issued = 0
         self.polls: list[Poll] = []
         self.wanted: dict[str, TaskOrder] = {}
         self.revision = 0
@@ -76,10 +81,15 @@ class FakeHead:
             while not holds():
                 await asyncio.sleep(0)
 
+    def authenticate(self, credential: str | None) -> None:
+        self.sent = credential
+
     async def join(self, report: NodeReport) -> Joined:
-        self._meet("join")
+        self._meet("join" if self.sent is None else f"join with {self.sent}")
         self.joined.append(report)
-        return Joined(node=report.name, head="head", version="0")
+        self.joined_with.append(self.sent)
+        self.issued += 1
+        return Joined(node=report.name, head="head", version="0", credential=f"credential-{self.issued}")
 
     async def poll(self, poll: Poll) -> Orders:
         self._meet("poll")

@@ -25,7 +25,8 @@ from llama_stack_provider_trl.process import FileLock
 
 from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
 from . import task
-from .calls import is_gone
+from .calls import GONE, is_gone
+from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .task import Node, NodeTask, kept_tasks
 
@@ -37,6 +38,8 @@ RETRY = 1.0
 """Seconds after which a service that is away is called again."""
 REPORT = 60.0
 """Seconds between two looks at what this machine is."""
+ROTATION = 24 * 3600.0
+"""Seconds after which a node joins anew for another credential, if it had no other reason to."""
 KEEP = 24 * 3600.0
 """Seconds for which what a job has left here is kept: its next attempt may come here again."""
 
@@ -44,6 +47,9 @@ KEEP = 24 * 3600.0
 class Calls(task.Calls, Protocol):
     """`calls.NodeClient`, or what a test plays."""
 
+    url: str
+
+    def authenticate(self, credential: str | None) -> None: ...
     async def join(self, report: NodeReport) -> Joined: ...
     async def poll(self, poll: Poll) -> Orders: ...
 
@@ -79,6 +85,9 @@ class Agent:
         """The last poll was given up for news: whether the service is there, the next one finds out."""
         self._heard = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
+        self._joined_at = -math.inf
+        self._credential: str | None = None
+        """None: it has not joined this service yet under this name."""
         self._trouble = ""
 
     async def run(self) -> None:
@@ -102,6 +111,7 @@ class Agent:
             self._heard = self._clock()
             report = await asyncio.to_thread(self._report)
             await asyncio.to_thread(_check_address, report.address)
+            self._credential = self._kept_credential(report).read()
             await self._take_up(report)
             await self._join(report)
             for kept in self._tasks.values():
@@ -122,14 +132,15 @@ class Agent:
             lock.release()
 
     async def _join(self, report: NodeReport) -> None:
-        """Say what this machine is, until the service has heard it."""
+        """Report what this machine is, until the service has answered."""
         while True:
             try:
-                joined = await self._calls.join(report)
+                joined = await self._call_join(report)
             except ServiceRefusal as refusal:
                 # Of a node that had joined it is an accident, like a service that is away: it was started again with
-                # other tokens, say. But 409 is meant: somebody else has the name, or the versions differ.
-                if refusal.status < 500 and (self._reported[1] is None or refusal.status == 409):
+                # other tokens, say. But 409 is meant (another node has the name, or the versions differ), and so is 410
+                # (an operator has removed it).
+                if refusal.status < 500 and (self._reported[1] is None or refusal.status in (409, GONE)):
                     raise
                 await self._wait(refusal)
                 continue
@@ -139,8 +150,42 @@ class Agent:
             self._hear()
             if self._reported[1] is None:
                 log.info("node %s (%s) has joined the service on %s", report.name, report.address, joined.head)
-            self._reported = (self._clock(), report)
+            self._joined_at = self._clock()
+            self._reported = (self._joined_at, report)
+            if joined.credential:
+                await self._replace_credential(report, joined.credential)
             return
+
+    async def _call_join(self, report: NodeReport) -> Joined:
+        """Join as the node that this is already, else with the token: the service may have another database, or may
+        have removed the node before this agent was started."""
+        self._calls.authenticate(self._credential)
+        try:
+            return await self._calls.join(report)
+        except ServiceRefusal as refusal:
+            unknown = refusal.status == 401 or (refusal.status == GONE and self._reported[1] is None)
+            if self._credential is None or not unknown:
+                raise
+        self._calls.authenticate(None)
+        try:
+            return await self._calls.join(report)
+        except (ServiceRefusal, ServiceUnreachable):
+            self._calls.authenticate(self._credential)  # until the next try: the service may come back as it was
+            raise
+
+    async def _replace_credential(self, report: NodeReport, credential: str) -> None:
+        """Keep a new credential, then use it. The one before it is valid until then."""
+        try:
+            await asyncio.to_thread(self._kept_credential(report).write, credential)
+        except OSError as error:  # a full disk: an agent that is started again would have the old one
+            log.warning("the new credential of this node cannot be kept: %s", error)
+            if self._credential is not None:
+                return self._calls.authenticate(self._credential)
+        self._credential = credential
+        self._calls.authenticate(credential)
+
+    def _kept_credential(self, report: NodeReport) -> CredentialFile:
+        return CredentialFile(self._data_dir, self._calls.url, report.name)
 
     async def _take_up(self, report: NodeReport) -> None:
         """Find what an agent before us has begun, and end what nobody knows."""
@@ -160,7 +205,7 @@ class Agent:
             self._reported = (now, before)
             await asyncio.to_thread(self._clean)
             report = await asyncio.to_thread(self._report)
-            if _differs(report, before):
+            if _differs(report, before) or now - self._joined_at > ROTATION:
                 await self._join(report)
         self._news.clear()
         await self._forget()
@@ -175,7 +220,10 @@ class Agent:
         except ServiceRefusal as refusal:
             if is_gone(refusal):  # an operator has removed this node
                 raise
-            if refusal.status in (404, 409):  # it has another database, or another agent has had this name meanwhile
+            if refusal.status in (401, 404, 409):
+                # It has another database, or another agent has had this name meanwhile.
+                if refusal.status == 401:
+                    await self._wait(refusal)
                 self._seen = 0
                 await self._join(await asyncio.to_thread(self._report))
             else:

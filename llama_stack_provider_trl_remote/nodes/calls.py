@@ -72,6 +72,7 @@ class NodeClient(ServiceClient):
     """The service as a node sees it.
 
     Args:
+        token: sent until `authenticate` is called.
         name: the node's.
         pace: of uploads.
     """
@@ -79,6 +80,12 @@ class NodeClient(ServiceClient):
     def __init__(self, url: str, token: str | None, name: str, pace: Pace, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(url, token, _TIMEOUTS, tls=tls)
         self.name, self._pace = name, pace
+        self._join_token = token
+
+    def authenticate(self, credential: str | None) -> None:
+        """Send this from now on; None: the token with which a node joins."""
+        token = credential or self._join_token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def join(self, report: NodeReport) -> Joined:
         """Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""

@@ -18,13 +18,15 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.files import atomic_write, free_bytes
 from llama_stack_provider_trl.launch.gpus import visible_entry
 from llama_stack_provider_trl.process import machine_memory
 
-from ..wire import NAME, DeviceReport, NodeReport
+from ..wire import MOST_MODELS, NAME, DeviceReport, NodeReport
 
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
@@ -143,23 +145,31 @@ def node_report(
         python: interpreter that trains; None: this process's own.
 
     Raises:
-        NodeError: see `versions`.
+        NodeError: see `versions`; a label or an id is too long for a report.
         OSError: nothing can be written to the data directory.
     """
-    return NodeReport(
-        name=name,
-        machine_id=machine_id(environ),
-        boot_id=boot_id(),
-        agent_id=agent_id(data_dir),
-        address=address,
-        cpus=usable_cpus(),
-        memory_bytes=machine_memory(),
-        disk_free_bytes=free_bytes(data_dir),
-        devices=tuple(_device(device, environ) for device in devices),
-        versions=versions(python),
-        models=tuple(cached_models(environ)),
-        labels=dict(labels or {}),
-    )
+    found = {
+        "name": name,
+        "machine_id": machine_id(environ),
+        "boot_id": boot_id(),
+        "agent_id": agent_id(data_dir),
+        "address": address,
+        "cpus": usable_cpus(),
+        "memory_bytes": machine_memory(),
+        "disk_free_bytes": free_bytes(data_dir),
+        "devices": tuple(_device(device, environ) for device in devices),
+        "versions": versions(python),
+        "models": tuple(cached_models(environ)[:MOST_MODELS]),
+        "labels": dict(labels or {}),
+    }
+    try:
+        return NodeReport.model_validate(found)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        field = ".".join(map(str, wrong["loc"]))
+        raise NodeError(
+            f"{field} of this node cannot be reported: {wrong['msg']}; found {wrong['input']!r:.100}"
+        ) from None
 
 
 def usable_cpus() -> int:

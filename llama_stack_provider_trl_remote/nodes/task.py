@@ -22,7 +22,7 @@ from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
 from ..pull import OtherBytes
-from ..wire import GIVEN, Progress, Stage, TaskOrder, TaskReport
+from ..wire import GIVEN, MOST_JSON, MOST_TEXT, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
 from .calls import is_gone
 from .localize import Places
@@ -182,11 +182,11 @@ class NodeTask:
             task_id=self.order.task_id,
             stage=stage,
             progress=progress,
-            detail=self._detail or (seen.detail if seen else ""),
-            error=self._error,
+            detail=_cut(self._detail or (seen.detail if seen else "")),
+            error=_cut(self._error),
             port=self.port,
-            observation=None if seen is None else asdict(seen),
-            failed=self._failed,
+            observation=None if seen is None else _cut_all(asdict(seen)),
+            failed=None if self._failed is None else _cut_all(self._failed),
             shipped=self._shipped,
         )
 
@@ -447,6 +447,18 @@ def kept_tasks(node: Node) -> list[NodeTask]:
         else:
             shutil.rmtree(record.parent, ignore_errors=True)
     return found
+
+
+def _cut(text: str) -> str:
+    """As much of a sentence as the service takes."""
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+
+
+def _cut_all(values: dict[str, Any]) -> dict[str, Any]:
+    """As much of an observation, or an event, as the service takes."""
+    if len(json.dumps(values)) <= MOST_JSON:
+        return values
+    return {name: _cut(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:

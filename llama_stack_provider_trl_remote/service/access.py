@@ -16,6 +16,8 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from llama_stack_provider_trl.jobs.store import Store
+
 from .settings import Role, ServiceSettings
 
 CALLER, BODY = "trl_caller", "trl_body"
@@ -41,6 +43,8 @@ class Caller:
     """The node whose own credential this is; None: any other token."""
     presented: bool = False
     """Whether the request carried a token at all."""
+    unused_credential: str = ""
+    """Hash of the node's credential, where this is the first call with it."""
 
     def require_known(self) -> None:
         """Raises Refused: 401."""
@@ -103,11 +107,16 @@ class Access:
         roles: of the callers; empty: anyone, without a token.
         body: `json`: nothing or a JSON document; `bytes`: anything.
         limit: bytes of the body, or the name of the setting that holds its MiB.
+        own_node: of the callers with the role node, only the node that the path parameter `name` names.
+        needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
+            this path parameter names, or whose rows it names.
     """
 
     roles: frozenset[Role]
     body: Literal["json", "bytes"] = "json"
     limit: int | str = SMALL
+    own_node: bool = False
+    needs_task: Literal["job_uuid", "sha256"] | None = None
 
     async def __call__(self) -> None:
         """Nothing is left to do for FastAPI: `GuardedRoute` has called `check` before the body was read."""
@@ -117,12 +126,15 @@ class Access:
 
         Raises:
             Refused: 400, 401, 403 or 413.
+            StoreError.
         """
         caller: Caller = scope[CALLER]
         if self.roles:
             caller.require_known()
             if caller.role not in self.roles:
                 raise Refused(403, _wrong_role(caller.role, self.roles))
+            if caller.role == "node" and (self.own_node or self.needs_task):
+                self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
         if self.body == "json":
             _check_content_type(scope["method"], Headers(scope=scope))
         limit, hint = self.limit, ""
@@ -131,6 +143,23 @@ class Access:
             hint += f" {limit} in the service's configuration"
             limit = getattr(settings, limit) * MIB
         scope[BODY].set_limit(limit, hint)
+
+    def _check_node(self, caller: Caller, path: Mapping[str, str], store: Store) -> None:
+        """Check that a node calls for itself, and reads what its tasks need. Raises Refused: 403."""
+        if caller.node is None:
+            raise Refused(
+                403,
+                "the token of agents opens nothing but a join: join first (POST /v1/nodes), then send the credential "
+                "of its answer as `Authorization: Bearer CREDENTIAL`",
+            )
+        if self.own_node and caller.node != path["name"]:
+            raise Refused(403, f"this credential is another node's: only {path['name'][:64]!r} itself may call this")
+        if self.needs_task == "job_uuid" and not store.has_current_task_of(caller.node, path["job_uuid"]):
+            raise Refused(
+                403, f"node {caller.node!r} takes part in no current attempt of this job: it reads only those"
+            )
+        if self.needs_task == "sha256" and not store.has_current_task_with(caller.node, path["sha256"]):
+            raise Refused(403, f"node {caller.node!r} takes part in no current attempt of a job with these rows")
 
 
 class GuardedRoute(APIRoute):
@@ -143,6 +172,8 @@ class GuardedRoute(APIRoute):
             raise TypeError(f"the route {path} declares {len(accesses)} Access dependencies, expected exactly one")
         self.access = accesses[0]
         extra = {**(options.pop("openapi_extra", None) or {}), "x-roles": sorted(self.access.roles)}
+        if self.access.own_node or self.access.needs_task:
+            extra["x-node"] = "itself" if self.access.own_node else "with a current task"
         super().__init__(path, endpoint, openapi_extra=extra, **options)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,8 +196,6 @@ def _access(roles: frozenset[Role], **body: Any) -> Dependency:
 
 ANYONE = _access(frozenset())
 """Needs no token."""
-EVERY_ROLE = _access(_ALL)
-"""Any token: what nodes read too."""
 USERS = _access(_USERS)
 USERS_JOB = _access(_USERS, limit=MIB)
 """The body of a job."""
@@ -174,11 +203,16 @@ USERS_ROWS = _access(_USERS, limit="max_body_mb")
 """A body that may hold rows."""
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
 ADMINS = _access(frozenset({"admin"}))
-NODES = _access(frozenset({"node", "admin"}), limit=4 * MIB)
+TASK_JOB = _access(_ALL, needs_task="job_uuid")
+"""What users read of a job, and the nodes that it runs on."""
+TASK_ROWS = _access(_ALL, needs_task="sha256")
+_NODES: frozenset[Role] = frozenset({"node", "admin"})
 """What agents call, and beside them only who may do everything."""
-NODES_EVENTS = _access(frozenset({"node", "admin"}), body="bytes", limit=4 * MIB)
-NODES_LOG = _access(frozenset({"node", "admin"}), body="bytes", limit=MIB)
-NODES_UPLOAD = _access(frozenset({"node", "admin"}), body="bytes", limit="max_upload_mb")
+JOIN = _access(_NODES, limit=MIB)
+NODES = _access(_NODES, own_node=True, limit=4 * MIB)
+NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB)
+NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB)
+NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb")
 
 
 async def _caller(request: Request) -> Caller:

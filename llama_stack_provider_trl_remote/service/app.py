@@ -13,9 +13,10 @@ from llama_stack_provider_trl import __version__
 
 from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service
 from .access import CALLER, Caller
-from .auth import ConfiguredTokens, Gate
+from .auth import AnyOf, ConfiguredTokens, Gate
 from .context import Service
 from .errors import handle_errors
+from .node_credentials import NodeCredentials
 
 _TITLE = "llama-stack-provider-trl training service"
 _TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. docs/service.md explains it."
@@ -40,9 +41,11 @@ def make_app(service: Service) -> FastAPI:
     _include(app, routes_service.router, "/v1")
     _include(app, routes_service.pages, "")
     app.router.default = _unknown_path
-    own = {service.node_token: Caller("node", service.node_name, presented=True)}
+    own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
     tokens = ConfiguredTokens(service.settings, own)
-    app.add_middleware(Gate, settings=service.settings, authenticate=tokens or None)
+    # Without a configured token there is none that could be missing: nobody is asked for one.
+    authenticate = AnyOf(tokens, NodeCredentials(service.store)) if tokens else None
+    app.add_middleware(Gate, settings=service.settings, authenticate=authenticate)
     return app
 
 

@@ -58,6 +58,16 @@ class ConfiguredTokens:
         return matches[0] if matches else None
 
 
+class AnyOf:
+    """Authenticates with the first that knows a token."""
+
+    def __init__(self, *authenticators: Authenticate) -> None:
+        self._authenticators = authenticators
+
+    def __call__(self, token: str) -> Caller | None:
+        return next((caller for known in self._authenticators if (caller := known(token)) is not None), None)
+
+
 class Gate:
     """Checks path, Host and Origin of every request, and authenticates its sender.
 

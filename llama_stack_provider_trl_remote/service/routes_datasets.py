@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
 
-from .access import EVERY_ROLE, USERS, USERS_ROWS, USERS_UPLOAD, GuardedRoute
+from .access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, GuardedRoute
 from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from .context import Context
 from .errors import NotFound, declared
@@ -57,7 +57,7 @@ async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
     return Response(status_code=204)
 
 
-@blobs.head("/{sha256}", dependencies=[EVERY_ROLE], response_class=Response, responses=declared(404))
+@blobs.head("/{sha256}", dependencies=[USERS], response_class=Response, responses=declared(404))
 async def has_blob(service: Context, sha256: Digest) -> Response:
     """Whether these rows are stored here."""
     if not service.blobs.holds(sha256):
@@ -65,7 +65,7 @@ async def has_blob(service: Context, sha256: Digest) -> Response:
     return Response()
 
 
-@blobs.get("/{sha256}", dependencies=[EVERY_ROLE], response_class=Response, responses={**declared(404, 416), **_ROWS})
+@blobs.get("/{sha256}", dependencies=[TASK_ROWS], response_class=Response, responses={**declared(404, 416), **_ROWS})
 async def get_blob(
     service: Context,
     sha256: Digest,

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from llama_stack_provider_trl.files import RunDir, tail
 from llama_stack_provider_trl.responses import checkpoint_response
 
-from .access import EVERY_ROLE, USERS, GuardedRoute
+from .access import TASK_JOB, USERS, GuardedRoute
 from .bodies import (
     CheckpointFiles,
     EventLine,
@@ -96,7 +96,7 @@ async def job_metrics(
     return as_json(MetricsResponse(data=data))
 
 
-@router.get("/checkpoints", dependencies=[EVERY_ROLE], response_model=ListCheckpointsResponse, responses=declared(404))
+@router.get("/checkpoints", dependencies=[TASK_JOB], response_model=ListCheckpointsResponse, responses=declared(404))
 async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint."""
     job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
@@ -106,7 +106,7 @@ async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
 # Before the next one, whose identifier may hold slashes as well.
 @router.get(
     "/checkpoints/{identifier:path}/files/{path:path}",
-    dependencies=[EVERY_ROLE],
+    dependencies=[TASK_JOB],
     response_class=Response,
     responses={
         **declared(404, 416),
@@ -130,7 +130,7 @@ async def checkpoint_file(
 
 
 @router.get(
-    "/checkpoints/{identifier:path}", dependencies=[EVERY_ROLE], response_model=CheckpointFiles, responses=declared(404)
+    "/checkpoints/{identifier:path}", dependencies=[TASK_JOB], response_model=CheckpointFiles, responses=declared(404)
 )
 async def checkpoint_files(
     service: Context,

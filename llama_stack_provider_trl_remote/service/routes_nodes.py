@@ -1,19 +1,25 @@
-"""The machines that jobs run on: what operators ask of them, and what their agents say (`wire`)."""
+"""The machines that jobs run on: the operators' calls, and those of the agents (`wire`).
+
+A node's call counts as a sign of life once it is found to be about what the node has to do: a poll of the agent that
+joined, or anything of a current task.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import psutil
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.files import free_bytes
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
 from llama_stack_provider_trl.recipes.events import Failed
@@ -34,11 +40,24 @@ from ..wire import (
     TaskOrder,
     TaskReport,
 )
-from .access import ADMINS, EVERY_ROLE, NODES, NODES_EVENTS, NODES_LOG, NODES_UPLOAD, GuardedRoute
+from .access import (
+    ADMINS,
+    JOIN,
+    NODES,
+    NODES_EVENTS,
+    NODES_LOG,
+    NODES_UPLOAD,
+    USERS,
+    Caller,
+    CurrentCaller,
+    GuardedRoute,
+    Refused,
+)
 from .bodies import ListNodesResponse, Node, Sha256
 from .cluster import observation
 from .context import Context, Service
 from .errors import Conflict, Gone, NotFound, declared
+from .node_credentials import new_credential, removed
 from .routes_jobs import as_json
 
 log = logging.getLogger(__name__)
@@ -46,10 +65,14 @@ router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
 
 LOOK = 0.1
 """Seconds between two looks at whether there is something new for a node that waits: a point read of 20 us."""
+RECHECK = 1.0
+"""Seconds between two checks that the task of an upload is current still."""
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
+_JOINING = threading.Lock()
+"""Held from the check of a name until it is taken."""
 _BYTES = {
     "requestBody": {
         "required": True,
@@ -62,23 +85,23 @@ _OFFSET = {
 }
 
 
-@router.get("", dependencies=[EVERY_ROLE], response_model=ListNodesResponse, responses=declared())
+@router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
 async def nodes(service: Context) -> Response:
     """The machines that jobs may run on, and which job has which device; the service's own first."""
     return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
 
 
-@router.post("", dependencies=[NODES], response_model=Joined, responses=declared(409))
-async def join(service: Context, body: NodeReport) -> Response:
-    """Join, or say anew what there is."""
-    await asyncio.to_thread(_join, service, body)
-    return as_json(Joined(node=body.name, head=service.node_name, version=__version__))
+@router.post("", dependencies=[JOIN], response_model=Joined, responses=declared(409, 410))
+async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Response:
+    """Join, or report anew what there is. The answer has a new credential, which the node's other calls need."""
+    credential = await asyncio.to_thread(_join, service, caller, body)
+    return as_json(Joined(node=body.name, head=service.node_name, version=__version__, credential=credential))
 
 
 @router.post("/{name}/poll", dependencies=[NODES], response_model=Orders, responses=declared(404, 409, 410))
-async def poll(service: Context, name: Name, body: Poll) -> Response:
+async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll) -> Response:
     """What the node is to do, as soon as that is something new."""
-    if await asyncio.to_thread(_take_in, service, name, body):
+    if await asyncio.to_thread(_take_in, service, caller, name, body):
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
     while True:
@@ -123,8 +146,9 @@ async def remove(service: Context, name: Name) -> Response:
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
     """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
+    _check_task(service, name, task_id)
     lines = await _body(request)
-    size = await asyncio.to_thread(service.shipping.add_events, task_id, _heard(service, name), offset, lines)
+    size = await asyncio.to_thread(service.shipping.add_events, task_id, name, offset, lines)
     service.supervisor.wake()
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
@@ -140,8 +164,9 @@ async def add_log(
     service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
 ) -> Response:
     """Append to a log; an offset behind its end leaves out what is between."""
+    _check_task(service, name, task_id)
     data = await _body(request)
-    size = await asyncio.to_thread(service.shipping.add_log, task_id, _heard(service, name), file, offset, data)
+    size = await asyncio.to_thread(service.shipping.add_log, task_id, name, file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
@@ -155,9 +180,10 @@ async def ask_for_checkpoint(
     service: Context, name: Name, task_id: TaskId, checkpoint: Checkpoint, body: CheckpointReport
 ) -> Response:
     """Which files of a checkpoint are missing here; once none is, it is in place."""
+    _check_task(service, name, task_id)
     loop, ask = asyncio.get_running_loop(), service.shipping.ask
     # It may read what is in place already: with the other readers, so that calls find a free thread.
-    answer = await loop.run_in_executor(service.digests.threads, ask, task_id, _heard(service, name), checkpoint, body)
+    answer = await loop.run_in_executor(service.digests.threads, ask, task_id, name, checkpoint, body)
     return as_json(answer)
 
 
@@ -180,18 +206,25 @@ async def add_checkpoint_file(
 ) -> Response:
     """A file of a checkpoint, or the rest of one: what has come before a connection breaks is kept."""
 
+    _check_task(service, name, task_id)
+
     async def pieces() -> AsyncIterator[bytes]:
+        checked = time.monotonic()
         async for piece in request.stream():
-            _heard(service, name)
+            if time.monotonic() - checked > RECHECK:
+                checked = time.monotonic()
+                service.shipping.current(task_id, name)
+            service.presence.heard(name)
             yield piece
 
-    size = await service.shipping.receive(task_id, _heard(service, name), checkpoint, path, sha256, offset, pieces())
+    size = await service.shipping.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
-def _heard(service: Service, name: str) -> str:
+def _check_task(service: Service, name: str, task_id: str) -> None:
+    """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
+    service.shipping.current(task_id, name)
     service.presence.heard(name)
-    return name
 
 
 async def _body(request: Request) -> bytes:
@@ -205,8 +238,13 @@ def _known(service: Service, name: str) -> NodeRecord:
     return record
 
 
-def _join(service: Service, report: NodeReport) -> None:
-    """Raises InvalidRequest, Conflict."""
+def _join(service: Service, caller: Caller, report: NodeReport) -> str:
+    """Record a node. Returns its new credential; empty: the caller has one that is not replaced.
+
+    Raises:
+        InvalidRequest, Conflict.
+        Refused: 403, the credential of another node.
+    """
     try:
         address = ipaddress.ip_address(report.address)
     except ValueError as error:
@@ -226,30 +264,51 @@ def _join(service: Service, report: NodeReport) -> None:
                 f"node {report.name!r} has {package} {theirs or 'none'}, the service has {ours[package] or 'none'}: "
                 "install the same version on both"
             )
-    if report.name == service.node_name and report.machine_id != service.machine_id:
-        raise Conflict(
-            f"the node {report.name!r} is there already: it is the service's own machine; choose another name "
-            "(--name, TRL_NODE_NAME)"
-        )
-    known = service.store.node(report.name)
-    if known is not None and _is_live(service, known):
-        if known.machine_id != report.machine_id:
-            raise Conflict(
-                f"the node {report.name!r} is there already: machine {known.machine_id}, and this one is machine "
-                f"{report.machine_id}; choose another name (--name, TRL_NODE_NAME)"
-            )
-        if _life(known) != _life(report):
-            raise Conflict(
-                f"the node {report.name!r} is there already: another agent of this machine, with another data "
-                "directory, has that name. Choose another (--name, TRL_NODE_NAME); where that agent has just been "
-                f"stopped, start this one {SILENCE:.0f} s later"
-            )
-    service.removed.pop(report.name, None)
-    service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json())
-    service.presence.heard(report.name)
+    # This machine's own agent has a token that lasts as long as this process.
+    credential, sha256 = ("", None) if report.name == service.node_name else new_credential()
+    with _JOINING:
+        known = service.store.node(report.name)
+        _check_name(service, caller, report, known)
+        _note_used(service, caller)
+        service.removed.pop(report.name, None)
+        service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
+        service.presence.heard(report.name)
     service.supervisor.wake()
     if known is None:
         log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
+    return credential
+
+
+def _check_name(service: Service, caller: Caller, report: NodeReport, known: NodeRecord | None) -> None:
+    """Check that a join may have the name that it reports. No sentence here shows what is known of the other machine.
+
+    Raises:
+        Conflict: it is another node's.
+        Refused: 403, the caller is another node.
+    """
+    name, same_machine = report.name, known is not None and known.machine_id == report.machine_id
+    if caller.node is not None and caller.node != name:
+        raise Refused(403, f"this credential is another node's: only {name!r} itself may join under this name")
+    if name == service.node_name and caller.node != name:
+        raise Conflict(
+            f"the node {name!r} is there already: it is the service's own machine; choose another name "
+            "(--name, TRL_NODE_NAME)"
+        )
+    if known is None or (caller.node == name and (same_machine or name == service.node_name)):
+        return
+    if _is_live(service, known):
+        # Until a credential was used, the answer that had it may be lost: the same agent then asks again.
+        if same_machine and known.boot_id == _life(report) and not service.store.has_used_credential(name):
+            return
+        raise Conflict(
+            f"the node {name!r} is there already: choose another name (--name, TRL_NODE_NAME); if this is its machine "
+            f"with a new data directory, stop its agent and start this one {SILENCE:.0f} s later"
+        )
+    if caller.node != name and not same_machine:
+        raise Conflict(
+            f"the node {name!r} joined from another machine before: choose another name (--name, TRL_NODE_NAME), or "
+            f"have the operator remove it (trl-remote nodes remove {name})"
+        )
 
 
 def _is_live(service: Service, record: NodeRecord) -> bool:
@@ -260,23 +319,28 @@ def _is_live(service: Service, record: NodeRecord) -> bool:
 
 
 def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
-    """The node that calls. Raises NotFound, and Gone: it was removed, perhaps while it waited for its answer."""
+    """The node that polls. What it raises may come to be while it waits for its answer.
+
+    Raises:
+        NotFound.
+        Gone: it was removed.
+        Conflict: it has not joined since it was started.
+    """
     if service.removed.get(name) == _life(body):
-        raise Gone(f"node {name!r} was removed (trl-remote nodes remove): start its agent again to have it back")
-    return _known(service, name)
-
-
-def _take_in(service: Service, name: str, body: Poll) -> bool:
-    """What a node says. Returns whether any of it is new. Raises NotFound, Gone, Conflict."""
-    record = _welcome(service, name, body)
+        raise Gone(removed(name))
+    record = _known(service, name)
     if record.boot_id != _life(body):
-        raise Conflict(
-            f"node {name!r} has started anew or is another machine (boot {record.boot_id}, this is {_life(body)}): "
-            "join again"
-        )
+        raise Conflict(f"node {name!r} has joined as another agent, or before this machine was started: join again")
+    return record
+
+
+def _take_in(service: Service, caller: Caller, name: str, body: Poll) -> bool:
+    """Record what a node reports. Returns whether any of it is new. Raises InvalidRequest, and as `_welcome`."""
+    record = _welcome(service, name, body)
     for report in body.tasks:
         _check(report)
     service.presence.heard(name)
+    _note_used(service, caller)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.note_seen(name)
     said = {report.task_id: report for report in body.tasks}
@@ -286,6 +350,13 @@ def _take_in(service: Service, name: str, body: Poll) -> bool:
         if task.stage == Stage.stop and _is_over(said.get(task.task_id))
     ]
     return service.store.note_tasks(name, {key: report.model_dump_json() for key, report in said.items()}, gone)
+
+
+def _note_used(service: Service, caller: Caller) -> None:
+    """Record the first use of a credential, with which those before it expire."""
+    if caller.node is not None and caller.unused_credential:
+        with suppress(StoreError):  # a full disk: those before it stay valid, and the next call comes here again
+            service.store.note_credential_used(caller.node, caller.unused_credential)
 
 
 def _life(said: NodeReport | Poll | NodeRecord) -> str:

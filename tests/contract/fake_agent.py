@@ -15,11 +15,18 @@ from tests.contract.stack import Json, poll
 
 
 class FakeAgent:
-    """Joins as soon as it is made."""
+    """A node whose calls a test makes.
 
-    def __init__(self, service: TrainingService, name: str = "worker", **report: Any) -> None:
+    Args:
+        token: the join token. It is sent until a join has answered with a credential, which is sent from then on;
+            None: every call is made by the operator.
+    """
+
+    def __init__(self, service: TrainingService, name: str = "worker", token: str | None = None, **report: Any) -> None:
         self.service = service
         self.name = name
+        self.token = token
+        self.credential: str | None = None
         self.boot_id = f"boot of {name}"
         self.seen = 0
         self.orders: list[Json] = []
@@ -33,12 +40,24 @@ class FakeAgent:
         self.boot_id = self.report["boot_id"]
 
     def join(self) -> requests.Response:
-        return self.service.post("/nodes", self.report)
+        answer = self.call("POST", "/nodes", json=self.report)
+        if answer.ok:
+            self.credential = answer.json().get("credential") or self.credential
+        return answer
+
+    def call(self, method: str, path: str, **request: Any) -> requests.Response:
+        """One call as this agent, to any path."""
+        headers = dict(request.pop("headers", {}))
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.credential or self.token}"
+        return self.service.session.request(
+            method, f"{self.service.url}/v1{path}", headers=headers, timeout=60, **request
+        )
 
     def poll(self) -> requests.Response:
         own = {"boot_id": self.boot_id, "agent_id": self.report.get("agent_id", "")}
         body = {**own, "tasks": list(self.reports.values()), "seen": self.seen}
-        answer = self.service.post(f"/nodes/{self.name}/poll", body)
+        answer = self.call("POST", f"/nodes/{self.name}/poll", json=body)
         if answer.ok:
             self.seen, self.orders = answer.json()["revision"], answer.json()["tasks"]
         return answer
@@ -91,7 +110,7 @@ class FakeAgent:
             for name in file_names(checkpoint)
         ]
         path = f"/nodes/{self.name}/tasks/{task_id}/checkpoints/{checkpoint.name}"
-        return self.service.post(path, {"kind": kind, "files": files})
+        return self.call("POST", path, json={"kind": kind, "files": files})
 
     def send_file(self, task_id: str, checkpoint: Path, name: str, offset: int = 0) -> requests.Response:
         data = (checkpoint / name).read_bytes()
@@ -110,9 +129,8 @@ class FakeAgent:
         return Path(answer.json()["path"])
 
     def _send(self, method: str, path: str, data: bytes, **params: Any) -> requests.Response:
-        url = f"{self.service.url}/v1/nodes/{self.name}/tasks/{path}"
         headers = {"Content-Type": "application/octet-stream"}
-        return self.service.session.request(method, url, data=data, params=params, headers=headers, timeout=30)
+        return self.call(method, f"/nodes/{self.name}/tasks/{path}", data=data, params=params, headers=headers)
 
 
 def running() -> Json:

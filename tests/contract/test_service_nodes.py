@@ -52,9 +52,9 @@ def agents(service: TrainingService) -> Iterator[list[FakeAgent]]:
 
 
 def agent(service: TrainingService, name: str, number: int, **report: Any) -> FakeAgent:
-    one = FakeAgent(service, name, address=f"10.0.0.{number}", **{**WORKER, **report})
-    answer = one.join()
-    assert answer.json() == {"node": name, "head": "head", "version": answer.json()["version"]}
+    one = FakeAgent(service, name, NODE_TOKEN, address=f"10.0.0.{number}", **{**WORKER, **report})
+    answer = one.join().json()
+    assert answer == {"node": name, "head": "head", "version": answer["version"], "credential": one.credential}
     return one
 
 
@@ -169,20 +169,23 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
         return requests.request(method, f"{service.url}/v1{path}", headers=headers, timeout=30, **more).status_code
 
     report = {**agents[0].report, "name": "c", "machine_id": "c"}
-    for token, joins, lists, submits, cordons in (
-        (NODE_TOKEN, 200, 403, 403, 403),
-        ("users", 403, 200, 400, 403),
-        (TOKEN, 200, 200, 400, 204),
+    own = agents[0].credential
+    assert own
+    for token, joins, lists, submits, cordons, reads in (
+        (NODE_TOKEN, 200, 403, 403, 403, 403),
+        (own, 403, 403, 403, 403, 403),
+        ("users", 403, 200, 400, 403, 404),
+        (TOKEN, 200, 200, 400, 204, 404),
     ):
         assert call(token, "POST", "/nodes", json=report) == joins
-        assert call(token, "GET", "/nodes") == 200
+        assert call(token, "GET", "/nodes") == lists
         assert call(token, "GET", JOBS) == lists
         assert call(token, "POST", SFT, json={}) == submits
         assert call(token, "POST", "/nodes/a/cordon") == cordons
-        assert call(token, "GET", f"{JOBS}/nope/checkpoints") == 404
-        assert call(token, "GET", f"/blobs/{'0' * 64}") == 404
+        assert call(token, "GET", f"{JOBS}/nope/checkpoints") == reads
+        assert call(token, "GET", f"/blobs/{'0' * 64}") == reads
         sends = call(token, "POST", "/nodes/a/tasks/nope-1/events?offset=0", data=b"x\n")
-        assert sends == (403 if token == "users" else 410)
+        assert sends == (410 if token in (own, TOKEN) else 403)
         assert call(token, "DELETE", "/nodes/nope") == (403 if token != TOKEN else 404)
         assert call(token, "DELETE", f"{JOBS}/nope") == (403 if token != TOKEN else 404)
     assert service.delete("/nodes/c").status_code == 204
@@ -203,7 +206,7 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
         ({"address": "224.0.0.1"}, 400, "one of its network interfaces"),
         ({"address": "worker.local"}, 400, "give the literal IP address"),
         ({"versions": {**versions(), "trl": "1.0"}}, 409, "'c' has trl 1.0, the service has"),
-        ({"name": "a", "machine_id": "another"}, 409, "machine machine of a, and this one is machine another"),
+        ({"name": "a", "machine_id": "another"}, 409, "the node 'a' is there already: choose another name"),
         ({"name": "a/b"}, 400, "name"),
         ({"devices": []}, 400, "devices"),
     ],
@@ -359,7 +362,7 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
 ) -> None:
     a, _ = agents
     twin = FakeAgent(service, "a", address="10.0.0.9", agent_id="another directory")
-    assert "another agent of this machine, with another data directory" in refusal(twin.join(), 409)
+    assert "with a new data directory, stop its agent and start this one 15 s later" in refusal(twin.join(), 409)
     assert "join again" in refusal(twin.poll(), 409)
     assert a.poll().ok
     own = FakeAgent(service, "head", machine_id="another machine", address="10.0.0.9")
@@ -374,6 +377,7 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
         assert service.delete("/nodes/a").status_code == 204
         assert "was removed" in refusal(asked.result(10), 410)
     assert "was removed" in refusal(a.poll(), 410)
+    a.credential = None  # it is started again
     assert a.join().ok
     a.seen = 0
     assert a.poll().ok

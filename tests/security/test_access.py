@@ -38,7 +38,9 @@ def call(method: str, path: str, role: str, body: bytes = b"", **headers: str) -
         **{"type": "http", "method": method, "path": path, "query_string": b""},
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
     }
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of this machine's own agent")
+    service: Any = SimpleNamespace(
+        settings=settings, node_name="head", node_token="of this machine's own agent", store=SimpleNamespace()
+    )
     asyncio.run(make_app(service)(scope, receive, send))
     return statuses[0], read_before_answer
 
@@ -64,6 +66,13 @@ def test_a_control_character_in_a_path_is_refused_for_everybody(path: str, role:
         ("POST", "/v1/datasets", "node", 403),
         ("PUT", "/v1/blobs/" + "0" * 64, "node", 403),
         ("DELETE", "/v1/nodes/a", "node", 403),
+        ("GET", "/v1/nodes", "node", 403),
+        ("HEAD", "/v1/blobs/" + "0" * 64, "node", 403),
+        # The token that joins opens a join, and no call of a node.
+        ("POST", "/v1/nodes/a/poll", "node", 403),
+        ("PUT", "/v1/nodes/a/tasks/t/logs/rank-0.log", "node", 403),
+        ("GET", "/v1/blobs/" + "0" * 64, "node", 403),
+        ("GET", "/v1/post-training/jobs/j/checkpoints", "node", 403),
         ("DELETE", "/v1/post-training/jobs/j", "submit", 403),
         ("POST", "/v1/nodes", "", 401),
         ("PATCH", "/v1/nodes", "", 401),
@@ -81,12 +90,12 @@ def test_a_body_that_is_announced_too_large_for_its_route_is_not_read() -> None:
     json = {"content_type": "application/json"}
     assert call("POST", "/v1/post-training/job/cancel", "submit", b" " * 70_000, **json) == (413, False)
     assert call("POST", "/v1/post-training/preference-optimize", "submit", b" " * (2 << 20), **json) == (413, False)
-    assert call("POST", "/v1/nodes/a/tasks/t/events", "node", b" " * (5 << 20)) == (413, False)
+    assert call("POST", "/v1/nodes/a/tasks/t/events", "admin", b" " * (5 << 20)) == (413, False)
 
 
 def test_every_call_shows_its_roles_in_the_document() -> None:
     settings = ServiceSettings.model_validate({"api_token": "a"})
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="n")
+    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="n", store=SimpleNamespace())
     document = make_app(service).openapi()
     operations = {
         (method, path): operation

@@ -27,6 +27,7 @@ from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes import task as tasks
 from llama_stack_provider_trl_remote.nodes.agent import Agent
+from llama_stack_provider_trl_remote.nodes.credential import CredentialFile
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.localize import Places
 from llama_stack_provider_trl_remote.nodes.outbox import Outbox
@@ -815,8 +816,9 @@ def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, 
     assert len(world.launcher.tasks) == (call != "join")
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 429])
-@pytest.mark.parametrize("only", ["poll", "join"])
+@pytest.mark.parametrize(
+    ("only", "status"), [*(("join", status) for status in (400, 401, 403, 429)), ("poll", 403), ("poll", 429)]
+)
 def test_a_node_that_had_joined_bears_a_refusal_for_a_while(
     world: World, only: str, status: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -853,7 +855,7 @@ def test_a_node_that_is_refused_for_the_lease_ends_its_tasks_and_itself(world: W
     assert world.clock() > LEASE
 
 
-@pytest.mark.parametrize("status", [404, 409])
+@pytest.mark.parametrize("status", [401, 404, 409])
 def test_a_service_with_another_database_is_joined_again(world: World, status: int) -> None:
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
@@ -1030,6 +1032,130 @@ def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> Non
     with pytest.raises(NodeError, match=r"TRL_NODE_ADDRESS must be an address of this machine: .*192\.0\.2\.77"):
         world.run(play)
     assert world.head.joined == []
+
+
+# The node's credential
+
+
+def kept_credential(world: World) -> dict[str, str]:
+    return dict(json.loads((world.data_dir / "credential.json").read_text()))
+
+
+def test_a_credential_is_kept_for_the_node_alone_and_used_from_then_on(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        assert head.sent == "credential-1"
+
+    world.run(play)
+    assert kept_credential(world) == {"service": "http://head:8322", "node": "b", "credential": "credential-1"}
+    assert (world.data_dir / "credential.json").stat().st_mode & 0o777 == 0o600
+    world.run(play_until_joined(2))
+    assert world.head.joined_with == [None, "credential-1"]
+    assert kept_credential(world)["credential"] == "credential-2"
+
+
+def play_until_joined(times: int) -> Callable[[FakeHead], Awaitable[None]]:
+    async def play(head: FakeHead) -> None:
+        polls = len(head.polls)
+        await head.until(lambda: len(head.joined) == times and len(head.polls) > polls)
+
+    return play
+
+
+@pytest.mark.parametrize("of", [{"service": "http://other:8322"}, {"node": "c"}])
+def test_a_credential_of_another_service_or_name_is_not_sent(world: World, of: dict[str, str]) -> None:
+    world.data_dir.mkdir()
+    kept = {"service": "http://head:8322", "node": "b", "credential": "theirs", **of}
+    (world.data_dir / "credential.json").write_text(json.dumps(kept))
+    world.run(play_until_joined(1))
+    assert world.head.joined_with == [None]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '"x"', "\0"])
+def test_a_credential_that_cannot_be_read_is_replaced(world: World, text: str) -> None:
+    world.data_dir.mkdir()
+    (world.data_dir / "credential.json").write_text(text)
+    world.run(play_until_joined(1))
+    assert kept_credential(world)["credential"] == "credential-1"
+
+
+@pytest.mark.parametrize("status", [401, 410])
+def test_a_service_that_knows_no_such_credential_is_joined_with_the_token(world: World, status: int) -> None:
+    """It has another database, or the node was removed while its agent was stopped."""
+    world.run(play_until_joined(1))
+    world.head.only, world.head.trouble = "join with", [refusal(status, "the token is not one")]
+    world.run(play_until_joined(2))
+    assert world.head.joined_with == [None, None]
+    assert kept_credential(world)["credential"] == "credential-2"
+
+
+def test_an_agent_that_runs_while_its_node_is_removed_does_not_join_anew(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        head.only, head.trouble = "join", [refusal(410, "was removed")]
+        world.clock.advance(agents.REPORT + 1)
+        world.models = ("org/new",)
+        head.let_go()
+        await head.until(lambda: False)
+
+    with pytest.raises(ServiceRefusal, match="was removed"):
+        world.run(play)
+    assert len(world.head.joined) == 1
+
+
+def test_a_service_that_knows_neither_is_tried_with_both_until_it_is_back(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        head.only, head.trouble = "", [refusal(401, "the token is not one") for _ in range(20)]
+        head.let_go()
+        await head.until(lambda: not head.trouble)
+        await head.until(lambda: len(head.joined) == 2)
+
+    world.run(play)
+    calls = [call for call in world.head.calls if call.startswith("join")]
+    assert {"join", "join with credential-1"} == set(calls)
+
+
+def test_a_credential_is_replaced_every_day(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls)
+        for hours, joined in ((23, 1), (25, 2)):
+            world.clock.now = hours * 3600.0
+            head.let_go()
+            polls = len(head.polls)
+            await head.until(lambda polls=polls: len(head.polls) > polls + 1 or head.let_go())
+            assert len(head.joined) == joined
+        assert head.sent == "credential-2"
+
+    world.run(play)
+    assert world.head.joined_with == [None, "credential-1"]
+
+
+def test_a_new_credential_that_cannot_be_kept_is_not_used(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is started again has the one on its disk, which the service forgets once the new one was used."""
+    world.run(play_until_joined(1))
+    monkeypatch.setattr(CredentialFile, "write", lambda file, credential: _full(world.data_dir))
+    world.run(play_until_joined(2))
+    assert world.head.sent == "credential-1"
+    (world.data_dir / "credential.json").unlink()
+    world.run(play_until_joined(3))
+    assert world.head.sent == "credential-3"  # it has no other
+
+
+def test_what_a_report_would_not_hold_is_cut(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        task = world.launcher.tasks["job-1"]
+        task.seen = replace(task.seen, detail="d" * 10_000, stacks="s" * (1 << 20))
+        await head.until(lambda: (report := head.report()) and report.detail)
+        report = head.report()
+        assert report is not None
+        assert (len(report.detail), report.detail[-4:]) == (8192, "d...")
+        assert report.observation is not None
+        assert len(report.observation["stacks"]) == 8192
+
+    world.run(play)
 
 
 @pytest.mark.parametrize("there", [False, True])

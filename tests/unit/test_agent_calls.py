@@ -257,3 +257,15 @@ def test_an_agent_whose_token_is_refused_is_told_of_its_own_variable(status: int
     assert end in str(error)
     assert "TRL_SERVICE_TOKEN" not in str(error)
     assert ("TRL_SERVICE_NODE_TOKEN" in str(error)) == ("token" in detail)
+
+
+def test_a_node_sends_its_credential_and_joins_with_the_token_without_one() -> None:
+    client = PlayedClient()
+    assert client._headers == {"Authorization": "Bearer t"}
+    client.authenticate("own")
+    assert client._headers == {"Authorization": "Bearer own"}
+    client.authenticate(None)
+    assert client._headers == {"Authorization": "Bearer t"}
+    client._join_token = None
+    client.authenticate(None)
+    assert client._headers == {}

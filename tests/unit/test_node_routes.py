@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,26 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service import routes_nodes
+from llama_stack_provider_trl_remote.service.access import Caller, Refused
 from llama_stack_provider_trl_remote.service.cluster import Presence
 from llama_stack_provider_trl_remote.service.errors import Conflict, Gone
-from llama_stack_provider_trl_remote.wire import SILENCE, VERSIONS, DeviceReport, NodeReport, Poll
+from llama_stack_provider_trl_remote.service.node_credentials import NodeCredentials
+from llama_stack_provider_trl_remote.wire import (
+    SILENCE,
+    VERSIONS,
+    CheckpointReport,
+    DeviceReport,
+    NodeReport,
+    Poll,
+)
 from tests.fakes import FakeClock, job_spec
 
+JOINS = Caller("node", "joins")
+OWN = Caller("node", "head", "head")
 VERSION = dict.fromkeys(VERSIONS, "1")
 
 
@@ -44,8 +57,12 @@ class World:
             removed={},
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
-            shipping=SimpleNamespace(receive=self.receive),
+            shipping=SimpleNamespace(receive=self.receive, current=self.current),
         )
+
+    def current(self, task_id: str, node: str) -> None:
+        if self.store.current_task(task_id, node) is None:
+            raise Gone("it is not current")
 
     async def receive(self, *about: Any) -> int:
         *_, coming = about
@@ -53,7 +70,10 @@ class World:
             self.received.append("lost" if self.presence.is_lost("a") else "there")
         return len(self.received)
 
-    def join(self, name: str = "a", agent_id: str = "one", machine: str = "") -> None:
+    def join(
+        self, name: str = "a", agent_id: str = "one", machine: str = "", caller: Caller = JOINS
+    ) -> tuple[Caller, str]:
+        """Returns the caller that its credential makes the node, and the credential."""
         report = NodeReport(
             name=name,
             machine_id=machine or f"machine of {name}",
@@ -66,10 +86,16 @@ class World:
             devices=(DeviceReport(name="cpu"),),
             versions=VERSION,
         )
-        asyncio.run(routes_nodes.join(self.service, report))
+        answer = asyncio.run(routes_nodes.join(self.service, caller, report))
+        credential = json.loads(bytes(answer.body))["credential"]
+        return self.authenticated(credential) or caller, credential
 
-    def poll(self, name: str = "a", agent_id: str = "one") -> None:
-        asyncio.run(routes_nodes.poll(self.service, name, Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)))
+    def authenticated(self, credential: str) -> Caller | None:
+        return NodeCredentials(self.store)(credential)
+
+    def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
+        body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
+        asyncio.run(routes_nodes.poll(self.service, caller, name, body))
 
     def remove(self, name: str = "a") -> None:
         asyncio.run(routes_nodes.remove(self.service, name))
@@ -95,7 +121,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
-    world.join("head", machine="machine of head")
+    assert world.join("head", machine="machine of head", caller=OWN)[1] == ""
     world.pass_time(SILENCE + 1)
     with pytest.raises(Conflict, match="the service's own machine: cordon or drain it"):
         world.remove("head")
@@ -104,7 +130,7 @@ def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
 
 def test_nobody_else_takes_the_name_of_the_services_own_machine(world: World) -> None:
     with pytest.raises(Conflict, match="it is the service's own machine; choose another name"):
-        world.join("head", machine="another")
+        world.join("head", machine="machine of head")
     assert world.store.node("head") is None
 
 
@@ -151,7 +177,164 @@ def test_a_name_is_free_once_its_agent_is_silent(world: World) -> None:
             world.join(**other)
     world.join()  # itself, started again
     world.pass_time(SILENCE + 1)
+    with pytest.raises(
+        Conflict, match=r"joined from another machine before: .* remove it \(trl-remote nodes remove a\)"
+    ):
+        world.join(machine="another")
+    world.join(agent_id="two")
+    world.remove()
     world.join(machine="another")
+
+
+def test_a_lost_answer_to_a_join_keeps_no_node_out(world: World) -> None:
+    world.join()
+    own, _ = world.join()
+    world.poll(caller=own)
+    with pytest.raises(Conflict, match="is there already"):
+        world.join()
+    for _ in range(20):
+        world.join(caller=own)
+    world.poll(caller=own)
+
+
+def test_a_node_that_has_called_with_its_credential_joins_with_nothing_else_while_it_is_there(world: World) -> None:
+    own, credential = world.join()
+    assert own.unused_credential
+    world.poll(caller=own)
+    used = world.authenticated(credential)
+    assert used == Caller("node", "a", "a", presented=True)
+    world.join(caller=used)
+    world.join(agent_id="two", caller=used)  # started again with another boot, say
+    with pytest.raises(Conflict, match="is there already"):
+        world.join(agent_id="two")
+    with pytest.raises(Conflict, match="is there already"):
+        world.join(machine="another", caller=used)
+    with pytest.raises(Refused, match="is another node's"):
+        world.join("b", caller=used)
+    world.pass_time(SILENCE + 1)
+    world.join(machine="another", caller=used)  # its data directory was moved
+
+
+def test_a_credential_is_replaced_once_its_successor_is_used(world: World) -> None:
+    own, first = world.join()
+    world.poll(caller=own)
+    own, second = world.join(caller=own)
+    world.clock.advance(3600)
+    assert world.authenticated(first)
+    world.poll(caller=own)
+    assert world.authenticated(first), "calls with it may be under way"
+    world.clock.advance(31)
+    assert world.authenticated(first) is None
+    assert world.authenticated(second)
+
+
+def test_of_many_joins_without_an_answer_few_credentials_are_kept(world: World) -> None:
+    issued = [world.join()[1] for _ in range(20)]
+    assert [credential for credential in issued if world.authenticated(credential)] == issued[-4:]
+
+
+def test_a_removed_node_s_credentials_are_refused_for_as_long_as_its_agent_may_still_come(world: World) -> None:
+    own, first = world.join()
+    world.poll(caller=own)
+    _, second = world.join(caller=own)
+    world.remove()
+    world.start()
+    for credential in (first, second):
+        with pytest.raises(Refused, match="was removed") as caught:
+            world.authenticated(credential)
+        assert caught.value.status_code == 410
+    third = world.join(machine="another")[1]
+    with pytest.raises(Refused, match="was removed"):
+        world.authenticated(first)
+    world.clock.advance(31 * 24 * 3600)
+    assert world.authenticated(first) is None
+    assert world.authenticated(third)
+
+
+def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = world.join()
+    world.poll(caller=own)
+    used = Caller("node", "a", "a")
+    world.service.stopping = SimpleNamespace(is_set=lambda: False)
+
+    async def meanwhile(seconds: float) -> None:
+        report = json.loads(world.store.nodes()[0].report) | {"agent_id": "two"}
+        await routes_nodes.join(world.service, used, NodeReport.model_validate(report))
+
+    monkeypatch.setattr(routes_nodes.asyncio, "sleep", meanwhile)
+    revision = world.store.nodes()[0].revision
+    body = Poll(boot_id="1", agent_id="one", tasks=(), seen=revision)
+    with pytest.raises(Conflict, match="has joined as another agent"):
+        asyncio.run(routes_nodes.poll(world.service, used, "a", body))
+
+
+def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sha256: str) -> None:
+        raise StoreError("disk I/O error")
+
+    monkeypatch.setattr(world.store, "credential", broken)
+    with pytest.raises(Refused, match="the job database cannot be read") as caught:
+        world.authenticated("any")
+    assert caught.value.status_code == 500
+
+
+def test_the_first_use_of_a_credential_may_be_recorded_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = world.join()
+
+    def full(node: str, sha256: str) -> None:
+        raise StoreError("database or disk is full")
+
+    monkeypatch.setattr(world.store, "note_credential_used", full)
+    world.poll(caller=own)
+    assert not world.store.has_used_credential("a")
+
+
+@pytest.mark.parametrize("call", ["events", "log", "ask", "file"])
+def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
+    """Before, every call in the name of a node kept it alive, whatever came of the call."""
+    world.join()
+    world.give_task()
+    world.store.stop_tasks("job-1", "{}")
+    world.pass_time(SILENCE + 1)
+
+    class Sent:
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b"x"
+
+    request: Any = Sent()
+    service = world.service
+    for task in ("job-1", "another"):
+        calls = {
+            "events": lambda task=task: routes_nodes.add_events(service, "a", task, 0, request),
+            "log": lambda task=task: routes_nodes.add_log(service, "a", task, "rank-0.log", 0, request),
+            "ask": lambda task=task: routes_nodes.ask_for_checkpoint(
+                service, "a", task, "final", CheckpointReport(kind="final", files=())
+            ),
+            "file": lambda task=task: routes_nodes.add_checkpoint_file(
+                service, "a", task, "final", "f", "0" * 64, request
+            ),
+        }
+        with pytest.raises(Gone):
+            asyncio.run(calls[call]())
+    assert world.presence.is_lost("a")
+
+
+def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.join()
+    world.give_task()
+    monkeypatch.setattr(routes_nodes, "RECHECK", 0.0)
+
+    class Endless:
+        async def stream(self) -> AsyncIterator[bytes]:
+            for number in range(1000):
+                if number == 3:
+                    world.store.stop_tasks("job-1", "{}")
+                yield b"x"
+
+    request: Any = Endless()
+    with pytest.raises(Gone):
+        asyncio.run(routes_nodes.add_checkpoint_file(world.service, "a", "job-1", "final", "f", "0" * 64, request))
+    assert world.received == ["there"] * 3
 
 
 def test_who_was_heard_before_the_service_was_started_is_there(world: World) -> None:
@@ -169,6 +352,7 @@ def test_who_was_heard_before_the_service_was_started_is_there(world: World) -> 
 def test_a_node_that_uploads_for_longer_than_its_silence_is_not_lost(world: World) -> None:
     """Its polls may not get through beside a checkpoint that takes all of the line."""
     world.join()
+    world.give_task()
 
     class Slow:
         async def stream(self) -> AsyncIterator[bytes]:

@@ -263,7 +263,8 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of this machine's own agent")
+    store = SimpleNamespace(credential=lambda sha256: None)
+    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of its own agent", store=store)
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}
