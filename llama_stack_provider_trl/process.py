@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -155,6 +156,27 @@ def available_memory() -> int:
 def resident_memory() -> int:
     """Bytes of memory that this process takes."""
     return int(psutil.Process().memory_info().rss)
+
+
+def limit_memory(size: int) -> None:
+    """Linux: let this process, and each of its children, allocate at most `size` bytes; more is a MemoryError.
+
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts what libraries map and never touch: torch and trl
+    import within 2 GiB of the former (measured: 0.8 GiB resident) and not within 2 GiB of the latter.
+    """
+    if _LINUX:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        size = size if most == resource.RLIM_INFINITY else min(size, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def allocated_memory() -> int:
+    """Linux: bytes that `limit_memory` counts now; 0 elsewhere."""
+    try:
+        found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
 
 
 def work_done() -> tuple[float, int]:

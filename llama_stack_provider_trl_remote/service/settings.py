@@ -184,6 +184,10 @@ class ServiceSettings(_Block):
     """Rows of a dataset; more is a 413."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
+    reader_memory_mb: int = Field(2048, ge=512)
+    """MiB of memory that a process may take which reads a dataset from a uri, or checks a large one (Linux)."""
+    preflight_memory_mb: int = Field(4096, ge=1024)
+    """MiB that a preflight may take for rows, chat template and tracing, besides its libraries (Linux)."""
     preflight_timeout: float = Field(300.0, gt=0)
     """Seconds that a preflight may take, waiting for its turn included."""
     device_memory_gb: float | None = Field(None, gt=0)
