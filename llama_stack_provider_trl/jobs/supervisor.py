@@ -34,7 +34,7 @@ from .ownership import Ownership
 from .placement import Node, Queued, place, why_waits
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
-from .store import Store
+from .store import Store, private_data_dir
 from .verdict import has_shrunk, may_shrink, verdict
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Supervisor:
             OSError: the data directory cannot be written.
         """
         if self._thread is None:
-            self._data_dir.mkdir(parents=True, exist_ok=True)
+            private_data_dir(self._data_dir)
             self._acquire()
             self._stopping.clear()
             self._thread = threading.Thread(target=self._run, name="trl-supervisor", daemon=True)
@@ -473,7 +473,7 @@ class Supervisor:
             has_trained=any(tried.step > tried.start_step for tried in before),
             nodes=nodes_of(job.devices),
         )
-        RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
+        atomic_write(RunDir(job.run_dir).spec, spec.model_dump_json(indent=1).encode())
 
     def _step_checkpoints(self, job: JobRecord) -> list[Path]:
         """The newest first, and last the one that the job began with."""

@@ -125,12 +125,13 @@ class RunnerStatus:
 def main(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = RunnerTask.read(Path(arguments[0]))
+    umask = os.umask(0o077)
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
     if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
         return  # started once already; the lock and the file outlive the process that asked for it
     ready = _detach()
-    runner = Runner(task)
+    runner = Runner(task, umask)
     os.write(ready, b"1")
     os.close(ready)
     runner.run()
@@ -172,7 +173,12 @@ class Signals:
 class Runner:
     """One training process from waiting for its device to its exit code."""
 
-    def __init__(self, task: RunnerTask) -> None:
+    Args:
+        umask: of the user; the training process gets it, for checkpoints outside the data directory.
+    """
+
+    def __init__(self, task: RunnerTask, umask: int) -> None:
+        self.umask = umask
         self.task = task
         self.paths = RunDir(task.run_dir)
         self.signals = Signals()
@@ -233,7 +239,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 cwd=self.task.run_dir,
                 start_new_session=True,
-                preexec_fn=self._in_child(os.getpid()),
+                preexec_fn=self._in_child(os.getpid(), self.umask),
             )
 
     def watch(self, trainer: subprocess.Popen[bytes]) -> int:
@@ -282,8 +288,9 @@ class Runner:
         return descendants(os.getpid())
 
     @staticmethod
-    def _in_child(parent: int) -> Any:
+    def _in_child(parent: int, umask: int) -> Any:
         def prepare() -> None:
+            os.umask(umask)
             die_with_parent(parent)
             os.nice(NICE)
 

@@ -339,5 +339,13 @@ class AttemptSpec(_Frozen):
     """Not None: nothing is trained, the process only says what would be (`events.Preflighted`)."""
 
     @property
+    def is_private(self) -> bool:
+        """Whether all that it writes lies in the data directory, which no other user can enter."""
+        *above, jobs, _, attempts, _ = ("", "", "", "", *self.run_dir.parts)
+        data_dir = Path(*above)
+        in_it = (jobs, attempts) == ("jobs", "attempts") and self.job.checkpoint_dir.is_relative_to(data_dir)
+        return in_it or self.preflight is not None
+
+    @property
     def task_id(self) -> str:
         return f"{self.job.job_uuid}-{self.attempt}"

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.files import private_directory
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
@@ -91,8 +92,7 @@ class Agent:
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
-            (self._data_dir / name).mkdir(exist_ok=True)
-            (self._data_dir / name).chmod(0o700)
+            private_directory(self._data_dir / name)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(

@@ -162,7 +162,7 @@ class ClusterLauncher:
         spec = AttemptSpec.model_validate_json(RunDir(task.run_dir).spec.read_text())
         mark = spec.job.checkpoint_dir / MARK
         mark.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(mark, task.task_id.encode())
+        atomic_write(mark, task.task_id.encode(), mode=0o644)  # a node may read it as another user
         self._order(task, spec.model_dump(mode="json"), mark)
 
     def poll(self, task: TaskSpec) -> Observation:
