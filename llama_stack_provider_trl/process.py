@@ -257,10 +257,10 @@ class FileLock:
         """Take the lock if it is free, without waiting; `holder` is what others will read.
 
         Raises:
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten.
         """
         assert self._fd is None, f"{self.path} is already held by this object"
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
