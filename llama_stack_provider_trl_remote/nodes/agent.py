@@ -24,10 +24,11 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.process import FileLock
 
-from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
+from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Progress, Stage, TaskOrder, TaskReport
 from . import task
 from .calls import is_gone
 from .identity import ADDRESS, NodeError
+from .localize import check_order
 from .task import Node, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Agent:
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
         self._tasks: dict[str, NodeTask] = {}
+        self._refused: dict[str, TaskReport] = {}
+        """Tasks whose orders are not followed."""
         self._news = asyncio.Event()
         self._seen = 0
         self._interrupted = False
@@ -202,7 +205,13 @@ class Agent:
     async def _follow(self, orders: Orders) -> None:
         self._seen = orders.revision
         wanted = {order.task_id: order for order in orders.tasks}
+        self._refused = {task_id: report for task_id, report in self._refused.items() if task_id in wanted}
         for task_id, order in wanted.items():
+            try:
+                check_order(order)
+            except InvalidRequest as error:
+                self._refuse(order, str(error))
+                continue
             known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
@@ -216,6 +225,17 @@ class Agent:
             known.forgotten = True
             known.end("the service has no such task here")
 
+    def _refuse(self, order: TaskOrder, why: str) -> None:
+        """Answer an order that is not followed: nothing of the task is here, or it stays as it is."""
+        is_over = order.stage is Stage.stop
+        progress = Progress.done if is_over else Progress.failed
+        if order.task_id not in self._refused:
+            log.error("task %s is refused: %s", order.task_id[:200], why)
+        self._refused[order.task_id] = TaskReport(
+            task_id=order.task_id, stage=order.stage, progress=progress, error="" if is_over else why
+        )
+        self._news.set()
+
     async def _forget(self) -> None:
         """Let go of what has ended and is not asked for."""
         for task_id, known in list(self._tasks.items()):
@@ -226,7 +246,8 @@ class Agent:
                 await asyncio.to_thread(known.forget, known.places.home not in others)
 
     def _reports(self) -> tuple[TaskReport, ...]:
-        return tuple(known.report() for known in self._tasks.values())
+        refused = [report for task_id, report in self._refused.items() if task_id not in self._tasks]
+        return (*(known.report() for known in self._tasks.values()), *refused)
 
     def _node(self, report: NodeReport) -> Node:
         return Node(
