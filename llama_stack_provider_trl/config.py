@@ -37,6 +37,8 @@ class TrlConfig(Documented):
     """Tokens per sequence where a job does not say."""
     checkpoint_roots: list[Path] = Field(default_factory=list)
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+    model_roots: list[Path] = Field(default_factory=list)
+    """Directories below which `model` may be a path, besides checkpoints of earlier jobs; none: any path."""
     train_python: Path | None = None
     """Interpreter that trains; unset: Llama Stack's own. Checked when Llama Stack starts."""
     trust_remote_code: list[TrustedModel] = Field(default_factory=list)
@@ -65,7 +67,7 @@ class TrlConfig(Documented):
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds for which rows that no job refers to any more are kept; none: for ever."""
 
-    @field_validator("data_dir", "checkpoint_roots", "train_python", mode="after")
+    @field_validator("data_dir", "checkpoint_roots", "model_roots", "train_python", mode="after")
     @classmethod
     def _absolute(cls, value: Any) -> Any:
         if value is None:

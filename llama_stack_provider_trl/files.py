@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from .errors import InvalidRequest, InvalidRows
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 """In a checkpoint: the size of each of its files, and the digests of a step checkpoint's. Written last, so that a
 directory with it was complete once."""
@@ -65,6 +68,26 @@ class Blob(NamedTuple):
     num_bytes: int
 
 
+def private_directory(directory: Path) -> None:
+    """Make a directory that no other user can enter; one that is there, and ours, becomes so.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = stat.S_IMODE(directory.stat().st_mode)
+    if not found & 0o077:
+        return
+    try:
+        directory.chmod(found & ~0o077)
+    except OSError as error:
+        log.warning(
+            "%s can be entered by other users (mode %04o), and that cannot be changed (%s): rows and logs in it are "
+            "readable for them; have its owner run chmod 700",
+            *(directory, found, error.strerror),
+        )
+
+
 def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
     """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
 
@@ -110,12 +133,12 @@ def touched(rows: Path) -> bool:
     return True
 
 
-def atomic_write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+def atomic_write_json(path: Path, value: Any, mode: int = 0o600) -> None:
     """Write JSON as `atomic_write` does."""
     atomic_write(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n", mode)
 
 
-def atomic_write(path: Path, data: bytes, mode: int = 0o644) -> None:
+def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a file so that a reader, or a power cut, finds the old one or the new one and never a part."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:

@@ -41,6 +41,7 @@ class TrlPostTraining(SubmittingCalls):
             devices=tuple(devices),
             max_seq_length=config.max_seq_length,
             checkpoint_roots=tuple(config.checkpoint_roots),
+            model_roots=tuple(config.model_roots) or None,
             trust_remote_code=tuple(config.trust_remote_code),
             save_steps=config.save_steps,
             keep_last=config.keep_last,

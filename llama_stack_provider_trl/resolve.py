@@ -57,6 +57,8 @@ LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-
 MODULE_NAMES = {"output_proj": "o_proj"}
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
 RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
+RESERVED_DIRECTORIES = ("jobs", "datasets", "reference", "preflights", "llama-stack", "node")
+"""What we write into a data directory besides checkpoints."""
 INT4_GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = {
     "bf16": "bf16",
@@ -76,6 +78,8 @@ class Settings:
     devices: tuple[str, ...]
     max_seq_length: int = 1024
     checkpoint_roots: tuple[Path, ...] = ()
+    model_roots: tuple[Path, ...] | None = None
+    """Directories below which a model may be named by its path, besides our own checkpoints; None: anywhere."""
     save_steps: int | None = None
     keep_last: int | None = None
     retries: int = 0
@@ -143,7 +147,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     fields = {
         "job_uuid": _job_uuid(request.job_uuid),
         "algorithm": algorithm,
-        **(names := _names(request)),
+        **(names := _names(request, settings)),
         **_trust(names["model"], settings),
         "checkpoint_dir": _checkpoint_dir(request, settings),
         "data_format": _data_format(data, is_sft, warnings),
@@ -286,13 +290,15 @@ def _job_uuid(job_uuid: str) -> str:
     return job_uuid
 
 
-def _names(request: Request) -> dict[str, str]:
+def _names(request: Request, settings: Settings) -> dict[str, str]:
     """Base model and name of the result."""
     if isinstance(request, SupervisedFineTuneRequest):
-        return {"model": _base_model("model", request.model), "output_name": request.job_uuid}
+        return {"model": _base_model("model", request.model, settings), "output_name": request.job_uuid}
     if request.model is None:
-        return {"model": _base_model("finetuned_model", request.finetuned_model), "output_name": request.job_uuid}
-    return {"model": _base_model("model", request.model), "output_name": request.finetuned_model or request.job_uuid}
+        model = _base_model("finetuned_model", request.finetuned_model, settings)
+        return {"model": model, "output_name": request.job_uuid}
+    model = _base_model("model", request.model, settings)
+    return {"model": model, "output_name": request.finetuned_model or request.job_uuid}
 
 
 def _trust(model: str, settings: Settings) -> dict[str, Any]:
@@ -304,12 +310,22 @@ def _trust(model: str, settings: Settings) -> dict[str, Any]:
     return {}
 
 
-def _base_model(name: str, model: str | None) -> str:
+def _base_model(name: str, model: str | None, settings: Settings) -> str:
     if not model:
         raise InvalidRequest(name, model, "name the base model: a local directory or a model id such as org/name")
     path = _path(name, model)
+    is_path = model.startswith(("/", "./", "~")) or ".." in Path(model).parts
+    # Before anything is said of what is there.
+    if (is_path or path.is_dir()) and not _may_be_read(path, settings):
+        roots = ", ".join(map(str, settings.model_roots or ())) or "none is configured"
+        raise InvalidRequest(
+            name,
+            model,
+            f"a model that is a directory must lie below one of the configured model_roots ({roots}), or be a "
+            "checkpoint of a job of this service; or name a model id such as org/name",
+        )
     if not path.is_dir():
-        if model.startswith(("/", "./", "../", "~")):
+        if is_path:
             raise InvalidRequest(name, model, "there is no such directory on the machine that trains")
         return model
     if not (path / "config.json").is_file():
@@ -322,6 +338,19 @@ def _base_model(name: str, model: str | None) -> str:
             )
         raise InvalidRequest(name, model, "the directory has no config.json; expected what save_pretrained writes")
     return str(path)
+
+
+def _may_be_read(path: Path, settings: Settings) -> bool:
+    """Whether a request may name a model's directory: everywhere without `model_roots`; else below one of them, where
+    jobs write checkpoints, and what the operator trusts by its path."""
+    if settings.model_roots is None:
+        return True
+    data_dir = settings.data_dir.resolve()
+    if path.is_relative_to(data_dir):
+        return path != data_dir and not any(path.is_relative_to(data_dir / name) for name in RESERVED_DIRECTORIES)
+    trusted = (entry for entry in settings.trust_remote_code if entry.startswith(("/", "~")))
+    roots = (*settings.model_roots, *settings.checkpoint_roots, *map(Path, trusted))
+    return any(path.is_relative_to(root.expanduser().resolve()) for root in roots)
 
 
 def _path(name: str, text: str, root: Path = Path()) -> Path:
@@ -350,7 +379,7 @@ def _checkpoint_dir(request: Request, settings: Settings) -> Path:
         raise InvalidRequest(
             "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
         )
-    for reserved in ("jobs", "datasets", "reference", "preflights", "llama-stack", "node"):
+    for reserved in RESERVED_DIRECTORIES:
         if base.is_relative_to(data_dir / reserved):
             raise InvalidRequest(
                 "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
@@ -607,7 +636,7 @@ def _dpo(
         reward_scale=config.reward_scale or 1.0,
         reward_clip=config.reward_clip,
         label_smoothing=options.label_smoothing,
-        reference=_reference(options, _names(request)["model"], settings),
+        reference=_reference(options, _names(request, settings)["model"], settings),
     )
 
 
@@ -616,7 +645,7 @@ def _reference(options: ProviderOptions, base_model: str, settings: Settings) ->
     if options.precompute_reference:
         fields = {"precompute": True, "cache": settings.data_dir / "reference"}
     if options.reference_model is not None:
-        model = _base_model("provider_options.reference_model", options.reference_model)
+        model = _base_model("provider_options.reference_model", options.reference_model, settings)
         if model != base_model:
             fields |= {"model": model, **_trust(model, settings)}
     return ReferenceSpec(**fields)

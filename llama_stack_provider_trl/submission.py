@@ -46,7 +46,7 @@ async def submit(
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
-        JobConflict: the job_uuid is taken by another request, or its checkpoint directory by another data directory.
+        JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
         StoreError: the job or its rows cannot be stored.
     """
     # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
@@ -87,7 +87,7 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     resolution = resolve(request, options, settings)
-    await asyncio.to_thread(_refuse_another_owner, settings.data_dir, resolution.fields["checkpoint_dir"])
+    await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
@@ -134,9 +134,9 @@ def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef
         raise StoreError(f"the split of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 
 
-def _refuse_another_owner(data_dir: Path, checkpoint_dir: Path) -> None:
+def _refuse_foreign(data_dir: Path, checkpoint_dir: Path) -> None:
     try:
-        Ownership(data_dir).check(checkpoint_dir)
+        Ownership(data_dir).check_unused(checkpoint_dir)
     except OSError as error:
         hint = f"it cannot be looked at: {error}"
         raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error

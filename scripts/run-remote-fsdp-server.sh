@@ -9,6 +9,8 @@
 #   TRL_SERVICE_DATA_DIR  where jobs and checkpoints go (default ~/.llama/trl-service)
 #   TRL_NPROC_PER_NODE    ranks of a job that does not say (default 2; on GPUs each needs one; auto: all of them)
 #   TRL_SERVICE_TOKEN     what clients must send; needed beyond the loopback address
+#   TRL_SERVICE_MODEL_ROOTS  directories below which a job's model may be a path, with colons between them; beyond the
+#                         loopback address only they and checkpoints of jobs are taken (model ids always are)
 #
 # On another machine it makes that a worker node of the service; arguments go to `trl-remote agent`. docs/multi-node.md
 #

@@ -7,6 +7,9 @@ from typing import Any
 
 from llama_stack_provider_trl_remote.wire import Stage, TaskOrder
 
+AA, BB = "aa" * 32, "bb" * 32
+"""Digests."""
+
 
 def spec(**changes: Any) -> dict[str, Any]:
     """The beginning of an AttemptSpec: what has to do with places."""
@@ -14,7 +17,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "job_uuid": "job",
         "model": "org/model",
         "checkpoint_dir": "/service/checkpoints/job",
-        "dataset": {"dataset_id": "d", "path": "/service/datasets/aa.jsonl", "sha256": "aa", "num_rows": 2},
+        "dataset": {"dataset_id": "d", "path": f"/service/datasets/{AA}.jsonl", "sha256": AA, "num_rows": 2},
         "validation": None,
         "resume_from": None,
         "dpo": None,

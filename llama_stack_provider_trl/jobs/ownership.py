@@ -18,6 +18,8 @@ from ..files import atomic_write_json
 IDENTITY = "identity"
 """Names a data directory, in a file of it: it is still the same one under another path."""
 _SUFFIX = ".owner"
+_READABLE = 0o644
+"""Of a record: another user's service reads whose the directory is."""
 
 
 class Owner(NamedTuple):
@@ -54,13 +56,30 @@ class Ownership:
                     f"directory is gone for good, remove {record(directory)} and submit the job again"
                 )
 
-    def is_free(self, checkpoint_dir: Path) -> bool:
-        """Whether it is ours or nobody's, so that we may move and remove what is in it."""
+    def check_unused(self, checkpoint_dir: Path) -> None:
+        """Make sure that a new job may write into a checkpoint directory: as `check`, and what lies there is ours.
+
+        Raises:
+            JobConflict: as `check`; or it has content, and nothing shows that this data directory's job wrote it.
+            OSError: it or a record cannot be read.
+        """
+        self.check(checkpoint_dir)
+        if _has_content(checkpoint_dir) and not self.is_ours(checkpoint_dir):
+            raise JobConflict(
+                f"checkpoint_dir {str(checkpoint_dir)!r} has content, and was not written by a job of this data "
+                f"directory, {self._data_dir} (there is no record {record(checkpoint_dir)}): choose another "
+                "checkpoint_dir or job_uuid, or move it away"
+            )
+
+    def is_ours(self, checkpoint_dir: Path) -> bool:
+        """Whether a job of this data directory wrote it, so that it may be moved and what is in it removed: it lies in
+        the data directory, or has our record."""
         try:
             self.check(checkpoint_dir)
+            owner = _read(checkpoint_dir)
         except JobConflict:
             return False
-        return True
+        return owner is not None or checkpoint_dir.resolve().is_relative_to(self._data_dir)
 
     def claim(self, checkpoint_dir: Path, job_uuid: str) -> None:
         """Record that the directory is ours, before a job writes into it. May be repeated.
@@ -75,7 +94,7 @@ class Ownership:
         if not _create(checkpoint_dir, owner):
             self.check(checkpoint_dir)  # somebody was faster
             if _read(checkpoint_dir) != owner:  # ours, from before it was moved
-                atomic_write_json(record(checkpoint_dir), _document(owner))
+                atomic_write_json(record(checkpoint_dir), _document(owner), mode=_READABLE)
 
     def release(self, checkpoint_dir: Path) -> None:
         """Take our record away: the job is forgotten. Another one's stays."""
@@ -94,6 +113,15 @@ class Ownership:
 def record(checkpoint_dir: Path) -> Path:
     """Where it stands who owns a checkpoint directory."""
     return checkpoint_dir.with_name(f".{checkpoint_dir.name}{_SUFFIX}")
+
+
+def _has_content(directory: Path) -> bool:
+    try:
+        return any(directory.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def _document(owner: Owner) -> dict[str, str]:
@@ -118,7 +146,7 @@ def _create(checkpoint_dir: Path, owner: Owner) -> bool:
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-")
     try:
         with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, 0o644)  # another user's service is to read whose it is
+            os.fchmod(fd, _READABLE)
             json.dump(_document(owner), file, indent=1)
             file.flush()
             os.fsync(fd)

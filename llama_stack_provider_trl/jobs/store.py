@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobConflict, JobNotFound, StoreError
-from ..files import touched
+from ..files import private_directory, touched
 from ..process import FileLock
 from ..recipes.events import (
     CheckpointDamaged,
@@ -61,6 +61,9 @@ from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 DATABASE = "jobs.sqlite3"
 """Its name in a data directory."""
 SCHEMA_VERSION = 5
+_PRIVATE = ("jobs", "datasets", "reference", "preflights")
+_BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
+"""What there may be in a data directory of ours before its first job database."""
 log = logging.getLogger(__name__)
 _BUSY_SECONDS = 10.0
 """How long a writer waits for another. Transactions take about a millisecond."""
@@ -679,7 +682,9 @@ class Store:
     def _create(self) -> None:
         """Make the tables, unless they are there."""
         with self._told():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            private_data_dir(self.path.parent)
+            if not self.path.exists():  # sqlite would make it 0644
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             connection = self._connection()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
@@ -694,6 +699,25 @@ class Store:
                     for old in range(version, SCHEMA_VERSION) if version else ():
                         connection.executescript(_sql(f"upgrade-{old}.sql"))
                     connection.executescript(_sql("schema.sql"))
+
+
+def private_data_dir(data_dir: Path) -> None:
+    """Make a data directory that no other user can enter. One that held other files before it was ours stays open, and
+    what we make in it does not.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not data_dir.exists() or _is_ours(data_dir):
+        return private_directory(data_dir)
+    if data_dir.stat().st_mode & 0o077:
+        log.warning("%s holds files of others and stays as it is: only what is written there is made private", data_dir)
+        for name in _PRIVATE:
+            private_directory(data_dir / name)
+
+
+def _is_ours(data_dir: Path) -> bool:
+    return (data_dir / DATABASE).exists() or {path.name for path in data_dir.iterdir()} <= _BEFORE_THE_DATABASE
 
 
 def _digests(specs: Iterable[str]) -> set[str]:

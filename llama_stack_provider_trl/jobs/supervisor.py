@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .. import faults
 from ..errors import JobConflict, StoreError
-from ..files import RunDir, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
+from ..files import RunDir, atomic_write, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
 from ..launch.torchrun import free_port
@@ -34,7 +34,7 @@ from .ownership import Ownership
 from .placement import Node, Queued, place, why_waits
 from .records import CheckpointRecord, JobRecord
 from .states import JobState, backoff
-from .store import Store
+from .store import Store, private_data_dir
 from .verdict import has_shrunk, may_shrink, verdict
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Supervisor:
             OSError: the data directory cannot be written.
         """
         if self._thread is None:
-            self._data_dir.mkdir(parents=True, exist_ok=True)
+            private_data_dir(self._data_dir)
             self._acquire()
             self._stopping.clear()
             self._thread = threading.Thread(target=self._run, name="trl-supervisor", daemon=True)
@@ -276,7 +276,7 @@ class Supervisor:
         return names[min(rank // job.spec.ranks_per_node, len(names) - 1)] or self._nodes()[0].name
 
     def _remove_leftovers(self, job: JobRecord) -> None:
-        if not self._ownership.is_free(job.spec.checkpoint_dir):
+        if not self._ownership.is_ours(job.spec.checkpoint_dir):
             return
         listed = {checkpoint.path.name for checkpoint in self._store.checkpoints(job.job_uuid)}
         remove_leftovers(job.spec.checkpoint_dir, listed)
@@ -383,9 +383,9 @@ class Supervisor:
         run_dir = home / "attempts" / str(attempt)
         # What an earlier database left under these names is not this job's.
         set_aside(run_dir)
-        # One that is another's stays where it is: the launch will say so.
-        free = attempt == 1 and self._ownership.is_free(job.spec.checkpoint_dir)
-        if free and (aside := set_aside(job.spec.checkpoint_dir)):
+        # What is not ours stays where it is, and the job fails: see `_launch`.
+        ours = attempt == 1 and self._ownership.is_ours(job.spec.checkpoint_dir)
+        if ours and (aside := set_aside(job.spec.checkpoint_dir)):
             self._store.warn(job.job_uuid, f"{job.spec.checkpoint_dir} existed already and was moved to {aside}")
         self._say_where_nodes_share_a_machine(job, nodes_of(device.split(",")))
         if self._store.launch(job.job_uuid, attempt, device, run_dir, self._resume_point(job)):
@@ -428,6 +428,7 @@ class Supervisor:
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
             self._check_disk(job)
+            self._ownership.check_unused(job.spec.checkpoint_dir)
             self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
             task.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_spec(job)
@@ -472,7 +473,7 @@ class Supervisor:
             has_trained=any(tried.step > tried.start_step for tried in before),
             nodes=nodes_of(job.devices),
         )
-        RunDir(job.run_dir).spec.write_text(spec.model_dump_json(indent=1))
+        atomic_write(RunDir(job.run_dir).spec, spec.model_dump_json(indent=1).encode())
 
     def _step_checkpoints(self, job: JobRecord) -> list[Path]:
         """The newest first, and last the one that the job began with."""

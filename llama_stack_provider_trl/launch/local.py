@@ -106,7 +106,7 @@ class LocalLauncher:
 
     def _spawn(self, task: TaskSpec, paths: RunDir) -> int:
         """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
-        with open(paths.runner_log, "ab") as output:
+        with open(paths.runner_log, "ab", opener=_private) as output:
             first = subprocess.Popen(
                 [sys.executable, "-m", RUNNER, str(paths.task)],
                 stdin=subprocess.DEVNULL,
@@ -121,6 +121,11 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             first.kill()
             return first.wait()
+
+
+def _private(path: str, flags: int) -> int:
+    """An opener: of files that no other user can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _seconds_since_first(mark: Path) -> float:

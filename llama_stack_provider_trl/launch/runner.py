@@ -14,11 +14,15 @@ import json
 import logging
 import math
 import os
+import platform
+import pwd
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,7 @@ NICE = 10
 """Training yields to whatever else the machine does, such as answering requests."""
 LOCKS = Path("/tmp")
 """Where device locks are, below a directory for each user."""
+RUNTIME = Path("/run/user")
 _DEVICE_RETRY = 0.2
 """Seconds between two looks at a lock that somebody else holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
@@ -125,12 +130,13 @@ class RunnerStatus:
 def main(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     task = RunnerTask.read(Path(arguments[0]))
+    umask = os.umask(0o077)
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
     if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
         return  # started once already; the lock and the file outlive the process that asked for it
     ready = _detach()
-    runner = Runner(task)
+    runner = Runner(task, umask)
     os.write(ready, b"1")
     os.close(ready)
     runner.run()
@@ -170,9 +176,14 @@ class Signals:
 
 
 class Runner:
-    """One training process from waiting for its device to its exit code."""
+    """One training process from waiting for its device to its exit code.
 
-    def __init__(self, task: RunnerTask) -> None:
+    Args:
+        umask: of the user; the training process gets it, for checkpoints outside the data directory.
+    """
+
+    def __init__(self, task: RunnerTask, umask: int) -> None:
+        self.umask = umask
         self.task = task
         self.paths = RunDir(task.run_dir)
         self.signals = Signals()
@@ -215,12 +226,14 @@ class Runner:
     def take_devices(self) -> bool:
         """Lock every device, in one order for all runners so that none can deadlock; False: told to stop meanwhile."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
+        places = device_locks()
         for name in sorted(self.task.locks):
-            lock = FileLock(device_locks() / f"{name}.lock")
-            while not self.signals.told_to_stop and not lock.acquire(holder):
-                self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
-                self.signals.wait(_DEVICE_RETRY)
-            self.locks.append(lock)
+            for place in places:
+                lock = FileLock(place / f"{name}.lock")
+                while not self.signals.told_to_stop and not lock.acquire(holder):
+                    self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
+                    self.signals.wait(_DEVICE_RETRY)
+                self.locks.append(lock)
         return not self.signals.told_to_stop
 
     def start_trainer(self) -> subprocess.Popen[bytes]:
@@ -233,7 +246,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 cwd=self.task.run_dir,
                 start_new_session=True,
-                preexec_fn=self._in_child(os.getpid()),
+                preexec_fn=self._in_child(os.getpid(), self.umask),
             )
 
     def watch(self, trainer: subprocess.Popen[bytes]) -> int:
@@ -282,8 +295,9 @@ class Runner:
         return descendants(os.getpid())
 
     @staticmethod
-    def _in_child(parent: int) -> Any:
+    def _in_child(parent: int, umask: int) -> Any:
         def prepare() -> None:
+            os.umask(umask)
             die_with_parent(parent)
             os.nice(NICE)
 
@@ -357,20 +371,71 @@ def collect(trainer: subprocess.Popen[bytes]) -> int | None:
     return trainer.returncode
 
 
-def device_locks() -> Path:
-    """The directory of device locks: $TRL_LOCK_DIR, or one for each user of the machine. TMPDIR plays no part: two
-    programs with different ones mean the same devices.
+def device_locks() -> list[Path]:
+    """The directories of device locks, all of which are to be locked, in this order: $TRL_LOCK_DIR alone, or one for
+    each user of the machine. TMPDIR plays no part: two programs with different ones mean the same devices.
+
+    The usual one is in /tmp, where another user can make it first, so that it is of no use. Then the others are made,
+    in places that nobody else can write. Programs that found them there go on to lock them when the one in /tmp can be
+    made: those that began without it hold only them.
 
     Raises:
-        OSError: it cannot be made, or is somebody else's.
+        OSError: none can be made.
     """
-    chosen = os.environ.get("TRL_LOCK_DIR")
-    home = LOCKS / f"llama-stack-trl-{os.getuid()}"
-    directory = Path(chosen) if chosen else home / "devices"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not chosen and home.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user: remove it, or set TRL_LOCK_DIR", str(home))
-    return directory
+    if chosen := os.environ.get("TRL_LOCK_DIR"):
+        directory = Path(chosen)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return [directory]
+    usual = LOCKS / f"llama-stack-trl-{os.getuid()}"
+    usable, trouble = [], ""
+    try:
+        _make_private(usual)
+        _make_private(usual / "devices")
+        usable.append(usual / "devices")
+    except OSError as error:
+        trouble = f"{error.filename or usual}: {error.strerror}"
+        log.warning("device locks cannot be kept in %s; using directories of this user instead", trouble)
+    for place in _own_places():
+        with suppress(OSError):  # a user without a home directory, a disk that cannot be written
+            if trouble:
+                place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_private(place)
+            elif not place.is_dir():
+                continue
+            else:
+                _check_private(place)
+            usable.append(place)
+    if not usable:
+        raise PermissionError(errno.EPERM, f"no directory is usable ({trouble}): remove it, or set TRL_LOCK_DIR")
+    return usable
+
+
+def _own_places() -> list[Path]:
+    """Directories for device locks that no other user can make: they are below some that only we can write."""
+    session = RUNTIME / str(os.getuid())
+    places = [session / "llama-stack-trl"] if session.is_dir() else []
+    with suppress(KeyError):  # a user without an entry, as in some containers
+        home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+        # One home directory may serve several machines.
+        places.append(home / ".cache" / "llama-stack-trl" / f"devices-{platform.node()}")
+    return places
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory for us alone, or make sure that it is one. Raises OSError: it is another user's, or none."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    _check_private(directory)
+
+
+def _check_private(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is not a directory but a link or a file", str(directory))
+    if found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
+    if found.st_mode & 0o022:
+        directory.chmod(0o700)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The same check runs before a job loads its model (`before_training`) and, on req
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from ..errors import JobFailure
 from ..files import free_bytes
-from ..process import available_memory, machine_memory, resident_memory
+from ..process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from . import ranks
 from .data import DataReport
 from .events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
@@ -24,7 +24,7 @@ from .memory import Batch, Memory, attention_modules, disk_bytes, estimate, trac
 from .models import load_tokenizer, within_positions
 from .packing import pack
 from .sampling import EpochSampler, Share
-from .spec import AttemptSpec, JobSpec, LoraSpec, ShardingSpec
+from .spec import AttemptSpec, JobSpec, LoraSpec, PreflightSpec, ShardingSpec
 
 MARGIN = 1.1
 """A job fits where its estimate, times this, is no more than what the device has."""
@@ -319,14 +319,30 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
     """The task: tokenize the rows as the job would, and report instead of training.
 
     Raises:
-        JobFailure: what would keep the job from starting at all, such as a model that is not there.
+        JobFailure: what would keep the job from starting at all, such as a model that is not there; or the preflight
+            itself needs more memory than it may take: a chat template may ask for any amount.
     """
-    from .session import prepare  # which imports this module
-
     asked = attempt.preflight
     if asked is None:
         raise AssertionError("no preflight was asked for")
-    spec, notes = within_positions(attempt.job)
+    from .session import prepare  # which imports this module
+
+    if asked.own_memory_bytes is None:
+        return _preflight(attempt.job, asked, writer, prepare)
+    limit_memory(allocated_memory() + asked.own_memory_bytes)
+    try:
+        _preflight(attempt.job, asked, writer, prepare)
+    except MemoryError as error:
+        raise JobFailure(Reason.invalid_request, asked.too_much_memory) from error
+
+
+def _preflight(
+    spec: JobSpec,
+    asked: PreflightSpec,
+    writer: EventWriter | Silent,
+    prepare: Callable[..., tuple[Dataset, DataReport]],
+) -> None:
+    spec, notes = within_positions(spec)
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
     planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)

@@ -299,6 +299,17 @@ class PreflightSpec(_Frozen):
     """Of each device; None: this machine's memory, shared by the job's ranks."""
     max_ranks: int = Field(1, gt=0)
     """The most that the job could ask for."""
+    own_memory_bytes: int | None = Field(None, gt=0)
+    """What the preflight's own process may allocate besides its libraries; None: no limit."""
+
+    @property
+    def too_much_memory(self) -> str:
+        """Why a preflight ended at that limit."""
+        return (
+            f"the preflight takes more than {(self.own_memory_bytes or 0) >> 20} MiB of memory (preflight_memory_mb "
+            "of the service) for the rows and the model's chat template: try it with fewer or shorter rows, and check "
+            "the template"
+        )
 
 
 class AttemptSpec(_Frozen):
@@ -326,6 +337,14 @@ class AttemptSpec(_Frozen):
 
     preflight: PreflightSpec | None = None
     """Not None: nothing is trained, the process only says what would be (`events.Preflighted`)."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether all that it writes lies in the data directory, which no other user can enter."""
+        *above, jobs, _, attempts, _ = ("", "", "", "", *self.run_dir.parts)
+        data_dir = Path(*above)
+        in_it = (jobs, attempts) == ("jobs", "attempts") and self.job.checkpoint_dir.is_relative_to(data_dir)
+        return in_it or self.preflight is not None
 
     @property
     def task_id(self) -> str:

@@ -45,6 +45,8 @@ def main(argv: list[str]) -> int:
     attempt = AttemptSpec.model_validate_json(spec_path.read_text())
     paths = RunDir(spec_path.parent)
     rank = int(os.environ.get("RANK", "0"))
+    if attempt.is_private:
+        os.umask(0o077)  # elsewhere the user's own says who may read what was trained
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine: each has a disk of its own
     writer = EventWriter(paths.events)
     try:
@@ -79,7 +81,7 @@ def join_ranks(paths: RunDir, environ: Mapping[str, str]) -> None:
     if "LOCAL_RANK" not in environ:
         return
     die_with_parent(os.getppid())
-    log = os.open(paths.rank_log(int(environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    log = os.open(paths.rank_log(int(environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
 

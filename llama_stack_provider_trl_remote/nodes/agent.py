@@ -17,17 +17,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.files import private_directory
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.process import FileLock
 
-from ..wire import LEASE, Joined, NodeReport, Orders, Poll, TaskReport
+from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Progress, Stage, TaskOrder, TaskReport
 from . import task
 from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
+from .localize import check_order
 from .task import Node, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,8 @@ class Agent:
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
         self._tasks: dict[str, NodeTask] = {}
+        self._refused: dict[str, TaskReport] = {}
+        """Tasks whose orders are not followed."""
         self._news = asyncio.Event()
         self._seen = 0
         self._interrupted = False
@@ -100,8 +104,7 @@ class Agent:
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
-            (self._data_dir / name).mkdir(exist_ok=True)
-            (self._data_dir / name).chmod(0o700)
+            private_directory(self._data_dir / name)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(
@@ -250,7 +253,13 @@ class Agent:
     async def _follow(self, orders: Orders) -> None:
         self._seen = orders.revision
         wanted = {order.task_id: order for order in orders.tasks}
+        self._refused = {task_id: report for task_id, report in self._refused.items() if task_id in wanted}
         for task_id, order in wanted.items():
+            try:
+                check_order(order)
+            except InvalidRequest as error:
+                self._refuse(order, str(error))
+                continue
             known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
@@ -264,6 +273,17 @@ class Agent:
             known.forgotten = True
             known.end("the service has no such task here")
 
+    def _refuse(self, order: TaskOrder, why: str) -> None:
+        """Answer an order that is not followed: nothing of the task is here, or it stays as it is."""
+        is_over = order.stage is Stage.stop
+        progress = Progress.done if is_over else Progress.failed
+        if order.task_id not in self._refused:
+            log.error("task %s is refused: %s", order.task_id[:200], why)
+        self._refused[order.task_id] = TaskReport(
+            task_id=order.task_id, stage=order.stage, progress=progress, error="" if is_over else why
+        )
+        self._news.set()
+
     async def _forget(self) -> None:
         """Let go of what has ended and is not asked for."""
         for task_id, known in list(self._tasks.items()):
@@ -274,7 +294,8 @@ class Agent:
                 await asyncio.to_thread(known.forget, known.places.home not in others)
 
     def _reports(self) -> tuple[TaskReport, ...]:
-        return tuple(known.report() for known in self._tasks.values())
+        refused = [report for task_id, report in self._refused.items() if task_id not in self._tasks]
+        return (*(known.report() for known in self._tasks.values()), *refused)
 
     def _node(self, report: NodeReport) -> Node:
         return Node(

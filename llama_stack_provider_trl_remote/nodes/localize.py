@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import RunDir, resolve_under
+from llama_stack_provider_trl.requests import JOB_UUID_PATTERN
 
 from ..wire import TaskOrder
 
 _PATHS = {"checkpoint": "path", "checkpoint_damaged": "path", "prepared": "resumed_from"}
 """Type of an event -> its field that holds the path of a checkpoint."""
+MARK = ".shared"
+"""In a job's checkpoint directory: by it a node finds out whether it sees the same file system, and an attempt whether
+it may still write there."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_STEP = re.compile(r"checkpoint-\d{1,12}")
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d{1,4})?")
 BORROWED = "borrowed"
 """Where, in a job's directory, checkpoints of other jobs are that it goes on from."""
 
@@ -113,3 +124,67 @@ class Places:
         if field is None or not event.get(field):
             return line
         return json.dumps({**event, field: self.there(event[field])}, ensure_ascii=False).encode() + b"\n"
+
+
+def check_order(order: TaskOrder) -> None:
+    """Make sure that what an order names leads nowhere outside this node's data directory, before anything is written.
+
+    A service sends no other orders; whoever has taken its place may.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    _expect("job_uuid", order.job_uuid, bool(re.fullmatch(JOB_UUID_PATTERN, order.job_uuid)), "a job's name")
+    _expect("attempt", order.attempt, order.attempt > 0, "a number from 1 on")
+    wanted = f"{order.job_uuid}-{order.attempt}"
+    _expect("task_id", order.task_id, order.task_id == wanted, wanted)
+    for device in order.devices:
+        _expect("devices", device, bool(_DEVICE.fullmatch(device)), "cpu, mps or cuda:N")
+    if order.spec:
+        _check_spec(order)
+
+
+def _check_spec(order: TaskOrder) -> None:
+    job = order.spec.get("job")
+    _expect("spec.job", job, isinstance(job, dict) and isinstance(job.get("checkpoint_dir"), str), "a job's fields")
+    assert isinstance(job, dict)
+    directory = Path(job["checkpoint_dir"])
+    is_plain = directory.is_absolute() and ".." not in directory.parts
+    _expect("spec.job.checkpoint_dir", str(directory), is_plain, "an absolute path without '..'")
+    for name in ("dataset", "validation"):
+        rows = job.get(name)
+        digest = rows.get("sha256") if isinstance(rows, dict) else None
+        has_digest = isinstance(digest, str) and bool(_SHA256.fullmatch(digest))
+        _expect(f"spec.job.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
+    borrowed = (job.get("resume_from") or {}).get("path")
+    for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
+        given = Path(path or directory / "checkpoint-0")
+        is_step = bool(_STEP.fullmatch(given.name)) and given.is_absolute() and ".." not in given.parts
+        is_step = is_step and (given.parent == directory or not given.is_relative_to(directory))
+        _expect("spec.resume_from", str(path), is_step, "the path of a step checkpoint")
+    mark = order.shared_mark
+    _expect("shared_mark", mark, mark in ("", str(directory / MARK)), f"{MARK} in spec.job.checkpoint_dir, or nothing")
+
+
+def _expect(field: str, found: object, is_right: bool, expected: str) -> None:
+    if not is_right:
+        hint = f"expected {expected}; the service that this node has joined sends what it should not"
+        raise InvalidRequest(field, str(found)[:200], hint)
+
+
+def sees_the_services_disk(order: TaskOrder) -> bool:
+    """Whether the service's checkpoint directory is seen here too: it is there, and in it a regular file with the
+    task's id that the service has just written. Nothing is made on the way to it."""
+    if not order.shared_mark:
+        return False
+    try:
+        file = os.open(order.shared_mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        is_file = stat.S_ISREG(os.fstat(file).st_mode)
+        return is_file and os.read(file, 1024).strip() == order.task_id.encode()
+    except OSError:
+        return False
+    finally:
+        os.close(file)

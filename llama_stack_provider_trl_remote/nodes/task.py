@@ -25,7 +25,7 @@ from ..pull import OtherBytes
 from ..wire import GIVEN, MOST_JSON, MOST_TEXT, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
 from .calls import is_gone
-from .localize import Places
+from .localize import Places, sees_the_services_disk
 from .outbox import first_failed
 from .probe import Door, listen, probe
 from .shipping import Damaged, Shipping
@@ -238,7 +238,7 @@ class NodeTask:
         """Have all that the ranks will read, then be there for the other nodes."""
         await asyncio.to_thread(self._look_at_models)
         if self._shared is None:
-            self._shared = await asyncio.to_thread(self._sees_the_services_disk)
+            self._shared = await asyncio.to_thread(sees_the_services_disk, self.order)
             self._keep()
         places = self.places
         for rows in places.datasets():
@@ -247,7 +247,13 @@ class NodeTask:
                 self._say(f"fetches {rows['num_rows']} rows")
                 await self._node.calls.rows(rows["sha256"], target)
         spec = places.spec(await self._fetch_checkpoints())
-        places.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        if places.shared:
+            if not places.checkpoint_dir.is_dir():
+                raise FileNotFoundError(
+                    f"the shared checkpoint directory {places.checkpoint_dir} is gone from this node"
+                )
+        else:
+            places.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         atomic_write_json(places.files.spec, spec)
         if _STAGES.index(self.order.stage) < _STAGES.index(Stage.run):
             await self._open_door()
@@ -387,14 +393,6 @@ class NodeTask:
                     f"the model {model} is not on node {self._node.name}: put it there under the same path (shared "
                     "storage, or a copy), or name a model id, which every node takes from its cache or the hub"
                 )
-
-    def _sees_the_services_disk(self) -> bool:
-        try:
-            return (
-                bool(self.order.shared_mark) and Path(self.order.shared_mark).read_text().strip() == self.order.task_id
-            )
-        except OSError:
-            return False
 
     async def _until(self, stage: Stage) -> None:
         """Wait until the service wants at least this."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,7 +24,7 @@ from llama_stack_provider_trl.process import child_environment
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 
 from .errors import TooLarge
-from .reading import Verdict, check_file
+from .reading import Verdict, check_file, too_much_memory
 from .settings import ServiceSettings
 
 READING = "llama_stack_provider_trl_remote.service.reading"
@@ -31,6 +32,12 @@ _STAGING = ".incoming-"
 _PIECE = 1 << 20
 _SMALL = 4 << 20
 """Bytes of a file that is checked in a thread: a process of its own costs a third of a second."""
+_SHORT = 256 << 10
+"""Bytes of the longest line in such a file: as Python objects it takes up to 30 times as much, 8 MiB."""
+_LOOK_BYTES = 8 << 20
+"""Bytes of an upload between two checks of the free space."""
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Each thread of a numeric library takes tens of MiB of a reader's memory limit."""
 _CHILDREN = 2
 """Processes that read datasets at once."""
 
@@ -65,31 +72,38 @@ class Blobs:
             TooLarge: it has too many rows.
             OSError: the disk is full.
         """
-        self._check_space(announced)
+        self.check_space(announced)
         with self._staging() as staging:
             file = staging / "rows"
-            with open(file, "wb") as output:
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
                 found = await self._write(output, pieces)
             if found != sha256:
                 raise InvalidRequest("sha256", sha256, f"the body's is {found}: nothing was kept, send it again")
             await asyncio.to_thread(self._keep, file, sha256)
 
-    async def convert(self, uri: str) -> tuple[str, int]:
+    async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
         """Store the rows of a file or a hub dataset; returns their digest and number.
 
+        Args:
+            file: descriptor of the file; it stays open. None: the uri is one of the hub.
+
         Raises:
-            InvalidRows: it cannot be read, or not in time.
+            InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
             TooLarge: it has too many rows.
+            OSError: the disk is full.
         """
+        limits = (str(self._settings.max_rows), str(self._settings.min_free_disk_mb))
         with self._staging() as staging:
             # In an empty directory: the hub's library takes ORG/NAME for a local directory where there is such a one.
-            answer = await self._child(staging, "convert", uri, str(staging), str(self._settings.max_rows))
+            answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file)
             if "too_many" in answer:
                 raise self._too_many()
+            if "disk_full" in answer:
+                raise OSError(errno.ENOSPC, f"reading {uri}: {answer['disk_full']}")
             if "error" in answer:
                 raise InvalidRows(answer["error"])
-            file = staging / f"{answer['sha256']}.jsonl"
-            await asyncio.to_thread(self._keep, file, answer["sha256"])
+            rows = staging / f"{answer['sha256']}.jsonl"
+            await asyncio.to_thread(self._keep, rows, answer["sha256"])
             return answer["sha256"], answer["num_rows"]
 
     async def checked(
@@ -119,7 +133,7 @@ class Blobs:
             raise self._too_many()
 
     async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
-        if path.stat().st_size <= _SMALL:
+        if await asyncio.to_thread(_is_light, path):
             return await asyncio.to_thread(check_file, path, algorithm, data_format)
         answer = await self._child(path.parent, "check", str(path), algorithm, data_format or "")
         if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
@@ -128,10 +142,17 @@ class Blobs:
 
     async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes]) -> str:
         digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
+        unchecked = 0
 
         def flush() -> None:
+            nonlocal unchecked
             digest.update(waiting)
             output.write(waiting)
+            unchecked += len(waiting)
+            if unchecked >= _LOOK_BYTES:  # a body without Content-Length was announced by nothing
+                output.flush()
+                self.check_space(0)
+                unchecked = 0
 
         async for piece in pieces:
             num_rows += piece.count(b"\n")
@@ -144,19 +165,26 @@ class Blobs:
         await asyncio.to_thread(flush)
         return digest.hexdigest()
 
-    async def _child(self, cwd: Path, *arguments: str) -> dict[str, Any]:
-        """Run `reading` in the training interpreter; it sees no token of ours, and ends when its time is over."""
+    async def _child(self, cwd: Path, *arguments: str, file: int | None = None) -> dict[str, Any]:
+        """Run `reading` in the training interpreter; it sees no token of ours, and ends when its time is over.
+
+        Args:
+            file: descriptor that it gets, as its last argument.
+        """
         python = self._settings.train_python or Path(sys.executable)
         limit = self._settings.convert_timeout
+        memory = self._settings.reader_memory_mb
+        given = () if file is None else (file,)
         async with self._children:
             child = await asyncio.create_subprocess_exec(
-                *(str(python), "-m", READING, *arguments),
+                *(str(python), "-m", READING, *arguments, str(memory), *map(str, given)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=cwd,
-                env=child_environment(os.environ, {}),
+                env=child_environment(os.environ, _ONE_THREAD),
                 start_new_session=True,
+                pass_fds=given,
             )
             try:
                 output, errors = await asyncio.wait_for(child.communicate(), limit)
@@ -171,10 +199,13 @@ class Blobs:
             answer: dict[str, Any] = json.loads(output.splitlines()[-1])
         except (ValueError, IndexError):
             told = errors.decode(errors="replace").strip().splitlines()
+            if child.returncode == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
+                return {"error": too_much_memory(memory)}
             return {"error": f"its reader ended with {child.returncode}: {told[-1] if told else 'it said nothing'}"}
         return answer
 
-    def _check_space(self, announced: int) -> None:
+    def check_space(self, announced: int) -> None:
+        """Raises OSError: the disk would have less than `min_free_disk_mb` left."""
         spare = self._settings.min_free_disk_mb << 20
         free = free_bytes(self.directory)
         if free < announced + spare:
@@ -202,6 +233,14 @@ class Blobs:
     def _too_many(self) -> TooLarge:
         limit = self._settings.max_rows
         return TooLarge(f"the dataset has more than {limit} rows (max_rows): split it")
+
+
+def _is_light(path: Path) -> bool:
+    """Whether a file is small, and each of its lines short, so that checking it takes little memory."""
+    if path.stat().st_size > _SMALL:
+        return False
+    with open(path, "rb") as file:
+        return all(len(line) <= _SHORT for line in file)
 
 
 def _read_verdict(path: Path) -> Verdict | None:

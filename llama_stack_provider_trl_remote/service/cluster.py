@@ -24,13 +24,11 @@ from llama_stack_provider_trl.launch.base import Ended, Launcher, Observation, T
 from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
+from ..nodes.localize import MARK
 from ..wire import LEASE, POLL_SECONDS, SILENCE, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
 from .shipping import Shipping
 
 log = logging.getLogger(__name__)
-MARK = ".shared"
-"""In a job's checkpoint directory: by it a node finds out whether it sees the same file system, and an attempt whether
-it may still write there."""
 GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
@@ -162,7 +160,7 @@ class ClusterLauncher:
         spec = AttemptSpec.model_validate_json(RunDir(task.run_dir).spec.read_text())
         mark = spec.job.checkpoint_dir / MARK
         mark.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(mark, task.task_id.encode())
+        atomic_write(mark, task.task_id.encode(), mode=0o644)  # a node may read it as another user
         self._order(task, spec.model_dump(mode="json"), mark)
 
     def poll(self, task: TaskSpec) -> Observation:

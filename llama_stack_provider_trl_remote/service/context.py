@@ -168,7 +168,7 @@ class Service:
 
         def out_of_the_way(job: JobRecord) -> None:
             asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")))
-            if checkpoints and ownership.is_free(job.spec.checkpoint_dir):
+            if checkpoints and ownership.is_ours(job.spec.checkpoint_dir):
                 asides.append(set_aside(job.spec.checkpoint_dir))
             ownership.release(job.spec.checkpoint_dir)
 

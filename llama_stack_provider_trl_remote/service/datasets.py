@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -14,6 +17,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from llama_stack_provider_trl.beneath import open_beneath
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
 from llama_stack_provider_trl.files import atomic_write_json, put_rows
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
@@ -38,6 +42,25 @@ class Entry(BaseModel):
     num_rows: int | None = None
     stamp: str | None = None
     """Size and time of the file that the rows were read from."""
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A uri that was checked. A context manager: its file is closed at the end."""
+
+    name: str
+    """Its real path, whose ending names the format; or a uri of the hub."""
+    stamp: str
+    """Changes with the content."""
+    file: int | None = None
+    """Descriptor of the file; None: it is on the hub."""
+
+    def __enter__(self) -> Readable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            os.close(self.file)
 
 
 class Datasets:
@@ -144,7 +167,8 @@ class Datasets:
                     raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
                 sha256 = digest
             case UriSource(uri=uri):
-                await asyncio.to_thread(self._readable, uri)
+                with await asyncio.to_thread(self._readable, uri):
+                    pass
         dataset = Dataset(
             identifier=body.dataset_id,
             provider_resource_id=body.dataset_id,
@@ -156,6 +180,7 @@ class Datasets:
 
     def _put(self, dataset_id: str, rows: list[dict[str, Any]]) -> tuple[str, int]:
         try:
+            self._blobs.check_space(0)
             blob = put_rows(self._blobs.directory, rows)
         except OSError as error:
             raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
@@ -163,24 +188,24 @@ class Datasets:
 
     async def _current(self, entry: Entry, uri: str) -> Entry:
         """The entry with the rows that its uri has now."""
-        place, stamp = await asyncio.to_thread(self._readable, uri)
-        known = await asyncio.to_thread(self._read, entry.dataset.identifier) or entry
-        if known.sha256 and known.stamp == stamp and self._blobs.holds(known.sha256):
-            return known
-        try:
-            sha256, num_rows = await self._blobs.convert(place)
-        except InvalidRows as error:
-            raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
-        current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": stamp})
+        with await asyncio.to_thread(self._readable, uri) as found:
+            known = await asyncio.to_thread(self._read, entry.dataset.identifier) or entry
+            if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
+                return known
+            try:
+                sha256, num_rows = await self._blobs.convert(found.name, found.file)
+            except InvalidRows as error:
+                raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
+        current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
         if self._path(entry.dataset.identifier).exists():  # it may have been deleted meanwhile
             await asyncio.to_thread(self._write, current)
         return current
 
-    def _readable(self, uri: str) -> tuple[str, str]:
-        """What to read a uri from, and a stamp that changes with the content. Raises InvalidRequest."""
+    def _readable(self, uri: str) -> Readable:
+        """What to read a uri from, open. Raises InvalidRequest."""
         scheme, separator, _ = uri.partition("://")
         if scheme == HUB:
-            return _hub(uri), "hub"
+            return Readable(_hub(uri), "hub")
         if (separator and scheme != "file") or not (separator or uri.startswith("/")):
             hint = (
                 "expected an absolute path or file:// below one of the configured dataset_roots, or "
@@ -189,24 +214,30 @@ class Datasets:
             raise InvalidRequest("source.uri", uri, hint)
         return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))
 
-    def _file(self, uri: str, path: Path) -> tuple[str, str]:
+    def _file(self, uri: str, path: Path) -> Readable:
+        """Opened once, below its root: what happens to the path afterwards changes nothing."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:
             raise InvalidRequest("source.uri", uri, f"it cannot be looked up: {error}") from error
-        if not any(real.is_relative_to(root) for root in self._roots):
-            roots = ", ".join(map(str, self._roots)) or "none is configured"
-            hint = f"files must lie below one of the configured dataset_roots ({roots}); or send the rows themselves"
-            raise InvalidRequest("source.uri", uri, hint)
+        root = next((root for root in self._roots if real != root and real.is_relative_to(root)), None)
+        if root is None:
+            raise self._outside(uri)
         if real.suffix.lower() not in READERS:
             raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(READERS)}")
         try:
-            status = real.stat()
+            file = open_beneath(root, real.relative_to(root))
         except OSError as error:
+            if error.errno in (errno.EXDEV, errno.ELOOP):
+                raise self._outside(uri) from error
             raise InvalidRequest("source.uri", uri, f"the file cannot be read: {error.strerror}") from error
-        if not real.is_file():
-            raise InvalidRequest("source.uri", uri, "that is no file")
-        return str(real), f"{status.st_size}-{status.st_mtime_ns}"
+        status = os.fstat(file)
+        return Readable(str(real), f"{status.st_size}-{status.st_mtime_ns}", file)
+
+    def _outside(self, uri: str) -> InvalidRequest:
+        roots = ", ".join(map(str, self._roots)) or "none is configured"
+        hint = f"files must lie below one of the configured dataset_roots ({roots}); or send the rows themselves"
+        return InvalidRequest("source.uri", uri, hint)
 
     def _path(self, dataset_id: str) -> Path:
         # A name may hold anything, a file name may not.

@@ -159,7 +159,7 @@ def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | 
         raise NotFound(
             f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
         )
-    # Zeros stand where a node that was too far behind has left something out.
+    # Zeros: logs written before they were kept without holes.
     text = tail(path, lines, _LOG_BYTES).replace("\0", "")
     return f"{text}\n" if text else ""
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.jobs.store import private_data_dir
 from llama_stack_provider_trl.process import FileLock
 
 from .app import make_app
@@ -115,7 +116,7 @@ class _Server(uvicorn.Server):
 @contextmanager
 def _claimed(data_dir: Path, address: str) -> Iterator[None]:
     """Holds the data directory for one service; a second one is refused. (An inline provider may share it.)"""
-    data_dir.mkdir(parents=True, exist_ok=True)
+    private_data_dir(data_dir)
     lock = FileLock(data_dir / LOCK)
     if not lock.acquire(f"pid {os.getpid()}, {address}"):
         raise SettingsError(

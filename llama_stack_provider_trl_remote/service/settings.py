@@ -171,6 +171,8 @@ class ServiceSettings(_Block):
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
+    model_roots: tuple[Path, ...] = ()
+    """Directories below which `model` may be a path, besides jobs' checkpoints; none: any on loopback, else no path."""
     train_python: Path | None = None
     """Interpreter that trains and converts datasets; null: the service's own. Checked when the service starts."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
@@ -184,6 +186,10 @@ class ServiceSettings(_Block):
     """Rows of a dataset; more is a 413."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
+    reader_memory_mb: int = Field(2048, ge=512)
+    """MiB of memory that a process may take which reads a dataset from a uri, or checks a large one (Linux)."""
+    preflight_memory_mb: int = Field(4096, ge=1024)
+    """MiB that a preflight may take for rows, chat template and tracing, besides its libraries (Linux)."""
     preflight_timeout: float = Field(300.0, gt=0)
     """Seconds that a preflight may take, waiting for its turn included."""
     device_memory_gb: float | None = Field(None, gt=0)
@@ -191,6 +197,12 @@ class ServiceSettings(_Block):
 
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""
+
+    @field_validator("model_roots", mode="before")
+    @classmethod
+    def _of_a_variable(cls, value: Any) -> Any:
+        """TRL_SERVICE_MODEL_ROOTS has colons between them, as PATH has."""
+        return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value or ()
 
     @field_validator("data_dir", mode="before")
     @classmethod
@@ -222,7 +234,7 @@ class ServiceSettings(_Block):
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
-    @field_validator("checkpoint_roots", "dataset_roots")
+    @field_validator("checkpoint_roots", "dataset_roots", "model_roots")
     @classmethod
     def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
@@ -267,6 +279,7 @@ class ServiceSettings(_Block):
             devices=devices,
             max_seq_length=self.max_seq_length,
             checkpoint_roots=self.checkpoint_roots,
+            model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
             trust_remote_code=self.trust_remote_code,
             save_steps=self.save_steps,
             keep_last=self.keep_last,

@@ -38,11 +38,12 @@ from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter
 from ..wire import CheckpointAnswer, CheckpointReport
 from .checkpoints import Digests
 from .errors import Gone, NotFound, WrongOffset
+from .node_logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
 _NAMES = {"step": re.compile(r"checkpoint-\d{1,12}"), "final": re.compile("final"), "merged": re.compile("merged")}
-_SKIPPED = "\n[{} bytes were left out: the node was too far behind]\n"
-_PIECE = 1 << 20
+_LOOK_BYTES = 8 << 20
+"""Bytes of an upload between two checks of the free space."""
 _LONGEST = 240
 """Bytes of a file's name; file systems take 255."""
 
@@ -79,18 +80,20 @@ class Shipping:
             Gone: or it is not rank 0's node.
             InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is not there.
             WrongOffset: they do not begin where the file ends.
+            OSError: the disk is full.
         """
         task = self._first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
         self._check_events(task, lines)
         assert task.run_dir is not None
+        _check_room(self._store.get(task.job_uuid), task.run_dir, len(lines))
         with self._lock, _opened(RunDir(task.run_dir).events) as file:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
             self.current(task_id, node)  # once more: whoever concludes the attempt writes here under the same lock
-            _append(file, size, lines)
+            write_all(file, size, lines)
             return size + len(lines)
 
     def _check_events(self, task: NodeTaskRecord, lines: bytes) -> None:
@@ -118,31 +121,30 @@ class Shipping:
             writer.close()
 
     def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
-        """Write a part of a log; one that begins behind the file's end leaves out what is between.
+        """Append a part of a log; one that begins behind what is here leaves out what is between.
 
         Returns:
-            The file's size.
+            Up to which byte of the node's file the log is here.
 
         Raises:
             Gone.
             NotFound: there is no such log.
-            WrongOffset: it begins before the file's end.
+            WrongOffset: it begins before what is here ends.
+            OSError: the disk is full.
         """
         task = self.current(task_id, node)
         if not LOG.fullmatch(name):
             raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")
+        job = self._store.get(task.job_uuid)
+        ranks = job.spec.ranks_per_node * len(self._store.tasks(task_id))
+        if name.startswith("rank-") and int(name[len("rank-") : -len(".log")]) >= ranks:
+            raise NotFound(f"{name!r} is no log of this task: it has {ranks} ranks, counted from 0")
         assert task.run_dir is not None
         if name == "torchrun.log" and task.node_rank:
             name = f"torchrun-{task.node_rank}.log"  # each node has one
-        with self._lock, _opened(task.run_dir / name) as file:
-            size = os.fstat(file).st_size
-            if offset < size:
-                raise WrongOffset(offset, size)
-            if offset > size:
-                said = _SKIPPED.format(offset - size).encode()
-                os.pwrite(file, said[: offset - size], size)
-            _append(file, offset, data)
-            return offset + len(data)
+        with self._lock:
+            _check_room(job, task.run_dir, len(data))
+            return append_log(task.run_dir / name, offset, data)
 
     def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
         """Which files of a checkpoint are missing; where none is, it is put in place.
@@ -187,7 +189,8 @@ class Shipping:
             WrongOffset: it does not begin where what is here ends.
         """
         task = self._first(task_id, node)
-        staging = _staging(self._store.get(task.job_uuid), task, name)
+        job = self._store.get(task.job_uuid)
+        staging = _staging(job, task, name)
         try:
             report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
         except FileNotFoundError as error:
@@ -201,17 +204,22 @@ class Shipping:
             return wanted.size
         part.parent.mkdir(parents=True, exist_ok=True)
         us = object()
-        with _opened(part) as file:
+        with _opened(part, 0o644) as file:  # other users may read what is in `checkpoint_roots`
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
             self._senders[part] = us
+            unchecked = 0
             async for piece in pieces:
                 if self._senders.get(part) is not us:
                     raise WrongOffset(offset, _size(part) or 0)
                 if size + len(piece) > wanted.size:
                     raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
-                _append(file, size, piece)
+                unchecked += len(piece)
+                if unchecked >= _LOOK_BYTES:  # other uploads take from the same disk
+                    _check_free(job, part.parent, 0)
+                    unchecked = 0
+                write_all(file, size, piece)
                 size += len(piece)
             if size < wanted.size:
                 return size
@@ -256,11 +264,22 @@ class Shipping:
                 point_latest(target.parent, target.name)
 
     def _check_space(self, job: JobRecord, staging: Path, report: CheckpointReport, missing: tuple[str, ...]) -> None:
-        coming = sum(file.size for file in report.files if file.path in missing)
-        free, needed = free_bytes(staging), coming + job.spec.min_free_bytes
-        if free < needed:
-            text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
-            raise OSError(errno.ENOSPC, text)
+        _check_free(job, staging, sum(file.size for file in report.files if file.path in missing))
+
+
+def _check_free(job: JobRecord, directory: Path, coming: int) -> None:
+    free, needed = free_bytes(directory), coming + job.spec.min_free_bytes
+    if free < needed:
+        text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
+        raise OSError(errno.ENOSPC, text)
+
+
+def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
+    """Events and logs may take half of what checkpoints leave free: a full disk is reported by them."""
+    free, needed = free_bytes(run_dir), coming + job.spec.min_free_bytes // 2
+    if free < needed:
+        text = f"{free >> 20} MiB are free where events and logs of {job.job_uuid} go, {needed >> 20} are needed"
+        raise OSError(errno.ENOSPC, text)
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
@@ -289,21 +308,9 @@ def _size(path: Path) -> int | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _opened(path: Path, mode: int = 0o600) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         yield file
     finally:
         os.close(file)
-
-
-def _append(file: int, offset: int, data: bytes) -> None:
-    """All of it, or nothing where the disk fills up."""
-    view, at = memoryview(data), offset
-    try:
-        while view:
-            written = os.pwrite(file, view, at)
-            view, at = view[written:], at + written
-    except OSError:
-        os.ftruncate(file, offset)
-        raise

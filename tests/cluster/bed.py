@@ -106,7 +106,7 @@ class Machine:
     def serve(self, settings: Json | None = None, **environ: str) -> None:
         """As the service's machine."""
         ranks = {"torch_run_config": {"nproc_per_node": 1}}
-        block = {"device": "cpu", "hang_timeout": 900, **ranks, **(settings or {})}
+        block = {"device": "cpu", "hang_timeout": 900, "model_roots": ["/"], **ranks, **(settings or {})}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
         config = self.root / "run_fsdp.yaml"
         config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))

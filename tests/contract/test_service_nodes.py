@@ -22,6 +22,7 @@ from tests.contract.fake_agent import running as running_now
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, poll
+from tests.tiny import CACHE
 
 pytestmark = pytest.mark.contract
 
@@ -34,7 +35,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
     root = tmp_path_factory.mktemp("service")
     tokens = [{"token": "users", "role": "submit"}]
     service = TrainingService(
-        root, host="0.0.0.0", insecure=True, api_token=TOKEN, node_token=NODE_TOKEN, tokens=tokens, node_name="head"
+        root,
+        host="0.0.0.0",
+        insecure=True,
+        model_roots=[str(CACHE)],
+        api_token=TOKEN,
+        node_token=NODE_TOKEN,
+        tokens=tokens,
+        node_name="head",
     )
     service.session.headers["Authorization"] = f"Bearer {TOKEN}"
     with running(service):

@@ -9,13 +9,13 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.nodes.localize import Places
-from tests.orders import order, spec
+from tests.orders import AA, BB, order, spec
 
 RESUMED = spec(
     resume_from="/service/checkpoints/job/checkpoint-6",
     fall_back_to=["/service/checkpoints/job/checkpoint-3", "/service/jobs/job/resume/3f/checkpoint-2"],
     job={
-        "validation": {"dataset_id": "v", "path": "/service/datasets/bb.jsonl", "sha256": "bb", "num_rows": 1},
+        "validation": {"dataset_id": "v", "path": f"/service/datasets/{BB}.jsonl", "sha256": BB, "num_rows": 1},
         "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
         "dpo": {"reference": {"precompute": True, "cache": "/service/reference"}},
     },
@@ -29,8 +29,8 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert "/service" not in json.dumps(found)
     assert found["run_dir"] == str(places.run_dir) == "/node/jobs/job/attempts/1"
     assert found["job"]["checkpoint_dir"] == "/node/jobs/job/checkpoints"
-    assert found["job"]["dataset"]["path"] == "/node/datasets/aa.jsonl"
-    assert found["job"]["validation"]["path"] == "/node/datasets/bb.jsonl"
+    assert found["job"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
+    assert found["job"]["validation"]["path"] == f"/node/datasets/{BB}.jsonl"
     assert found["resume_from"] == "/node/jobs/job/checkpoints/checkpoint-6"
     borrowed = "/node/jobs/job/borrowed/checkpoint-2"
     assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
@@ -52,7 +52,7 @@ def test_with_a_shared_file_system_checkpoints_stay_where_they_are() -> None:
     found = places.spec()
     assert found["job"]["checkpoint_dir"] == "/service/checkpoints/job"
     assert found["resume_from"] == "/service/checkpoints/job/checkpoint-6"
-    assert found["job"]["dataset"]["path"] == "/node/datasets/aa.jsonl"
+    assert found["job"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
 
 
 @pytest.mark.parametrize(

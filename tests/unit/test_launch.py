@@ -199,22 +199,12 @@ def test_a_gpu_that_nvidia_smi_cannot_tell_goes_by_its_number(machine: dict[str,
 def test_device_locks_lie_in_one_place_whatever_tmpdir_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("/tmp") == runner.LOCKS
     monkeypatch.setattr(runner, "LOCKS", tmp_path)
+    monkeypatch.setattr(runner, "_own_places", lambda: [tmp_path / "own"])
     monkeypatch.delenv("TRL_LOCK_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
-    assert runner.device_locks() == tmp_path / f"llama-stack-trl-{os.getuid()}" / "devices"
+    assert runner.device_locks() == [tmp_path / f"llama-stack-trl-{os.getuid()}" / "devices"]
     monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
-    assert runner.device_locks() == tmp_path / "locks"
-
-
-def test_device_locks_are_not_kept_in_a_directory_of_another_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "LOCKS", tmp_path)
-    monkeypatch.delenv("TRL_LOCK_DIR", raising=False)
-    somebody = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: somebody)
-    with pytest.raises(PermissionError, match="another user"):
-        runner.device_locks()
+    assert runner.device_locks() == [tmp_path / "locks"]
 
 
 def test_a_gpu_task_sees_its_own_gpu_only() -> None:

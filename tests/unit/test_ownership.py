@@ -35,19 +35,20 @@ def test_a_directory_that_another_data_directory_owns_is_refused_with_its_name(t
     two = Ownership(tmp_path / "two")
     with pytest.raises(JobConflict, match=f"job 'a' of another data directory, {tmp_path}/one.*remove {record(place)}"):
         two.claim(place, "a")
-    assert not two.is_free(place)
+    assert not two.is_ours(place)
     two.release(place)
     assert record(place).stat().st_mode & 0o777 == 0o644  # another user's service reads it
 
 
-def test_what_nobody_owns_is_free_and_so_is_ours_however_often_it_is_claimed(tmp_path: Path, place: Path) -> None:
-    assert Ownership(tmp_path / "one").is_free(place)
+def test_what_nobody_owns_may_be_claimed_and_is_ours_then_however_often(tmp_path: Path, place: Path) -> None:
+    assert not Ownership(tmp_path / "one").is_ours(place)
+    Ownership(tmp_path / "one").check_unused(place)
     claimed(tmp_path / "one", place)
     one = claimed(tmp_path / "one", place)
-    assert one.is_free(place)
+    assert one.is_ours(place)
     assert list(place.parent.iterdir()) == [record(place)]
     one.release(place)
-    assert claimed(tmp_path / "two", place).is_free(place)
+    assert claimed(tmp_path / "two", place).is_ours(place)
 
 
 @pytest.mark.parametrize(("first", "second"), [("a", "a/b"), ("a/b", "a")])
@@ -62,7 +63,7 @@ def test_a_data_directory_that_was_moved_still_owns_its_jobs(tmp_path: Path, pla
     claimed(tmp_path / "one", place)
     (tmp_path / "one").rename(tmp_path / "moved")
     moved = claimed(tmp_path / "moved", place)
-    assert moved.is_free(place)
+    assert moved.is_ours(place)
     with pytest.raises(JobConflict, match=str(tmp_path / "moved")):
         Ownership(tmp_path / "one").check(place)
 
@@ -73,7 +74,7 @@ def test_another_path_to_a_data_directory_is_the_same_one(
     claimed(tmp_path / "one", place)
     (tmp_path / "link").symlink_to(tmp_path / "one")
     monkeypatch.setattr(Path, "resolve", lambda path: path)  # as with a second mount of it
-    assert Ownership(tmp_path / "link").is_free(place)
+    assert Ownership(tmp_path / "link").is_ours(place)
 
 
 def test_a_copy_of_a_data_directory_does_not_own_the_jobs_of_the_first(tmp_path: Path, place: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_copy_of_a_data_directory_does_not_own_the_jobs_of_the_first(tmp_path:
 def test_a_damaged_record_is_somebody_elses(tmp_path: Path, place: Path) -> None:
     one = claimed(tmp_path / "one", place)
     record(place).write_text("")
-    assert not one.is_free(place)
+    assert not one.is_ours(place)
     with pytest.raises(JobConflict, match="is damaged"):
         Ownership(tmp_path / "without-a-name").check(place)
 
@@ -105,7 +106,7 @@ def test_a_claim_that_comes_second_by_a_hair_is_refused(
     monkeypatch.setattr(os, "link", late)
     with pytest.raises(JobConflict, match=f"{tmp_path}/one"):
         two.claim(place, "a")
-    assert Ownership(tmp_path / "one").is_free(place)
+    assert Ownership(tmp_path / "one").is_ours(place)
     assert list(place.parent.iterdir()) == [record(place)]
 
 
