@@ -179,9 +179,9 @@ def cut(path: Path) -> None:
     ("world", "harm", "victim"),
     [
         (1, flip_a_byte, "model.safetensors"),
-        (1, cut, "optimizer/__0_0.distcp"),
+        (1, cut, "optimizer.safetensors"),
         (1, Path.unlink, "model.safetensors"),
-        (2, flip_a_byte, "optimizer/__1_0.distcp"),
+        (2, flip_a_byte, "optimizer.safetensors"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
@@ -289,7 +289,8 @@ def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
     monkeypatch.setattr(saver, "_write", fill_up)
     model: Any = torch.nn.Linear(2, 2)
     tokenizer: Any = None
-    saver.save(model, torch.optim.SGD(model.parameters()), tokenizer, tmp_path / ".saving" / "checkpoint-2", print)
+    optimizer = torch.optim.SGD(model.parameters())
+    saver.save(model, optimizer, tokenizer, {}, tmp_path / ".saving" / "checkpoint-2", print)
     assert removing.wait(10)
     threading.Timer(0.1, told.set).start()
     with pytest.raises(OSError, match="the disk is full"):
@@ -411,7 +412,7 @@ def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
 def test_the_loss_scaling_of_a_job_in_fp16_is_left_out_in_another_dtype(whole: Whole, tmp_path: Path) -> None:
     spec = copied(whole("sft")[0], tmp_path)
     checkpoint = spec.checkpoint_dir / "checkpoint-4"
-    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    (checkpoint / "scaler.json").write_text(json.dumps(torch.amp.GradScaler("cpu").state_dict()))
     status, events = run(tmp_path / "run", spec, checkpoint)
     assert status == 0
     assert of_kind(events, Prepared)[0].start_step == 4
