@@ -590,6 +590,33 @@ def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, mo
 
 
 @pytest.mark.parametrize(
+    ("path", "is_fetched"),
+    [("pytorch_model.bin", False), ("modeling_own.py", False), ("optimizer/evil.pkl", False), ("scheduler.pt", True)],
+)
+def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str, is_fetched: bool
+) -> None:
+    """What earlier releases wrote is: the training reads it without running anything."""
+    asked = world.order()
+    asked.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
+
+    async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
+        return [{"path": path, "size": 1, "sha256": "0" * 64}]
+
+    monkeypatch.setattr(world.head, "checkpoint_files", files)
+
+    async def play(head: FakeHead) -> None:
+        head.order(asked)
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report
+        assert (f"checkpoint file='{path}' is not supported" in report.error) != is_fetched
+
+    world.run(play)
+    assert bool([call for call in world.head.calls if call.startswith("file ")]) == is_fetched
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"job": {"model": "/models/big"}}, "the model /models/big is not on node b"),

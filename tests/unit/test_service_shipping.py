@@ -35,13 +35,13 @@ EVENT = Progress(step=1, epoch=0.5, metrics={}, peak_memory_bytes=1).model_dump_
 class Service:
     """One job of nodes b and c, whose attempt is current."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **job: Any) -> None:
         self.root, self.run_dir = root, root / "jobs" / "a" / "attempts" / "1"
         self.run_dir.mkdir(parents=True)
         self.store, self.digests = Store(root / "jobs.db"), Digests()
         self.shipping = Shipping(self.store, self.digests)
         self.checkpoints = root / "out"
-        self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000), "digest")
+        self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000, **job), "digest")
         self.store.launch("a", 1, "b/cpu,c/cpu", self.run_dir)
         self.store.add_tasks(
             NodeTaskRecord("a-1", node, "a", 1, rank, (f"{node}/cpu",), "run", "{}", None, None, False)
@@ -158,6 +158,41 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
     files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
     with pytest.raises(InvalidRequest):
         service.shipping.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("optimizer/.metadata", "can run code when it is read: update the node"),
+        ("optimizer/__0_0.distcp", "can run code when it is read: update the node"),
+        ("rng_state.pth", "can run code when it is read: update the node"),
+        ("training_args.bin", "a checkpoint holds safetensors, JSON"),
+        ("pytorch_model.bin", "a checkpoint holds safetensors, JSON"),
+        ("modeling_own.py", "a checkpoint holds code only where the job's model is named in trust_remote_code"),
+        ("model.safetensors\n", "a checkpoint holds safetensors, JSON"),
+        (".config.json", "a checkpoint holds safetensors, JSON"),
+        ("data/config.json", "a checkpoint holds safetensors, JSON"),
+    ],
+)
+def test_a_checkpoint_that_holds_more_than_data_is_refused_before_a_byte_of_it_is_sent(
+    service: Service, path: str, said: str
+) -> None:
+    files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        service.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
+    assert refused.value.value == path
+    assert not service.checkpoints.exists()
+
+
+def test_code_comes_only_with_a_model_whose_code_the_operator_trusts(tmp_path: Path) -> None:
+    report = CheckpointReport(
+        kind="final",
+        files=tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, "modeling_own.py")),
+    )
+    service = Service(tmp_path, trust_remote_code=True)
+    assert set(service.shipping.ask("a-1", "b", "final", report).missing) == {MANIFEST, "modeling_own.py"}
+    service.digests.close()
+    service.store.close()
 
 
 def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> None:
