@@ -1,29 +1,30 @@
 """Step checkpoints, from which a job goes on after a crash, a pause or a restart, on as many ranks or on others.
 
-`checkpoint-N` holds, besides small files of Trainer (`trainer_state.json`, `scheduler.pt`, random numbers per rank):
+`checkpoint-N` holds safetensors, JSON and text only, so that reading one runs nothing (`checkpoint_files`):
 
 - the trained weights as `model.safetensors` or `adapter_model.safetensors`, with configuration and tokenizer: what
   transformers and peft load, however many ranks wrote it (`recipes.shards`);
-- `optimizer/`: the optimizer's state by the names of the weights, written by torch.distributed.checkpoint (DCP), which
-  shares it out anew among as many ranks as read it;
+- `optimizer.safetensors` and `optimizer.json`: the optimizer's state by the names of the weights
+  (`recipes.optimizer_state`);
+- `scheduler.json`, `scaler.json` (fp16) and `trainer_state.json`: schedule, loss scaling, counters;
+- `rng_state_N.json`: the random numbers of rank N (`recipes.random_state`);
 - `recipe_state.json`: the position in the data, counted in rows;
 - `manifest.json`: size and sha256 of every file.
 
-Training goes on while the files are written: what they will hold is first copied to CPU memory.
+Training continues while the files are written: what they will hold is first copied to CPU memory.
 
-The whole lies on rank 0's disk. Ranks of other machines that do not see it write their parts of `optimizer/` and their
-random numbers to their own disks, from where they are brought to rank 0's and removed; their rows of the weights come
-from memory (`recipes.disks`).
+The whole lies on rank 0's disk. Ranks of other machines that do not see it send their rows and their random numbers
+from memory and write nothing (`recipes.disks`). What earlier releases wrote is read by `recipes.legacy_checkpoints`.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,12 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import PeftModel, get_peft_model_state_dict
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,25 +49,22 @@ from ..files import (
     sha256_of,
     write_manifest,
 )
-from . import disks, ranks, shards
+from . import disks, legacy_checkpoints, optimizer_state, ranks, shards
 from .disks import Disks, Turn
 from .events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
 from .liveness import shown_alive
+from .optimizer_state import reading
 from .sharding import reshard
 from .spec import JobSpec
 
-OPTIMIZER = "optimizer"
-"""The directory of the optimizer's state; a checkpoint without it is one of Trainer's own format."""
-_GROUPS = "param_groups"
+_RANDOM = "rng_state_{}.json"
+"""By rank."""
 _UPLOAD_LOOK = 0.5
 """Seconds between two looks at what is on its way to the service."""
 _NOTICE = 5.0
 """Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
 _LONG_WAIT = 1.0
 """Seconds of waiting for the checkpoint before that a job's warnings tell."""
-
-# DCP warns whenever it works without a process group; one process is meant to.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 type Model = PreTrainedModel | PeftModel
 
@@ -80,9 +73,12 @@ type Model = PreTrainedModel | PeftModel
 class Snapshot:
     """What a checkpoint will hold, in CPU memory; of sharded tensors this rank's parts."""
 
-    weights: Mapping[str, torch.Tensor]
-    """By their names in the file."""
-    optimizer: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    """By the names of the safetensors files and the names there."""
+    optimizer: str
+    """The JSON of the optimizer's state."""
+    random: Mapping[str, Any]
+    """This rank's random numbers."""
 
 
 class Saver:
@@ -125,18 +121,22 @@ class Saver:
         model: Model,
         optimizer: torch.optim.Optimizer,
         tokenizer: PreTrainedTokenizerBase,
+        random: Mapping[str, Any],
         staging: Path,
         announce: Callable[[Path], None],
     ) -> None:
         """Copy what is to be saved, and return; the rest happens in the background.
 
         Args:
+            random: this rank's random numbers (`recipes.random_state`).
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
             announce: called on rank 0 with the checkpoint's place when it is complete on disk.
         """
         assert self._thread is None, "one at a time: wait first"
-        copied = self._stager.stage({"weights": named_weights(model), "optimizer": optimizer_state(model, optimizer)})
-        snapshot = Snapshot(copied["weights"], copied["optimizer"])
+        weights = named_weights(model)  # first: it reshards, and only then are parameters those that the optimizer has
+        state = optimizer_state.state_of(model, optimizer)
+        tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
+        snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
 
         def work() -> None:
             try:
@@ -144,7 +144,7 @@ class Saver:
                 ranks.together(lambda: self._finish(staging, announce), self._group)
             except BaseException as error:
                 faults.reach(f"unsaved-{ranks.rank()}")
-                self._error = _cause(error)
+                self._error = error
             finally:  # a full disk must not stay full because of us
                 if self.disks.keeps_order:
                     shutil.rmtree(staging.parent, ignore_errors=True)
@@ -198,49 +198,38 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, model: Model, tokenizer: PreTrainedTokenizerBase, staging: Path) -> None:
         """Every rank writes its parts. Each phase begins when all have ended the one before, or ends for all."""
-        path = staging / weights_name(model)
 
-        def begin() -> None:
+        def begin() -> Mapping[str, Any]:
             if ranks.rank() == 0:
                 # Without weights: the configuration, and what else belongs to a model that others load.
                 without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
                 model.save_pretrained(staging, state_dict={}, **without)
                 tokenizer.save_pretrained(staging)
-                shards.reserve(path, snapshot.weights)
+                (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)
+                for name, tensors in snapshot.tensors.items():
+                    shards.reserve(staging / name, tensors)
+            return snapshot.random
 
-        ranks.together(begin, self._group)
+        states = ranks.together(begin, self._group)
         seeing = self.disks.with_first
-        parts = shards.parts_of(
-            snapshot.weights, seeing.index(ranks.rank()) if self.disks.is_here else None, len(seeing)
-        )
-        ranks.together(lambda: shards.fill(path, parts) if self.disks.is_here else None, self._group)
-        dcp.save(
-            dict(snapshot.optimizer),
-            storage_writer=FileSystemWriter(staging / OPTIMIZER),
-            planner=DefaultSavePlanner(
-                flatten_state_dict=False,
-                flatten_sharded_tensors=False,
-                # What several ranks hold is written where rank 0 is, and does not travel.
-                dedup_save_to_lowest_rank=not self.disks.is_one,
-            ),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        writer = seeing.index(ranks.rank()) if self.disks.is_here else None
+
+        def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
+            return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
+
+        def fill() -> None:
+            if ranks.rank() == 0:
+                for rank, state in enumerate(states):
+                    (staging / _RANDOM.format(rank)).write_text(json.dumps(state))
+            if self.disks.is_here:
+                for name in snapshot.tensors:
+                    shards.fill(staging / name, parts(name))
+
+        ranks.together(fill, self._group)
         if not self.disks.is_one:
-            self._bring(staging, path.name, parts)
-
-    def _bring(self, staging: Path, weights: str, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
-        """What other disks' ranks hold of the checkpoint: rows of weights from memory, files that they have written."""
-
-        def files() -> list[str]:
-            return file_names(staging) if self.disks.keeps_order and not self.disks.is_here else []
-
-        names = [
-            [] if rank in self.disks.with_first else [weights, *there]
-            for rank, there in enumerate(ranks.together(files, self._group))
-        ]
-        pieces = chain(disks.in_pieces(weights, parts), disks.files_in_pieces(staging, names[ranks.rank()][1:]))
-        ranks.together(lambda: disks.bring_to_first(pieces, names, staging, self._group), self._group)
+            names = [[] if rank in seeing else list(snapshot.tensors) for rank in range(ranks.world_size())]
+            pieces = chain.from_iterable(disks.in_pieces(name, parts(name)) for name in snapshot.tensors)
+            ranks.together(lambda: disks.bring_to_first(pieces, names, staging, self._group), self._group)
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
         """Checksums, each rank of some files; then rank 0 puts the whole in place."""
@@ -276,59 +265,38 @@ def weights_name(model: Model) -> str:
     return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by the names of the weights, so that any number of ranks finds its parts in it."""
-    names = _names(model)
-    state: dict[str, Any] = {
-        _key(names[id(weight)], key): value
-        for weight, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-    state[_GROUPS] = [
-        {**group, "params": [names[id(weight)] for weight in group["params"]]} for group in optimizer.param_groups
-    ]
-    return state
-
-
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Read the state that `optimizer_state` gave, each rank its parts.
+    """Read the optimizer's state, each rank its parts.
 
     Raises:
-        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights.
+        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
-    reader = FileSystemReader(checkpoint / OPTIMIZER)
-    saved = reader.read_metadata().state_dict_metadata
-    names = _names(model)
-    state: dict[str, Any] = {_GROUPS: None}
-    kept: dict[int, dict[str, str]] = {}
-    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-        prefix = _key(names[id(weight)], "")
-        kept[id(weight)] = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
-        for key in kept[id(weight)].values():
-            state[key] = _room_for(saved[key], weight)
-    dcp.load(
-        state,
-        storage_reader=reader,
-        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        process_group=ranks.cpu_group(),
-        no_dist=ranks.world_size() == 1,
-    )
-    ours = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in state[_GROUPS]] != ours:
-        raise JobFailure(
-            Reason.invalid_request,
-            f"{checkpoint} was saved by an optimizer of other weights: go on with the same model and LoRA settings",
-        )
-    numbers = {
-        id(weight): number for number, weight in enumerate(w for g in optimizer.param_groups for w in g["params"])
-    }
-    first = 0
-    groups = []
-    for group in state[_GROUPS]:
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    values = {numbers[weight]: {key: state[name] for key, name in of.items()} for weight, of in kept.items() if of}
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
+    source = legacy_checkpoints if legacy_checkpoints.is_legacy(checkpoint) else optimizer_state
+    optimizer_state.restore(model, optimizer, source.stored(checkpoint), checkpoint)
+
+
+def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
+    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none.
+
+    Raises:
+        JobFailure: invalid_request, where it is malformed.
+    """
+    if legacy_checkpoints.is_legacy(checkpoint):
+        return legacy_checkpoints.state(checkpoint, name)
+    path = checkpoint / name
+    with reading(path):
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def load_random(checkpoint: Path, device: torch.device) -> dict[str, Any] | None:
+    """This rank's random numbers, as `recipes.random_state` restores them; None: the checkpoint has none.
+
+    Raises:
+        JobFailure: invalid_request, where they are malformed.
+    """
+    if legacy_checkpoints.is_legacy(checkpoint):
+        return legacy_checkpoints.random_state(checkpoint, device)
+    return load_state(checkpoint, _RANDOM.format(ranks.rank()))
 
 
 def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) -> None:
@@ -444,28 +412,3 @@ def _damage(checkpoint: Path, disks: Disks) -> str | None:
 def _ours(directory: Path, disks: Disks) -> Sequence[str]:
     """This rank's part of a directory's files, for reading them."""
     return disks.part_of([name for name in file_names(directory) if name != MANIFEST])
-
-
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    return {id(weight): name for name, weight in model.named_parameters()}
-
-
-def _key(weight: str, name: str) -> str:
-    return f"state.{weight}/{name}"  # no weight's name has a slash, so that none is the beginning of another's
-
-
-def _room_for(saved: Any, weight: torch.Tensor) -> Any:
-    """A tensor to read a saved one into: shared out as its weight where it has that shape."""
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    if saved.size == weight.shape:
-        return torch.zeros_like(weight, dtype=saved.properties.dtype, requires_grad=False)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What DCP wraps: this rank's own failure, or that another one failed."""
-    if not isinstance(error, CheckpointException):
-        return error
-    own = error.failures.get(ranks.rank())
-    return own[0] if own else ranks.RankLost(f"rank {min(error.failures)} has failed")

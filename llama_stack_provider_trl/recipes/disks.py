@@ -128,17 +128,6 @@ def in_pieces(name: str, parts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[
             yield Piece(name, offset + start, data[start : start + PIECE])
 
 
-def files_in_pieces(directory: Path, names: Sequence[str]) -> Iterator[Piece]:
-    """Files, by their paths in a directory."""
-    room = torch.empty(PIECE, dtype=torch.uint8)
-    for name in names:
-        with open(directory / name, "rb", buffering=0) as file:
-            offset = 0
-            while length := file.readinto(room.numpy().data):
-                yield Piece(name, offset, room[:length])
-                offset += length
-
-
 def bring_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
     """Write what ranks on other disks hold into rank 0's files; every rank must call it.
 

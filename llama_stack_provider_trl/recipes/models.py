@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import JobFailure
 from . import quantization, ranks
 from .events import Reason
+from .model_files import check_weights_index
 from .sharding import is_sharded
 from .spec import Dtype, JobSpec, LoraSpec
 
@@ -85,8 +86,10 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     layers in 4 bits when the job says so.
 
     Raises:
-        JobFailure: invalid_model, when it is missing, is no causal LM, or its weights are damaged.
+        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
+            files outside its directory.
     """
+    check_weights_index(spec.model, spec.revision)
     dtype = DTYPES[spec.dtype] if spec.lora else torch.float32
     in_4_bits = spec.lora is not None and spec.lora.quantize_base
     placing = quantization.base_arguments(spec, device) if in_4_bits else {}
@@ -121,6 +124,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         base = load_model(spec, torch.device("cpu"))
         quantization.settle_base(base)
     else:
+        check_weights_index(spec.model, spec.revision)
         base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
     return PeftModel.from_pretrained(base, adapter)
 

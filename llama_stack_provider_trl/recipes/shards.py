@@ -1,7 +1,7 @@
 """One safetensors file that several ranks write and read at once, each its own rows.
 
-FSDP2 shards along the first dimension, so a rank's part of a weight is one range of bytes in the file: nothing is
-gathered, nothing is written twice, and what lies there is a file that transformers, peft and other readers know.
+FSDP2 shards along the first dimension, so a rank's part of a weight, or of an optimizer's moment of it, is one range of
+bytes in the file: nothing is gathered, nothing is written twice, and transformers, peft and others read the file.
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the data).
 """
 
@@ -21,11 +21,12 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-_DTYPES = {
+DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
 }
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Layout(NamedTuple):
@@ -35,7 +36,14 @@ class _Layout(NamedTuple):
     end: int
 
 
-class _Rows(NamedTuple):
+class Outline(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Rows(NamedTuple):
     """What this rank holds of a tensor."""
 
     values: torch.Tensor
@@ -82,10 +90,22 @@ def parts_of(
     """
     layout = _layout(tensors)
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        rows = _rows(tensor)
+        rows = rows_of(tensor)
         if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % writers == writer):
             start = layout.starts[name] + rows.first * _row_bytes(tensor)
             yield start, rows.values.contiguous().reshape(-1).view(torch.uint8)
+
+
+def outlines(path: Path) -> dict[str, Outline]:
+    """Shape and dtype of every tensor of a file; no values are read.
+
+    Raises:
+        KeyError: a dtype that `reserve` does not write.
+        SafetensorError: it is not a safetensors file.
+    """
+    with safe_open(path, framework="pt") as file:
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file cannot be iterated
+        return {name: Outline(torch.Size(one.get_shape()), _TORCH[one.get_dtype()]) for name, one in found.items()}
 
 
 @torch.no_grad()
@@ -100,7 +120,7 @@ def read_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             found = file.get_slice(name)
             if list(found.get_shape()) != list(tensor.shape):
                 raise ValueError(f"{name} has shape {found.get_shape()} in {path}, expected {list(tensor.shape)}")
-            rows = _rows(tensor)
+            rows = rows_of(tensor)
             if not isinstance(tensor, DTensor):
                 tensor.copy_(file.get_tensor(name))
             elif rows.values.numel():
@@ -122,7 +142,7 @@ def read_from_first(
         if is_first:
             read_into(path, {name: whole})
         whole = broadcast(whole)
-        rows = _rows(tensor)
+        rows = rows_of(tensor)
         rows.values.copy_(whole[rows.first : rows.first + rows.values.shape[0]] if rows.values.ndim else whole)
 
 
@@ -131,7 +151,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
     ends = list(accumulate((tensor.numel() * tensor.element_size() for _, tensor in ordered), initial=0))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for (name, tensor), start, end in zip(ordered, ends, ends[1:], strict=False):
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file: values lie on their boundaries
     data = 8 + len(text)
@@ -139,17 +159,18 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
     return _Layout(len(text).to_bytes(8, "little") + text, starts, data + ends[-1])
 
 
-def _rows(tensor: torch.Tensor) -> _Rows:
+def rows_of(tensor: torch.Tensor) -> Rows:
+    """What this rank holds of a tensor; of one that is not sharded, all."""
     if not isinstance(tensor, DTensor):
-        return _Rows(tensor.detach(), 0, True)
+        return Rows(tensor.detach(), 0, True)
     if not all(placement in (Shard(0), Replicate()) for placement in tensor.placements):
-        raise AssertionError(f"a weight with placements {tensor.placements}; FSDP2 shards along the first dimension")
+        raise AssertionError(f"a tensor with placements {tensor.placements}; FSDP2 shards along the first dimension")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     is_first_copy = all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
     )
-    return _Rows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
+    return Rows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers.trainer_utils import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 from ..errors import JobFailure
-from . import checkpoints, ranks
+from . import checkpoints, random_state, ranks
 from .arguments import optimizer_class, scheduler_arguments
 from .disks import Disks, Turn
 from .events import CheckpointSaved, EventWriter, Reason, Silent
+from .optimizer_state import reading
 from .packing import num_rows
 from .sampling import EpochSampler, Share
 from .spec import JobSpec
@@ -26,7 +28,8 @@ from .spec import JobSpec
 _STATE = "recipe_state.json"
 """In a step checkpoint: the position in the data, and what else Trainer's own files do not say. `row`: rows of the
 epoch (0-based) that have been seen; where an epoch's rows are used up, the next epoch's row 0."""
-_SCHEDULER = "scheduler.pt"
+_SCHEDULER = "scheduler.json"
+_SCALER = "scaler.json"
 
 
 class RecipeTrainer(Trainer):
@@ -154,14 +157,13 @@ class RecipeTrainer(Trainer):
         """
         step = self.state.global_step
         self.finish_saving(due=step)
-        is_first, cleans = ranks.rank() == 0, self.disks.keeps_order
+        is_first = ranks.rank() == 0
         self._staging = Path(self.args.output_dir) / self.turn.own(".saving")
         written = self._staging / f"checkpoint-{step}"
         try:
             if is_first:
                 self.turn.check()
                 self.need_space()
-            if cleans:
                 shutil.rmtree(self._staging, ignore_errors=True)
             ranks.wait_for_all()
             # Trainer's own method writes the small files: TRL's would also write a model card.
@@ -173,11 +175,12 @@ class RecipeTrainer(Trainer):
                 self.accelerator.unwrap_model(self.model),
                 self._inner_optimizer(),
                 self.processing_class,
+                random_state.capture(self.args.device),
                 written,
                 lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **standing), durable=True),
             )
         except BaseException:
-            if cleans:
+            if is_first:
                 shutil.rmtree(self._staging, ignore_errors=True)
             raise
         finally:
@@ -212,12 +215,21 @@ class RecipeTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer calls it for a step checkpoint; the weights are written in the background."""
-        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        if ranks.rank() == 0:
+            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The scheduler; the optimizer's state is written in the background."""
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+        """Writes the scheduler's state; the optimizer's is written in the background."""
+        if ranks.rank() == 0:
+            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Writes the loss scaling of a job in fp16."""
+        if ranks.rank() == 0 and self.accelerator.scaler is not None:
+            (Path(output_dir) / _SCALER).write_text(json.dumps(self.accelerator.scaler.state_dict()))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Writes nothing: the random numbers of every rank travel from memory, and are written in the background."""
 
     def _recipe_state(self) -> dict[str, Any]:
         position = self._train_sampler.position(self.state.global_step)
@@ -253,30 +265,47 @@ class RecipeTrainer(Trainer):
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        if (checkpoint / checkpoints.OPTIMIZER).is_dir():
-            checkpoints.load_weights(self.accelerator.unwrap_model(self.model if model is None else model), checkpoint)
-        else:  # of an earlier release
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        """Trainer's own would also read weights in pickles."""
+        target = self.accelerator.unwrap_model(self.model if model is None else model)
+        checkpoints.load_weights(target, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / checkpoints.OPTIMIZER).is_dir():
-            return super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
         checkpoints.load_optimizer(self.accelerator.unwrap_model(self.model), self._inner_optimizer(), Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        with self._restoring(checkpoint, _SCHEDULER) as state:
+            if state is None:
+                raise ValueError("it is missing")
+            # The names that the scheduler has itself: it takes over whatever attribute it is given.
+            self.lr_scheduler.load_state_dict({key: state[key] for key in self.lr_scheduler.state_dict()})
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The loss scaling of a job in fp16; another job that goes on from its checkpoint may have none."""
-        if self.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)
+        """The loss scaling of a job in fp16; another job that resumes from its checkpoint may have none."""
+        if checkpoint is None or self.accelerator.scaler is None:
+            return
+        with self._restoring(checkpoint, _SCALER) as state:
+            if state:
+                self.accelerator.scaler.load_state_dict(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """On as many ranks as saved them, each rank's random numbers go on; on others they begin anew, a function of
+        """On as many ranks as saved them, each rank's random numbers continue; on others they begin anew, a function of
         seed, step and rank."""
-        if checkpoint is not None and self._taken_up.get("world_size", ranks.world_size()) != ranks.world_size():
+        if checkpoint is None:
+            return
+        if self._taken_up.get("world_size", ranks.world_size()) != ranks.world_size():
             seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
             return set_seed(seed % 2**32)
-        super()._load_rng_state(checkpoint)
+        state = checkpoints.load_random(Path(checkpoint), self.args.device)
+        if state is not None:
+            with reading(Path(checkpoint)):
+                random_state.restore(state, self.args.device)
+
+    @staticmethod
+    @contextmanager
+    def _restoring(checkpoint: str, name: str) -> Iterator[dict[str, Any] | None]:
+        """A small state of a checkpoint, None where it has none; one that does not fit is refused by a sentence."""
+        with reading(Path(checkpoint) / name):
+            yield checkpoints.load_state(Path(checkpoint), name)
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper

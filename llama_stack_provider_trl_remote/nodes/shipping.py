@@ -36,8 +36,8 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 
 
 class Damaged(OSError):
-    """Raised when a checkpoint that is to be uploaded is not what was written, or an event is none that the service
-    takes. Neither will become so."""
+    """Raised when a checkpoint that is to be uploaded is not what was written, or when the service does not accept a
+    checkpoint or an event. Neither changes with time."""
 
 
 class Calls(Protocol):
@@ -164,7 +164,7 @@ class Shipping:
         path = Path(held.event["path"])
         report = await asyncio.to_thread(_reported, path, held)
         before: set[str] = set()
-        while missing := (await self._calls.offer(self._task_id, path.name, report)).missing:
+        while missing := (await self._offer(path.name, report)).missing:
             if before & set(missing):  # it was sent, and is not there
                 await self._sleep(RETRY)
             for number, name in enumerate(missing, 1):
@@ -174,6 +174,14 @@ class Shipping:
                 await self._calls.upload(self._task_id, path.name, name, file.sha256, path / name)
             before = set(missing)
         self._say("")
+
+    async def _offer(self, name: str, report: CheckpointReport) -> CheckpointAnswer:
+        try:
+            return await self._calls.offer(self._task_id, name, report)
+        except ServiceRefusal as refusal:
+            if refusal.status == 400:  # such as a file that is not data: it is refused next time too
+                raise Damaged(f"the service does not accept checkpoint {name}: {refusal}") from refusal
+            raise
 
     async def _forget_old_ones(self, shipped: Held) -> None:
         """Remove the step checkpoints before one that is with the service: it has those too, as far as it keeps them.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from llama_stack_provider_trl.checkpoint_files import check_names
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
 from llama_stack_provider_trl.files import atomic_write_json, damage, put_in_place, resolve_under, sha256_of, touched
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
@@ -369,11 +370,17 @@ class NodeTask:
         return []
 
     async def _pull(self, path: Path, target: Path) -> None:
-        """Have a checkpoint of the service here, as it is there."""
+        """Have a checkpoint of the service here, as it is there.
+
+        Raises:
+            InvalidRequest: it holds more than data.
+        """
         job_uuid = self.order.job_uuid
         # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
         identifier = path.name if path.is_relative_to(self.places.theirs) else GIVEN
         files = await self._node.calls.checkpoint_files(job_uuid, identifier)
+        code = bool(self.order.spec["job"].get("trust_remote_code"))
+        check_names([file["path"] for file in files], "checkpoint file", code=code, legacy=True)
         if await asyncio.to_thread(_is_the_same, target, files):
             return
         staging = target.with_name(f"{target.name}.tmp")

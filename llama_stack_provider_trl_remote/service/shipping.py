@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from llama_stack_provider_trl.checkpoint_files import check_names
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import (
     MANIFEST,
@@ -151,7 +152,7 @@ class Shipping:
 
         Raises:
             Gone.
-            InvalidRequest: it is no checkpoint of the job's, or not whole.
+            InvalidRequest: it is no checkpoint of the job's, not whole, or holds more than data.
             OSError: the disk is full.
         """
         task = self._first(task_id, node)
@@ -159,7 +160,7 @@ class Shipping:
         target = job.spec.checkpoint_dir / name
         if not _NAMES[report.kind].fullmatch(name):
             raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
-        _check_files(report)
+        _check_files(report, code=job.spec.trust_remote_code)
         staging = _staging(job, task, name)
         with self._asked[staging]:  # asked again while the first one still forces files to disk
             if self._is_in_place(target, report):
@@ -287,7 +288,12 @@ def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
     return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
 
 
-def _check_files(report: CheckpointReport) -> None:
+def _check_files(report: CheckpointReport, *, code: bool) -> None:
+    """Refuse a report before a byte of it is sent. Raises InvalidRequest.
+
+    Args:
+        code: the job's model has code of its own, which the operator trusts; its exports hold it.
+    """
     names = [file.path for file in report.files]
     if MANIFEST not in names:
         raise InvalidRequest("files", names[:5], f"a checkpoint has a {MANIFEST}: send all files of it")
@@ -295,6 +301,7 @@ def _check_files(report: CheckpointReport) -> None:
         resolve_under(Path("/checkpoint"), name, "files.path")
         if any(len(part.encode()) > _LONGEST for part in Path(name).parts):
             raise InvalidRequest("files.path", name[:100], f"a file's name has {_LONGEST} bytes at most")
+    check_names(names, "files.path", code=code)
     directories = {str(parent) for name in names for parent in Path(name).parents}
     if len(set(names)) < len(names) or directories & set(names):
         raise InvalidRequest("files", names[:5], "a file is named twice, or a directory has its name")

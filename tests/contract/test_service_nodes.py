@@ -97,9 +97,9 @@ def detail(service: TrainingService, job: str) -> str:
 
 def checkpoint(directory: Path, name: str = "checkpoint-2", size: int = 1000) -> Path:
     path = directory / name
-    (path / "shards").mkdir(parents=True)
+    (path / "additional_chat_templates").mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"x" * size)
-    (path / "shards" / "0.distcp").write_bytes(b"y" * 10)
+    (path / "additional_chat_templates" / "a.jinja").write_bytes(b"y" * 10)
     write_manifest(path)
     return path
 
@@ -268,7 +268,11 @@ def test_what_comes_twice_or_out_of_order_is_answered_with_where_to_go_on(
 
     whole = checkpoint(tmp_path, size=5000)
     assert "POST its report first" in refusal(a.send_file("twice-1", whole, "model.safetensors"), 404)
-    assert set(a.ask("twice-1", whole).json()["missing"]) == {"manifest.json", "model.safetensors", "shards/0.distcp"}
+    assert set(a.ask("twice-1", whole).json()["missing"]) == {
+        "manifest.json",
+        "model.safetensors",
+        "additional_chat_templates/a.jinja",
+    }
     weights = whole / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
     refusal(a.send_file("twice-1", whole, "model.safetensors"), 404)  # another digest than was announced
@@ -333,7 +337,7 @@ def test_a_checkpoint_that_is_announced_anew_has_nothing_of_the_one_before(
     submit(service, "anew", nodes=1)
     a.run("anew-1")
     first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2")
-    (first / "extra").write_text("of the first")
+    (first / "extra.txt").write_text("of the first")
     (second / "model.safetensors").write_bytes(b"z" * 1000)  # of the same size
     for one in (first, second):
         (one / "manifest.json").unlink()
@@ -343,7 +347,7 @@ def test_a_checkpoint_that_is_announced_anew_has_nothing_of_the_one_before(
     assert len(a.ask("anew-1", second).json()["missing"]) == 3
     place = a.ship("anew-1", second)
     assert (place / "model.safetensors").read_bytes() == b"z" * 1000
-    assert not (place / "extra").exists()
+    assert not (place / "extra.txt").exists()
 
 
 def test_a_file_whose_last_answer_was_lost_is_completed_by_asking_once_more(

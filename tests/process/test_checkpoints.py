@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from peft import PeftModel
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from llama_stack_provider_trl.recipes import checkpoints, session
+from llama_stack_provider_trl.recipes import checkpoints, optimizer_state, random_state, session, shards
 from llama_stack_provider_trl.recipes import export as exporting
 from llama_stack_provider_trl.recipes.events import (
     CheckpointDamaged,
@@ -179,9 +181,9 @@ def cut(path: Path) -> None:
     ("world", "harm", "victim"),
     [
         (1, flip_a_byte, "model.safetensors"),
-        (1, cut, "optimizer/__0_0.distcp"),
+        (1, cut, "optimizer.safetensors"),
         (1, Path.unlink, "model.safetensors"),
-        (2, flip_a_byte, "optimizer/__1_0.distcp"),
+        (2, flip_a_byte, "optimizer.safetensors"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
@@ -289,7 +291,8 @@ def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
     monkeypatch.setattr(saver, "_write", fill_up)
     model: Any = torch.nn.Linear(2, 2)
     tokenizer: Any = None
-    saver.save(model, torch.optim.SGD(model.parameters()), tokenizer, tmp_path / ".saving" / "checkpoint-2", print)
+    optimizer = torch.optim.SGD(model.parameters())
+    saver.save(model, optimizer, tokenizer, {}, tmp_path / ".saving" / "checkpoint-2", print)
     assert removing.wait(10)
     threading.Timer(0.1, told.set).start()
     with pytest.raises(OSError, match="the disk is full"):
@@ -411,10 +414,63 @@ def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
 def test_the_loss_scaling_of_a_job_in_fp16_is_left_out_in_another_dtype(whole: Whole, tmp_path: Path) -> None:
     spec = copied(whole("sft")[0], tmp_path)
     checkpoint = spec.checkpoint_dir / "checkpoint-4"
-    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    (checkpoint / "scaler.json").write_text(json.dumps(torch.amp.GradScaler("cpu").state_dict()))
     status, events = run(tmp_path / "run", spec, checkpoint)
     assert status == 0
     assert of_kind(events, Prepared)[0].start_step == 4
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda weights: torch.optim.Adafactor(weights, lr=0.1),  # moments of other shapes than their weights
+        lambda weights: torch.optim.Adam(weights, amsgrad=True, betas=(0.8, 0.9)),
+        lambda weights: torch.optim.SGD(weights, momentum=0.9),
+    ],
+    ids=["adafactor", "adam", "sgd"],
+)
+def test_the_state_of_any_optimizer_by_weights_is_read_as_it_was(
+    of: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    def model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, dtype=torch.float32))
+        return layers, of(layers.parameters())
+
+    def step(layers: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        layers(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    (first, saved), (second, restored) = model(1), model(1)
+    for _ in range(3):
+        step(first, saved)
+    saved.state[next(first.parameters())]["note"] = 7  # a value that is no tensor
+    state = optimizer_state.state_of(first, saved)
+    shards.reserve(tmp_path / optimizer_state.TENSORS, state.tensors)
+    shards.fill(tmp_path / optimizer_state.TENSORS, shards.parts_of(state.tensors))
+    (tmp_path / optimizer_state.VALUES).write_text(state.document)
+    second.load_state_dict(first.state_dict())
+    optimizer_state.restore(second, restored, optimizer_state.stored(tmp_path), tmp_path)
+    assert restored.param_groups[0].keys() == saved.param_groups[0].keys()
+    assert [type(value) for value in restored.param_groups[0].values()] == [
+        type(value) for value in saved.param_groups[0].values()
+    ]
+    assert restored.state[next(second.parameters())]["note"] == 7
+    for layers, optimizer in ((first, saved), (second, restored)):
+        step(layers, optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_random_numbers_continue_where_they_were_saved() -> None:
+    def numbers() -> list[Any]:
+        return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(3).tolist()]
+
+    numbers()
+    saved = json.loads(json.dumps(random_state.capture(torch.device("cpu"))))
+    expected = numbers()
+    random_state.restore(saved, torch.device("cpu"))
+    assert numbers() == expected
 
 
 def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:

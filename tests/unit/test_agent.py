@@ -92,7 +92,7 @@ class World:
     def save(self, name: str, kind: str = "step") -> CheckpointSaved:
         """Write a checkpoint as rank 0 would; returns its event."""
         path = self.home / "checkpoints" / name
-        write(path / "weights" / "a.bin", name.encode())
+        write(path / "additional_chat_templates" / "a.jinja", name.encode())
         write_manifest(path)
         step = int(name.rpartition("-")[2]) if kind == "step" else 9
         return CheckpointSaved(kind=kind, step=step, epoch=1, path=path, train_loss=None)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
         kinds = [event["type"] for event in head.said]
         assert kinds == ["progress", "progress", "checkpoint", "checkpoint", "finished"]
         assert head.said[2]["path"] == "/service/checkpoints/job/checkpoint-1"
-        assert head.checkpoints["checkpoint-1"]["weights/a.bin"] == b"checkpoint-1"
+        assert head.checkpoints["checkpoint-1"]["additional_chat_templates/a.jinja"] == b"checkpoint-1"
         assert "manifest.json" in head.checkpoints["final"]
         assert not any(task.shipped for poll in head.polls for task in poll.tasks)
         world.launcher.exit("job-1", 0)
@@ -407,7 +407,7 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         saved = world.save("checkpoint-1")
-        write(saved.path / "weights" / "a.bin", b"short")
+        write(saved.path / "additional_chat_templates" / "a.jinja", b"short")
         world.say(saved, progress(2))
         await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
         report = head.report()
@@ -450,11 +450,11 @@ def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World
 
 def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
     source = world.root / "service" / "checkpoint-6"
-    write(source / "dcp" / "a.bin", b"weights")
+    write(source / "additional_chat_templates" / "a.jinja", b"weights")
     write_manifest(source)
     damaged = world.root / "service" / "checkpoint-8"
     shutil.copytree(source, damaged)
-    write(damaged / "dcp" / "a.bin", b"weight")
+    write(damaged / "additional_chat_templates" / "a.jinja", b"weight")
     world.head.sources = {("job", "checkpoint-6"): source, ("job", "checkpoint-8"): damaged}
     theirs = "/service/checkpoints/job"
     resuming = world.order()
@@ -468,9 +468,9 @@ def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
     written = json.loads((world.run_dir / "spec.json").read_text())
     here = world.home / "checkpoints" / "checkpoint-6"
     assert (written["resume_from"], written["fall_back_to"]) == (str(here), [])
-    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+    assert (here / "additional_chat_templates" / "a.jinja").read_bytes() == b"weights"
     fetched = [call for call in world.head.calls if call.startswith("file checkpoint-6")]
-    assert fetched == ["file checkpoint-6/dcp/a.bin", "file checkpoint-6/manifest.json"]
+    assert fetched == ["file checkpoint-6/additional_chat_templates/a.jinja", "file checkpoint-6/manifest.json"]
     # The next attempt on this node finds it, and does not take what has changed meanwhile for it.
     later = resuming.model_copy(update={"task_id": "job-2", "attempt": 2})
 
@@ -480,20 +480,20 @@ def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
 
     world.run(again)
     assert [call for call in world.head.calls if call.startswith("file checkpoint-6")] == fetched
-    write(here / "dcp" / "a.bin", b"WEIGHTS")
+    write(here / "additional_chat_templates" / "a.jinja", b"WEIGHTS")
 
     async def third(head: FakeHead) -> None:
         head.order(later.model_copy(update={"task_id": "job-3", "attempt": 3}))
         await head.until(lambda: "job-3" in world.launcher.started)
 
     world.run(third)
-    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+    assert (here / "additional_chat_templates" / "a.jinja").read_bytes() == b"weights"
 
 
 def test_a_job_that_begins_with_another_ones_checkpoint_fetches_its_own_copy(world: World) -> None:
     theirs = "/service/jobs/job/resume/3f/checkpoint-2"
     source = world.root / "service" / "checkpoint-2"
-    write(source / "dcp" / "a.bin", b"weights")
+    write(source / "additional_chat_templates" / "a.jinja", b"weights")
     write_manifest(source)
     world.head.sources = {("job", "resume-from"): source}
     given = {"job_uuid": "deleted", "checkpoint": "checkpoint-2", "path": theirs}
@@ -508,13 +508,13 @@ def test_a_job_that_begins_with_another_ones_checkpoint_fetches_its_own_copy(wor
     written = json.loads((world.run_dir / "spec.json").read_text())
     here = world.home / "borrowed" / "checkpoint-2"
     assert (written["resume_from"], written["job"]["resume_from"]["path"]) == (str(here), str(here))
-    assert (here / "dcp" / "a.bin").read_bytes() == b"weights"
+    assert (here / "additional_chat_templates" / "a.jinja").read_bytes() == b"weights"
 
 
 def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: World) -> None:
     theirs = world.root / "service" / "checkpoints"
     mark = write(theirs / ".shared", b"job-1")
-    write(theirs / "checkpoint-1" / "a.bin", b"a")
+    write(theirs / "checkpoint-1" / "a.json", b"a")
     write_manifest(theirs / "checkpoint-1")
     shared = world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)})
     shared.spec["resume_from"] = str(theirs / "checkpoint-1")
@@ -546,7 +546,7 @@ def test_an_agent_that_is_started_again_knows_that_it_sees_the_services_disk(wor
         await head.until(lambda: (report := head.report()) and report.observation)
         for step in (1, 2):
             path = theirs / f"checkpoint-{step}"
-            write_manifest(write(path / "a.bin", b"a").parent)
+            write_manifest(write(path / "a.json", b"a").parent)
             world.say(CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=None))
         await head.until(lambda: len(head.said) == 2)
 
@@ -583,11 +583,38 @@ def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, mo
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report
-        assert "give a relative path without '..'" in report.error
+        assert "checkpoint file='../../../evil' is not supported" in report.error
 
     world.run(play)
     assert not [call for call in world.head.calls if call.startswith("file ")]
     assert not world.launcher.started
+
+
+@pytest.mark.parametrize(
+    ("path", "is_fetched"),
+    [("pytorch_model.bin", False), ("modeling_own.py", False), ("optimizer/evil.pkl", False), ("scheduler.pt", True)],
+)
+def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str, is_fetched: bool
+) -> None:
+    """What earlier releases wrote is: the training reads it without running anything."""
+    asked = world.order()
+    asked.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
+
+    async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
+        return [{"path": path, "size": 1, "sha256": "0" * 64}]
+
+    monkeypatch.setattr(world.head, "checkpoint_files", files)
+
+    async def play(head: FakeHead) -> None:
+        head.order(asked)
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        report = head.report()
+        assert report
+        assert (f"checkpoint file='{path}' is not supported" in report.error) != is_fetched
+
+    world.run(play)
+    assert bool([call for call in world.head.calls if call.startswith("file ")]) == is_fetched
 
 
 @pytest.mark.parametrize(
@@ -634,7 +661,7 @@ def test_a_service_that_is_away_while_a_task_is_prepared_costs_no_attempt(
     world: World, only: str, trouble: Callable[[], Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     source = world.root / "service" / "checkpoint-6"
-    write(source / "dcp" / "a.bin", b"weights")
+    write(source / "additional_chat_templates" / "a.jinja", b"weights")
     write_manifest(source)
     world.head.sources = {("job", "checkpoint-6"): source}
     resuming = world.order()
@@ -966,7 +993,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
 
     monkeypatch.setattr(world, "sleep", noted)
     monkeypatch.setattr(shipping, "RETRY", 7.0)
-    upload, lost = world.head.upload, ["weights/a.bin"] * 3
+    upload, lost = world.head.upload, ["additional_chat_templates/a.jinja"] * 3
 
     async def losing(task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
         if lost and name == lost[0]:
@@ -983,7 +1010,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
         await head.until(lambda: head.checkpoints)
 
     world.run(play)
-    assert world.head.calls.count("upload checkpoint-1/weights/a.bin") == 4
+    assert world.head.calls.count("upload checkpoint-1/additional_chat_templates/a.jinja") == 4
     assert pauses.count(7.0) == 3
 
 

@@ -680,7 +680,7 @@ def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None
 def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:
     staged = pair.root / "out" / "a" / "checkpoint-2.1.tmp" / "files"
     staged.mkdir(parents=True)
-    (staged / "model.bin").write_bytes(b"late")
+    (staged / "model.safetensors").write_bytes(b"late")
     write_manifest(staged)
     task = pair.shipping.current("a-1", "b")
     pair.pass_time(SILENCE + 2, "b")
@@ -689,9 +689,9 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     with pytest.raises(Gone):
         pair.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=()))
     staged.mkdir(parents=True, exist_ok=True)
-    (staged / "model.bin").write_bytes(b"late")
+    (staged / "model.safetensors").write_bytes(b"late")
     write_manifest(staged)
-    files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.bin")]
+    files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.safetensors")]
     report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended while checkpoint-2 came"):
         pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
@@ -702,7 +702,7 @@ def test_it_goes_on_from_the_checkpoint_that_is_on_the_service(pair: World) -> N
     pair.join("d")
     place = pair.root / "out" / "a" / "checkpoint-2"
     place.mkdir(parents=True)
-    (place / "model.bin").write_bytes(b"weights")
+    (place / "model.safetensors").write_bytes(b"weights")
     write_manifest(place)
     pair.say(STEP, CheckpointSaved(kind="step", step=2, epoch=1, path=place, train_loss=2.0))
     pair.pass_time(SILENCE + 2, "b", "d")

@@ -35,13 +35,13 @@ EVENT = Progress(step=1, epoch=0.5, metrics={}, peak_memory_bytes=1).model_dump_
 class Service:
     """One job of nodes b and c, whose attempt is current."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **job: Any) -> None:
         self.root, self.run_dir = root, root / "jobs" / "a" / "attempts" / "1"
         self.run_dir.mkdir(parents=True)
         self.store, self.digests = Store(root / "jobs.db"), Digests()
         self.shipping = Shipping(self.store, self.digests)
         self.checkpoints = root / "out"
-        self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000), "digest")
+        self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000, **job), "digest")
         self.store.launch("a", 1, "b/cpu,c/cpu", self.run_dir)
         self.store.add_tasks(
             NodeTaskRecord("a-1", node, "a", 1, rank, (f"{node}/cpu",), "run", "{}", None, None, False)
@@ -51,7 +51,7 @@ class Service:
     def written(self, name: str = "checkpoint-2") -> Path:
         """A checkpoint as its node has it."""
         path = self.root / "node" / name
-        write(path / "dcp" / "model.bin", WEIGHTS)
+        write(path / "additional_chat_templates" / "a.jinja", WEIGHTS)
         write_manifest(path)
         return path
 
@@ -96,13 +96,13 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def test_a_checkpoint_is_in_place_once_all_of_it_is_here(service: Service) -> None:
     written = service.written()
     place = service.checkpoints / "checkpoint-2"
-    assert set(service.ask(written)) == {"dcp/model.bin", MANIFEST}
-    assert service.send(written, "dcp/model.bin") == 100
+    assert set(service.ask(written)) == {"additional_chat_templates/a.jinja", MANIFEST}
+    assert service.send(written, "additional_chat_templates/a.jinja") == 100
     assert service.ask(written) == (MANIFEST,)
     assert not place.exists()
     service.send(written, MANIFEST)
     assert service.ask(written) == ()
-    assert (place / "dcp" / "model.bin").read_bytes() == WEIGHTS
+    assert (place / "additional_chat_templates" / "a.jinja").read_bytes() == WEIGHTS
     assert (service.checkpoints / "latest").read_text() == "checkpoint-2\n"
     assert sorted(path.name for path in service.checkpoints.iterdir()) == ["checkpoint-2", "latest"]
     assert service.ask(written) == ()  # its answer was lost
@@ -117,22 +117,22 @@ def test_the_export_is_no_place_to_go_on_from(service: Service) -> None:
     assert [path.name for path in service.checkpoints.iterdir()] == ["final"]
 
 
-@pytest.mark.parametrize("lost", ["dcp/model.bin", MANIFEST])
+@pytest.mark.parametrize("lost", ["additional_chat_templates/a.jinja", MANIFEST])
 def test_what_is_in_place_and_not_whole_comes_again(service: Service, lost: str) -> None:
     written = service.written()
     for name in service.ask(written):
         service.send(written, name)
     service.ask(written)
     (service.checkpoints / "checkpoint-2" / lost).unlink()
-    assert set(service.ask(written)) == {"dcp/model.bin", MANIFEST}
+    assert set(service.ask(written)) == {"additional_chat_templates/a.jinja", MANIFEST}
 
 
 def test_a_checkpoint_that_its_own_manifest_does_not_know_so_is_refused(service: Service) -> None:
     written = service.written()
-    write(written / "dcp" / "model.bin", WEIGHTS[:-1])
+    write(written / "additional_chat_templates" / "a.jinja", WEIGHTS[:-1])
     for name in service.ask(written):
         service.send(written, name)
-    with pytest.raises(InvalidRequest, match=r"it is not whole: dcp/model\.bin has 99 bytes"):
+    with pytest.raises(InvalidRequest, match=r"it is not whole: additional_chat_templates/a\.jinja has 99 bytes"):
         service.ask(written)
     assert not (service.checkpoints / "checkpoint-2").exists()
 
@@ -147,11 +147,11 @@ def test_a_file_cannot_be_named_twice_nor_the_manifest_left_out(service: Service
 @pytest.mark.parametrize(
     ("name", "kind", "path"),
     [
-        ("final", "step", "model.bin"),
-        ("checkpoint-x", "step", "model.bin"),
-        ("checkpoint-2", "final", "model.bin"),
-        ("checkpoint-2", "step", "../model.bin"),
-        ("checkpoint-2", "step", "/etc/model.bin"),
+        ("final", "step", "model.safetensors"),
+        ("checkpoint-x", "step", "model.safetensors"),
+        ("checkpoint-2", "final", "model.safetensors"),
+        ("checkpoint-2", "step", "../a.jinja"),
+        ("checkpoint-2", "step", "/etc/model.safetensors"),
     ],
 )
 def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, kind: Any, path: str) -> None:
@@ -160,16 +160,53 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
         service.shipping.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("optimizer/.metadata", "can run code when it is read: update the node"),
+        ("optimizer/__0_0.distcp", "can run code when it is read: update the node"),
+        ("rng_state.pth", "can run code when it is read: update the node"),
+        ("training_args.bin", "a checkpoint holds safetensors, JSON"),
+        ("pytorch_model.bin", "a checkpoint holds safetensors, JSON"),
+        ("modeling_own.py", "a checkpoint holds code only where the job's model is named in trust_remote_code"),
+        ("model.safetensors\n", "a checkpoint holds safetensors, JSON"),
+        (".config.json", "a checkpoint holds safetensors, JSON"),
+        ("data/config.json", "a checkpoint holds safetensors, JSON"),
+    ],
+)
+def test_a_checkpoint_that_holds_more_than_data_is_refused_before_a_byte_of_it_is_sent(
+    service: Service, path: str, said: str
+) -> None:
+    files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        service.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
+    assert refused.value.value == path
+    assert not service.checkpoints.exists()
+
+
+def test_code_comes_only_with_a_model_whose_code_the_operator_trusts(tmp_path: Path) -> None:
+    report = CheckpointReport(
+        kind="final",
+        files=tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, "modeling_own.py")),
+    )
+    service = Service(tmp_path, trust_remote_code=True)
+    assert set(service.shipping.ask("a-1", "b", "final", report).missing) == {MANIFEST, "modeling_own.py"}
+    service.digests.close()
+    service.store.close()
+
+
 def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> None:
     written = service.written()
     service.ask(written)
     with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
-        asyncio.run(service.shipping.receive("a-1", "b", "../other", "model.bin", SHA256, 0, pieces(WEIGHTS)))
+        asyncio.run(service.shipping.receive("a-1", "b", "../other", "model.safetensors", SHA256, 0, pieces(WEIGHTS)))
     (asked,) = service.checkpoints.glob("*/report.json")
-    asked.write_text(asked.read_text().replace("dcp/model.bin", "../model.bin"))  # by who sees this disk
+    asked.write_text(
+        asked.read_text().replace("additional_chat_templates/a.jinja", "../a.jinja")
+    )  # by who sees this disk
     with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
-        asyncio.run(service.shipping.receive("a-1", "b", "checkpoint-2", "../model.bin", SHA256, 0, pieces(WEIGHTS)))
-    assert list(service.root.rglob("model.bin")) == [written / "dcp" / "model.bin"]
+        asyncio.run(service.shipping.receive("a-1", "b", "checkpoint-2", "../a.jinja", SHA256, 0, pieces(WEIGHTS)))
+    assert list(service.root.rglob("a.jinja")) == [written / "additional_chat_templates" / "a.jinja"]
 
 
 def test_a_file_is_on_the_disk_before_it_counts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +216,7 @@ def test_a_file_is_on_the_disk_before_it_counts(service: Service, monkeypatch: p
     service.ask(written)
     monkeypatch.setattr(module.os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
     monkeypatch.setattr(module.os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    service.send(written, "dcp/model.bin")
+    service.send(written, "additional_chat_templates/a.jinja")
     assert done == ["fsync", "replace"]
 
 
@@ -215,46 +252,46 @@ def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch
 def test_a_file_comes_in_parts_and_counts_once_it_is_whole(service: Service) -> None:
     written = service.written()
     service.ask(written)
-    assert service.send(written, "dcp/model.bin", 0, WEIGHTS[:40]) == 40
-    assert "dcp/model.bin" in service.ask(written)
+    assert service.send(written, "additional_chat_templates/a.jinja", 0, WEIGHTS[:40]) == 40
+    assert "additional_chat_templates/a.jinja" in service.ask(written)
     for offset in (0, 39, 41):
         with pytest.raises(WrongOffset) as caught:
-            service.send(written, "dcp/model.bin", offset)
+            service.send(written, "additional_chat_templates/a.jinja", offset)
         assert caught.value.offset == 40
-    assert service.send(written, "dcp/model.bin", 40) == 100
+    assert service.send(written, "additional_chat_templates/a.jinja", 40) == 100
     assert service.ask(written) == (MANIFEST,)
-    assert service.send(written, "dcp/model.bin", 0, b"twice") == 100  # it is here: nothing is read
+    assert service.send(written, "additional_chat_templates/a.jinja", 0, b"twice") == 100  # it is here: nothing is read
 
 
 def test_a_file_with_another_digest_is_dropped(service: Service) -> None:
     written = service.written()
     service.ask(written)
     with pytest.raises(InvalidRequest, match="nothing was kept, send it again"):
-        service.send(written, "dcp/model.bin", 0, b"?" * 100)
+        service.send(written, "additional_chat_templates/a.jinja", 0, b"?" * 100)
     with pytest.raises(InvalidRequest, match="the file has 100"):
-        service.send(written, "dcp/model.bin", 0, WEIGHTS + b"?")
-    assert service.send(written, "dcp/model.bin") == 100
+        service.send(written, "additional_chat_templates/a.jinja", 0, WEIGHTS + b"?")
+    assert service.send(written, "additional_chat_templates/a.jinja") == 100
 
 
 def test_a_file_that_was_not_asked_for_is_not_taken(service: Service) -> None:
     written = service.written()
     with pytest.raises(NotFound, match="POST its report first"):
-        service.send(written, "dcp/model.bin")
+        service.send(written, "additional_chat_templates/a.jinja")
     service.ask(written)
-    write(written / "dcp" / "model.bin", b"others")
+    write(written / "additional_chat_templates" / "a.jinja", b"others")
     with pytest.raises(NotFound, match="POST its report again"):
-        service.send(written, "dcp/model.bin")
+        service.send(written, "additional_chat_templates/a.jinja")
 
 
 def test_what_was_all_here_when_the_service_was_stopped_is_finished_without_a_byte(service: Service) -> None:
     written = service.written()
     service.ask(written)
-    write(service.checkpoints / "checkpoint-2.1.tmp" / "parts" / "dcp" / "model.bin", WEIGHTS)
-    assert "dcp/model.bin" in service.ask(written)
+    write(service.checkpoints / "checkpoint-2.1.tmp" / "parts" / "additional_chat_templates" / "a.jinja", WEIGHTS)
+    assert "additional_chat_templates/a.jinja" in service.ask(written)
     with pytest.raises(WrongOffset) as caught:
-        service.send(written, "dcp/model.bin")
+        service.send(written, "additional_chat_templates/a.jinja")
     assert caught.value.offset == 100
-    assert service.send(written, "dcp/model.bin", 100) == 100
+    assert service.send(written, "additional_chat_templates/a.jinja", 100) == 100
     assert service.ask(written) == (MANIFEST,)
 
 
@@ -271,7 +308,7 @@ def test_of_two_senders_of_a_file_the_last_one_to_begin_writes(service: Service)
             await late.wait()
             yield b"?" * 30
 
-        first = asyncio.create_task(service.begin(written, "dcp/model.bin", 0, stuck()))
+        first = asyncio.create_task(service.begin(written, "additional_chat_templates/a.jinja", 0, stuck()))
         await asked.wait()
 
         async def rest() -> AsyncIterator[bytes]:
@@ -280,7 +317,7 @@ def test_of_two_senders_of_a_file_the_last_one_to_begin_writes(service: Service)
             await asyncio.wait([first])
             yield WEIGHTS[50:]
 
-        second = await service.begin(written, "dcp/model.bin", 30, rest())
+        second = await service.begin(written, "additional_chat_templates/a.jinja", 30, rest())
         return second, *(await asyncio.gather(first, return_exceptions=True))
 
     second, first = asyncio.run(run())
@@ -300,11 +337,11 @@ def test_one_that_begins_while_the_digest_is_read_may_end_it_first(
 
     async def slow(path: Path) -> str:
         monkeypatch.setattr(service.shipping, "_digest", digest)
-        found.append(await service.receive(written, "dcp/model.bin", 100))
+        found.append(await service.receive(written, "additional_chat_templates/a.jinja", 100))
         return await digest(path) if path.exists() else SHA256
 
     monkeypatch.setattr(service.shipping, "_digest", slow)
-    assert service.send(written, "dcp/model.bin") == 100
+    assert service.send(written, "additional_chat_templates/a.jinja") == 100
     assert found == [100]
     assert service.ask(written) == (MANIFEST,)
     assert service.shipping._senders == {}
@@ -328,7 +365,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_sent(
         assert caught.value.errno == errno.ENOSPC
     service_has = 100
     monkeypatch.undo()
-    assert service.send(written, "dcp/model.bin") == service_has
+    assert service.send(written, "additional_chat_templates/a.jinja") == service_has
     monkeypatch.setattr(module, "free_bytes", lambda path: 1000 + manifest)  # of what is here nothing more is needed
     assert service.ask(written) == (MANIFEST,)
 
