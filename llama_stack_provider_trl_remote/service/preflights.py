@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.files import RunDir, tail
+from llama_stack_provider_trl.files import RunDir, free_bytes, tail
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.recipes.events import Failed, Preflighted, Reason, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec, PreflightSpec
@@ -66,6 +66,7 @@ class Preflights:
             device=self._device,  # type: ignore[arg-type]
             memory_bytes=None if gigabytes is None else int(gigabytes * 2**30),
             max_ranks=max(self._max_ranks, spec.ranks),
+            free_bytes=free_bytes(spec.checkpoint_dir),
         )
         task.run_dir.mkdir(parents=True)
         attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=asked)
