@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
@@ -63,6 +63,14 @@ class TrlConfig(Documented):
     one, and while a checkpoint is written or read, so are CPU time and bytes."""
     min_free_disk_mb: int = Field(512, ge=0)
     """MiB that a job's checkpoints must leave free on their disk: it fails, or waits for its next try, before that."""
+
+    isolation: Literal["auto", "off", "required"] = "auto"
+    """Keep trainings apart from this process, its files and other jobs, by Linux namespaces. auto: where the machine
+    allows it, else with a warning; required: refuse to start where it does not."""
+    max_training_memory_gb: float | None = Field(None, gt=0)
+    """GiB that the processes of a training may take together; more ends it as `out_of_memory`. Unset: no limit."""
+    max_training_processes: int | None = Field(4096, gt=0)
+    """Processes that a training may have; more ends it. none: no limit."""
 
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds for which rows that no job refers to any more are kept; none: for ever."""

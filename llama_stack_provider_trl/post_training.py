@@ -13,7 +13,9 @@ from .devices import usable_devices
 from .jobs.store import DATABASE, Store
 from .jobs.supervisor import Supervisor
 from .launch.interpreter import check_interpreter
+from .launch.isolation import isolate
 from .launch.local import LocalLauncher
+from .launch.runner import Limits
 from .options import ProviderOptions
 from .protocol import SubmittingCalls, answers_clearly
 from .recipes.spec import Algorithm, DataFormat, DatasetRef
@@ -36,6 +38,7 @@ class TrlPostTraining(SubmittingCalls):
         self.deps = deps
         devices = usable_devices(config.device)
         check_interpreter(config.train_python)
+        self.isolation = isolate(config.isolation, [config.data_dir])
         self.settings = Settings(
             data_dir=config.data_dir,
             devices=tuple(devices),
@@ -54,7 +57,10 @@ class TrlPostTraining(SubmittingCalls):
         self.store = Store(config.data_dir / DATABASE)
         self.supervisor = Supervisor(
             self.store,
-            LocalLauncher(),
+            LocalLauncher(
+                isolation=self.isolation,
+                limits=Limits.of(config.max_training_memory_gb, config.max_training_processes),
+            ),
             devices,
             config.data_dir,
             python=str(config.train_python) if config.train_python else None,

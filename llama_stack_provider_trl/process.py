@@ -29,7 +29,8 @@ machine may well hold jobs of the same name."""
 
 _LINUX = sys.platform == "linux"
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 _PASSED_TO_CHILDREN = re.compile(
     r"""PATH | HOME | USER | LOGNAME | LANG | LANGUAGE | LC_.* | TZ | TMPDIR | TEMP | TMP | VIRTUAL_ENV | CONDA_.*
@@ -88,6 +89,31 @@ def descendants(pid: int) -> list[ProcessId]:
     return _identified(child.pid for child in children)
 
 
+def children_of(pid: int) -> list[int]:
+    """Pids of the children of `pid`, zombies included."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def innermost_pid(pid: int) -> int:
+    """The pid by which a process knows itself: another one where it is in a process namespace below ours."""
+    try:
+        found = re.search(r"^NSpid:\t(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:  # it has ended, or this is no Linux
+        return pid
+    return int(found[1].split()[-1]) if found else pid
+
+
+def carries(process: ProcessId, marks: Mapping[str, str]) -> bool:
+    """Whether this very process was started with these environment variables."""
+    try:
+        return _carries(psutil.Process(process.pid), marks) and alive(process)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def marked(marks: Mapping[str, str]) -> list[ProcessId]:
     """Processes of this user whose environment carries all of `marks`: a tree whose root is gone is found that way."""
     return _identified(process.pid for process in psutil.process_iter() if _carries(process, marks))
@@ -143,6 +169,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def hide_from_other_processes() -> None:
+    """Linux: other processes of this user, unless it is root, can no longer read our environment and memory."""
+    if _LINUX:
+        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def machine_memory() -> int:
     """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
@@ -177,6 +209,23 @@ def allocated_memory() -> int:
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0
+
+
+def memory_of(processes: Iterable[ProcessId]) -> int:
+    """Bytes of memory that processes take together; what they share through a tmpfs counts once, files that they have
+    mapped do not count. Elsewhere than on Linux, the sum of their resident memory."""
+    own = shared = 0
+    for process in processes:
+        try:
+            if _LINUX:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                sizes = {name: int(size) << 10 for name, size in _RESIDENT.findall(status)}
+                own, shared = own + sizes.get("Anon", 0), max(shared, sizes.get("Shmem", 0))
+            else:
+                own += psutil.Process(process.pid).memory_info().rss
+        except (OSError, psutil.Error):  # it has ended
+            continue
+    return own + shared
 
 
 def work_done() -> tuple[float, int]:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
@@ -22,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _serve(given[1:])
     options = parser().parse_args(given)
     try:
-        return _run(options)
+        return _doctor(options) if options.group == "doctor" else _run(options)
     except BrokenPipeError:  # `| head` has seen enough; without this, Python complains once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -38,6 +39,12 @@ def _serve(arguments: list[str]) -> int:
     from .service.__main__ import main as serve
 
     return serve(arguments)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import report
+
+    return report(options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -70,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from .nodes.start import serve, worker_settings
 
-    given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s")}
+    given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s", "isolation")}
     return serve(worker_settings(url, environ, labels=dict(options.label), **given))
 
 
@@ -88,6 +95,9 @@ def parser() -> argparse.ArgumentParser:
     _datasets(groups.add_parser("datasets", help="add, list"))
     _nodes(groups.add_parser("nodes", help="list (the default), cordon, uncordon, drain, remove machines"))
     _agent_options(groups.add_parser("agent", help=AGENT))
+    doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
+    doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
+    doctor.add_argument("--json", action="store_true", help="the findings as a list")
     return top
 
 
@@ -117,6 +127,11 @@ def _agent_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--name", help="of this node (TRL_NODE_NAME; the host name)")
     command.add_argument("--data-dir", metavar="DIR", help="its own directory (TRL_NODE_DATA_DIR; ~/.llama/trl-node)")
     command.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps (TRL_NODE_DEVICE; auto)")
+    command.add_argument(
+        "--isolation",
+        choices=("auto", "off", "required"),
+        help="whether trainings are kept apart from the agent and its files (TRL_NODE_ISOLATION; auto)",
+    )
     command.add_argument(
         "--label",
         action="append",

@@ -71,6 +71,10 @@ def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> V
     if seen.ended is Ended.hung:
         stacks = _with_lines("no progress for hang_timeout seconds.", "What its ranks were doing", seen.stacks)
         return Verdict(JobState.failed, Reason.hung, _with_lines(stacks, "Last lines of its log", log_tail))
+    if seen.ended is Ended.out_of_memory:
+        return Verdict(JobState.failed, Reason.out_of_memory, f"the training was ended: {seen.detail}.")
+    if seen.ended is Ended.too_many_processes:
+        return Verdict(JobState.failed, Reason.rank_failed, f"the training was ended: {seen.detail}.")
     if outcome.paused_at_step is not None:
         return Verdict(JobState.paused)
     if seen.launch_error:

@@ -71,6 +71,10 @@ class Ended(StrEnum):
     """No progress for `hang_timeout`."""
     timed_out = "timed_out"
     """`time_limit` was reached."""
+    out_of_memory = "out_of_memory"
+    """Its processes took more memory than the limit; `stacks` is empty, `detail` names both."""
+    too_many_processes = "too_many_processes"
+    """It started more processes than the limit; `detail` names both."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..files import RunDir, atomic_write_json, tail
-from ..process import FileLock, alive, marked, reap, send_signal, tasks_below
+from ..process import RUN_DIR_MARK, FileLock, ProcessId, alive, carries, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
-from .runner import GRACE, PAUSE, RunnerStatus, RunnerTask
+from .isolation import NO_ISOLATION, Isolation
+from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask
 from .torchrun import MASTER_PORT, lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
@@ -29,11 +30,21 @@ class LocalLauncher:
     Args:
         environ: where children's allow-listed variables come from; None: this process's own, read at each start.
         exit_deadline: seconds that a training process may live on after its `finished` or `failed` event.
+        isolation: how trainings are kept apart from this process and from each other.
+        limits: what the processes of a task may take together.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, exit_deadline: float = 30.0) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        exit_deadline: float = 30.0,
+        isolation: Isolation = NO_ISOLATION,
+        limits: Limits | None = None,
+    ) -> None:
         self._environ = environ
         self._exit_deadline = exit_deadline
+        self._isolation = isolation
+        self._limits = limits or Limits()
 
     def start(self, task: TaskSpec) -> None:
         """See `Launcher.start`. Of two runners of one task, the second finds the first one's lock and leaves."""
@@ -41,6 +52,8 @@ class LocalLauncher:
         if paths.runner_status.exists():
             return
         locks = tuple(lock_name(device, self._outer()) for device in task.devices)
+        environment = training_environment(task, self._outer())
+        view = self._isolation.view(task, environment)
         RunnerTask(
             task_id=task.task_id,
             run_dir=task.run_dir,
@@ -51,8 +64,10 @@ class LocalLauncher:
             # Only where rank 0 is are there signs of progress, and somebody to be told that the time is over.
             time_limit=task.time_limit if task.node_rank == 0 else None,
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
+            view=view,
+            limits=self._limits,
         ).write(paths.task)
-        exit_code = self._spawn(task, paths)
+        exit_code = self._spawn(task, paths, environment)
         if exit_code != 0 and not paths.runner_status.exists():
             raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
 
@@ -83,7 +98,7 @@ class LocalLauncher:
         found = {run_dir: left for run_dir, left in tasks_below(root).items() if run_dir not in keep}
         for run_dir, left in found.items():
             status = RunnerStatus.read(RunDir(run_dir).runner_status) if run_dir.is_dir() else None
-            if status is None or status.runner is None or not send_signal(status.runner, signal.SIGTERM):
+            if status is None or not _told_to_end(status.runner, {RUN_DIR_MARK: str(run_dir)}):
                 for process in left:
                     send_signal(process, signal.SIGKILL)
         return sorted(found)
@@ -98,13 +113,13 @@ class LocalLauncher:
         if status.state is TaskState.exited:
             return
         overdue = _seconds_since_first(paths.cancelled) > _RUNNER_TIME
-        if overdue or status.runner is None or not send_signal(status.runner, signal.SIGTERM):
+        if overdue or not _told_to_end(status.runner, task_marks(task)):
             kill_marked(task)
 
     def _outer(self) -> Mapping[str, str]:
         return os.environ if self._environ is None else self._environ
 
-    def _spawn(self, task: TaskSpec, paths: RunDir) -> int:
+    def _spawn(self, task: TaskSpec, paths: RunDir, environment: Mapping[str, str]) -> int:
         """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
         with open(paths.runner_log, "ab", opener=_private) as output:
             first = subprocess.Popen(
@@ -113,7 +128,7 @@ class LocalLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=task.run_dir,
-                env=training_environment(task, self._outer()),
+                env=environment,
                 start_new_session=True,
             )
         try:
@@ -153,6 +168,12 @@ def kill_marked(task: TaskSpec) -> int:
     for process in left:
         send_signal(process, signal.SIGKILL)
     return len(left)
+
+
+def _told_to_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:
+    """SIGTERM to a task's runner; False where it is gone. `runner.json` lies where the training may write: a process
+    without the task's marks is none of ours, whatever the file says."""
+    return runner is not None and carries(runner, marks) and send_signal(runner, signal.SIGTERM)
 
 
 def _lives(status: RunnerStatus) -> bool:

@@ -16,7 +16,9 @@ import math
 import os
 import platform
 import pwd
+import resource
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -36,11 +38,14 @@ from ..process import (
     descendants,
     die_with_parent,
     identify,
+    innermost_pid,
+    memory_of,
     myself,
     send_signal,
     terminate,
 )
 from .base import Ended, TaskState
+from .namespaces import Confined, NotIsolated, View
 from .torchrun import first_failure
 
 log = logging.getLogger(__name__)
@@ -61,6 +66,23 @@ _SAVING_TIME = 60.0
 """Seconds that a training which has reached its time limit gets to save a checkpoint."""
 _STACKS_TIME = 1.0
 _STACKS_BYTES = 16_384
+_LIMITS_INTERVAL = 2.0
+"""Seconds between two measurements of what a task takes. One takes 3 ms with 200 processes on the machine."""
+_OOM_SCORE = "500"
+"""Added to a training's badness of 0 to 1000: short of memory, the kernel ends a training before the service."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the processes of a task may take together; None: no limit."""
+
+    memory_bytes: int | None = None
+    processes: int | None = None
+
+    @classmethod
+    def of(cls, memory_gb: float | None, processes: int | None) -> Limits:
+        """As the settings have them."""
+        return cls(None if memory_gb is None else int(memory_gb * 2**30), processes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,9 @@ class RunnerTask:
     """File in the run directory that takes what the process prints."""
     time_limit: float | None = None
     hang_timeout: float | None = None
+    view: View | None = None
+    """What the trainer sees of the machine; None: it is not isolated."""
+    limits: Limits = Limits()
 
     @classmethod
     def read(cls, path: Path) -> RunnerTask:
@@ -91,6 +116,8 @@ class RunnerTask:
             log=data.get("log", "rank-0.log"),
             time_limit=data.get("time_limit"),
             hang_timeout=data.get("hang_timeout"),
+            view=View.from_json(data["view"]) if data.get("view") else None,
+            limits=Limits(**data.get("limits", {})),
         )
 
     def write(self, path: Path) -> None:
@@ -167,8 +194,9 @@ class Signals:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
-    def wait(self, seconds: float) -> None:
-        if select.select([self._reader], [], [], seconds)[0]:
+    def wait(self, seconds: float, trainer: Trainer | None = None) -> None:
+        watched: list[int | Confined] = [self._reader, *([trainer] if isinstance(trainer, Confined) else [])]
+        if self._reader in select.select(watched, [], [], seconds)[0]:
             os.read(self._reader, 4096)
 
     def _stop(self, number: int, frame: object) -> None:
@@ -201,6 +229,9 @@ class Runner:
             return self.report(state=TaskState.exited, detail="cancelled before training started")
         try:
             trainer = self.start_trainer()
+        except NotIsolated as error:
+            reason = f"the training cannot be isolated ({error.strerror}); isolation=off in the settings forgoes it"
+            return self.report(state=TaskState.exited, launch_error=reason)
         except OSError as error:
             reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
             return self.report(state=TaskState.exited, launch_error=reason)
@@ -236,9 +267,13 @@ class Runner:
                 self.locks.append(lock)
         return not self.signals.told_to_stop
 
-    def start_trainer(self) -> subprocess.Popen[bytes]:
+    def start_trainer(self) -> Trainer:
         """The trainer writes to files and never to a pipe: a pipe that nobody reads blocks every rank after 64 KiB."""
         with open(self.paths.root / self.task.log, "ab") as output:
+            if self.task.view is not None:
+                if any(name.startswith("cuda") for name in self.task.locks):
+                    _load_driver()
+                return Confined(self.task.view, self.task.argv, self._in_child(self.umask), output.fileno())
             return subprocess.Popen(
                 self.task.argv,
                 stdin=subprocess.DEVNULL,
@@ -246,13 +281,14 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 cwd=self.task.run_dir,
                 start_new_session=True,
-                preexec_fn=self._in_child(os.getpid(), self.umask),
+                preexec_fn=self._in_child(self.umask, os.getpid()),
             )
 
-    def watch(self, trainer: subprocess.Popen[bytes]) -> int:
-        """Wait for the trainer, ending it when told to, when it hangs, when its time is over, or when it does not exit
-        after its last event."""
+    def watch(self, trainer: Trainer) -> int:
+        """Wait for the trainer, ending it when told to, when it hangs, when its time is over, when it takes too much,
+        or when it does not exit after its last event."""
         began = time.monotonic()
+        measured = 0.0
         events = _EventFile(self.paths.events)
         while (exit_code := collect(trainer)) is None:
             overtime = time.monotonic() - began - (self.task.time_limit or math.inf)
@@ -267,9 +303,27 @@ class Runner:
             elif events.seconds_still() > (self.task.hang_timeout or math.inf) and not events.is_over:
                 self.report(ended=Ended.hung, stacks=self.collect_stacks())
                 terminate(self.left_behind, GRACE)
+            elif time.monotonic() - measured > _LIMITS_INTERVAL and self.takes_too_much():
+                terminate(self.left_behind, 0)  # what SIGTERM would start may take more
             else:
-                self.signals.wait(1.0)
+                if time.monotonic() - measured > _LIMITS_INTERVAL:
+                    measured = time.monotonic()
+                self.signals.wait(1.0, trainer)
         return exit_code
+
+    def takes_too_much(self) -> bool:
+        """Whether the processes of the task exceed a limit; reports which."""
+        limits = self.task.limits
+        if limits.memory_bytes is None and limits.processes is None:
+            return False
+        processes = self.left_behind()
+        if limits.processes is not None and len(processes) > limits.processes:
+            found = f"it has {len(processes)} processes, max_training_processes is {limits.processes}"
+            self.report(ended=Ended.too_many_processes, detail=found)
+        elif limits.memory_bytes is not None and (taken := memory_of(processes)) > limits.memory_bytes:
+            found = f"it takes {taken / 2**30:.1f} GiB, max_training_memory_gb is {limits.memory_bytes / 2**30:.1f}"
+            self.report(ended=Ended.out_of_memory, detail=found)
+        return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
 
     def out_of_time(self, overtime: float) -> bool:
         """Tell the trainer to save what it has; True once it has had the time for that."""
@@ -284,24 +338,45 @@ class Runner:
     def collect_stacks(self) -> str:
         """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would be the
         end of any other."""
-        asked = [process for process in self.left_behind() if (self.paths.stacks / str(process.pid)).exists()]
+        files = {process: self.paths.stacks / str(innermost_pid(process.pid)) for process in self.left_behind()}
+        asked = {process: path for process, path in files.items() if path.exists()}
         for process in asked:
             send_signal(process, signal.SIGUSR1)
         time.sleep(_STACKS_TIME)
-        texts = [tail(self.paths.stacks / str(process.pid), 400, _STACKS_BYTES) for process in asked]
+        texts = [tail(path, 400, _STACKS_BYTES) for path in asked.values()]
         return "\n\n".join(text for text in texts if text)
 
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
 
     @staticmethod
-    def _in_child(parent: int, umask: int) -> Any:
+    def _in_child(umask: int, parent: int | None = None) -> Any:
         def prepare() -> None:
             os.umask(umask)
-            die_with_parent(parent)
-            os.nice(NICE)
+            if parent is not None:
+                die_with_parent(parent)
+            _yield_to_others()
 
         return prepare
+
+
+Trainer = subprocess.Popen[bytes] | Confined
+
+
+def _yield_to_others() -> None:
+    """In the training process: take CPU time and memory after whatever else the machine does, and dump no core."""
+    os.nice(NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # no Linux
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+
+
+def _load_driver() -> None:
+    """Have NVIDIA's tool create the device nodes that CUDA would create itself, with rights that a training lacks."""
+    tool = shutil.which("nvidia-modprobe")
+    if tool is not None and not Path("/dev/nvidia-uvm").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([tool, "-u", "-c=0"], timeout=30, capture_output=True, check=False)
 
 
 class _EventFile:
@@ -357,16 +432,17 @@ def _is_final(line: bytes) -> bool:
     return isinstance(event, dict) and event.get("type") in _FINAL_EVENTS
 
 
-def collect(trainer: subprocess.Popen[bytes]) -> int | None:
+def collect(trainer: Trainer) -> int | None:
     """Collect every dead child (a subreaper inherits them); the trainer's exit code once it is among them."""
-    while trainer.returncode is None:
+    child = trainer.init if isinstance(trainer, Confined) else trainer.pid
+    while (trainer.poll_report() if isinstance(trainer, Confined) else trainer.returncode) is None:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return trainer.returncode
         if pid == 0:
             return None
-        if pid == trainer.pid:
+        if pid == child and (not isinstance(trainer, Confined) or trainer.poll_report() is None):
             trainer.returncode = os.waitstatus_to_exitcode(status)
     return trainer.returncode
 

@@ -350,7 +350,7 @@ def _preflight(
     memory = check(
         spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
     )
-    disk = _disk(spec, planned, asked.device)
+    disk = _disk(spec, planned, asked)
     writer.write(
         Preflighted(
             fits=memory["fits"] and disk["fits"],
@@ -387,13 +387,13 @@ def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _disk(spec: JobSpec, planned: Plan, device: str) -> dict[str, Any]:
+def _disk(spec: JobSpec, planned: Plan, asked: PreflightSpec) -> dict[str, Any]:
     """What the job writes at its most: the step checkpoints that are kept and one being written, final and merged."""
-    sizes = disk_bytes(spec, trace(spec, planned.batch, device))
+    sizes = disk_bytes(spec, trace(spec, planned.batch, asked.device))
     saves = planned.total_steps // spec.save_steps if spec.save_steps else planned.epochs
     steps = min(saves, spec.keep_last + 1) if spec.keep_last else saves
     needed = steps * sizes["step_checkpoint"] + sizes["final"] + sizes["merged"]
-    free = free_bytes(spec.checkpoint_dir)
+    free = free_bytes(spec.checkpoint_dir) if asked.free_bytes is None else asked.free_bytes
     enough = needed + spec.min_free_bytes <= free
     message = (
         f"The job writes about {_gib(needed)} below {spec.checkpoint_dir}, where {_gib(free)} are free and "

@@ -299,6 +299,8 @@ class PreflightSpec(_Frozen):
     """Of each device; None: this machine's memory, shared by the job's ranks."""
     max_ranks: int = Field(1, gt=0)
     """The most that the job could ask for."""
+    free_bytes: int | None = Field(None, ge=0)
+    """Free on the disk of the job's checkpoints, which an isolated process does not see; None: it looks itself."""
     own_memory_bytes: int | None = Field(None, gt=0)
     """What the preflight's own process may allocate besides its libraries; None: no limit."""
 

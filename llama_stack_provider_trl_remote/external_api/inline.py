@@ -43,7 +43,7 @@ class ExternalTrl(TrlPostTraining):
             train_python=config.train_python,
             min_free_disk_mb=config.min_free_disk_mb,
         )
-        self.blobs = Blobs(settings)
+        self.blobs = Blobs(settings, self.isolation)
         self.registered = Datasets(settings, self.blobs)
 
     async def initialize(self) -> None:

@@ -13,9 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast, get_args
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.devices import usable_devices
+from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import Limits
+from llama_stack_provider_trl.process import hide_from_other_processes
 
 from .agent import Agent
 from .calls import NodeClient, Pace
@@ -40,6 +45,11 @@ class NodeSettings:
     upload_mb_per_s: float | None = None
     python: str | None = None
     """Interpreter that trains; None: this process's own."""
+    isolation: Isolation | None = None
+    """How its trainings are isolated; None: as `isolation_mode` has it."""
+    isolation_mode: Mode = "auto"
+    limits: Limits = field(default_factory=Limits)
+    """What the processes of a training may take together."""
     tls: ssl.SSLContext | None = None
     """Whom to trust at an https address; None: whom the system trusts."""
 
@@ -59,7 +69,11 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         python=settings.python,
     )
     client = NodeClient(settings.url, settings.token, settings.name, pace, settings.tls)
-    return Agent(client, report, settings.data_dir, python=settings.python)
+    isolation = settings.isolation or isolate(settings.isolation_mode, [settings.data_dir])
+    if settings.isolation_mode != "off" and not isolation.how:
+        hide_from_other_processes()
+    launcher = LocalLauncher(isolation=isolation, limits=settings.limits)
+    return Agent(client, report, settings.data_dir, launcher, python=settings.python)
 
 
 def worker_settings(
@@ -71,6 +85,7 @@ def worker_settings(
     device: str | None = None,
     labels: Mapping[str, str] | None = None,
     upload_mb_per_s: float | None = None,
+    isolation: str | None = None,
 ) -> NodeSettings:
     """Of a worker, from its command line and its environment.
 
@@ -97,7 +112,15 @@ def worker_settings(
         devices=tuple(usable_devices(device or environ.get("TRL_NODE_DEVICE") or "auto")),
         labels=labels or {},
         upload_mb_per_s=upload_mb_per_s,
+        isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
+        limits=Limits(processes=4096),
     )
+
+
+def _mode(text: str) -> Mode:
+    if text not in get_args(Mode):
+        raise NodeError(f"isolation={text!r}: use {', '.join(get_args(Mode))} (--isolation, TRL_NODE_ISOLATION)")
+    return cast(Mode, text)
 
 
 def serve(settings: NodeSettings) -> int:

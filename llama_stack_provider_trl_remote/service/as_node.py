@@ -48,6 +48,8 @@ def _agent(service: Service, port: int) -> Agent:
             address=address_for_ranks(settings),
             devices=service.devices,
             python=str(settings.train_python) if settings.train_python else None,
+            isolation=service.isolation,
+            limits=service.limits,
             tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
         )
     )

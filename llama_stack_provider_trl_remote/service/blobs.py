@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.files import atomic_write_json, free_bytes, touched
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.process import child_environment
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 
@@ -45,7 +46,8 @@ _CHILDREN = 2
 class Blobs:
     """The files of `<data_dir>/datasets`."""
 
-    def __init__(self, settings: ServiceSettings) -> None:
+    def __init__(self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION) -> None:
+        self._isolation = isolation
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
         self._children = asyncio.Semaphore(_CHILDREN)
@@ -95,7 +97,7 @@ class Blobs:
         limits = (str(self._settings.max_rows), str(self._settings.min_free_disk_mb))
         with self._staging() as staging:
             # In an empty directory: the hub's library takes ORG/NAME for a local directory where there is such a one.
-            answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file)
+            answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
             if "too_many" in answer:
                 raise self._too_many()
             if "disk_full" in answer:
@@ -135,7 +137,7 @@ class Blobs:
     async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
         if await asyncio.to_thread(_is_light, path):
             return await asyncio.to_thread(check_file, path, algorithm, data_format)
-        answer = await self._child(path.parent, "check", str(path), algorithm, data_format or "")
+        answer = await self._child(Path("/"), "check", str(path), algorithm, data_format or "", read=[path])
         if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
             raise InvalidRows(answer["error"])
         return Verdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
@@ -165,24 +167,31 @@ class Blobs:
         await asyncio.to_thread(flush)
         return digest.hexdigest()
 
-    async def _child(self, cwd: Path, *arguments: str, file: int | None = None) -> dict[str, Any]:
-        """Run `reading` in the training interpreter; it sees no token of ours, and ends when its time is over.
+    async def _child(
+        self, cwd: Path, *arguments: str, file: int | None = None, read: Sequence[Path] = (), write: Sequence[Path] = ()
+    ) -> dict[str, Any]:
+        """Run `reading` in the training interpreter; it sees no token of ours, of our files those that it is to read or
+        write, and ends when its time is over.
 
         Args:
             file: descriptor that it gets, as its last argument.
         """
         python = self._settings.train_python or Path(sys.executable)
+        environment = child_environment(os.environ, _ONE_THREAD)
+        argv = [str(python), "-m", READING, *arguments]
         limit = self._settings.convert_timeout
         memory = self._settings.reader_memory_mb
         given = () if file is None else (file,)
         async with self._children:
             child = await asyncio.create_subprocess_exec(
-                *(str(python), "-m", READING, *arguments, str(memory), *map(str, given)),
+                *self._isolation.command(
+                    [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=cwd,
-                env=child_environment(os.environ, _ONE_THREAD),
+                env=environment,
                 start_new_session=True,
                 pass_fds=given,
             )

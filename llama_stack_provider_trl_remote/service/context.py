@@ -22,7 +22,9 @@ from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
+from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
@@ -46,20 +48,26 @@ _OURS = ("provider_options", "dataset_digests")
 
 
 class Service:
-    """One service on one data directory."""
+    """One service on one data directory.
 
-    def __init__(self, settings: ServiceSettings) -> None:
+    Args:
+        config: the file that its settings come from; trainings do not see it.
+    """
+
+    def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
         self.settings = settings
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
+        self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
+        self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
         self.for_jobs = settings.for_jobs(self.devices)
         self.store = Store(settings.data_dir / DATABASE)
-        self.blobs = Blobs(settings)
+        self.blobs = Blobs(settings, self.isolation)
         self.datasets = Datasets(settings, self.blobs)
         self.digests = Digests()
         self.stopping = asyncio.Event()
         """Set when the service is told to stop: streams end then, instead of keeping it."""
-        local = LocalLauncher()
+        local = LocalLauncher(isolation=self.isolation, limits=self.limits)
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; nobody else ever sees it."""

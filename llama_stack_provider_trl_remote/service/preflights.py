@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.files import RunDir, atomic_write, tail
+from llama_stack_provider_trl.files import RunDir, atomic_write, free_bytes, tail
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.recipes.events import Failed, Preflighted, Reason, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec, PreflightSpec
@@ -69,6 +69,7 @@ class Preflights:
             memory_bytes=None if gigabytes is None else int(gigabytes * 2**30),
             max_ranks=max(self._max_ranks, spec.ranks),
             own_memory_bytes=self._settings.preflight_memory_mb << 20,
+            free_bytes=free_bytes(spec.checkpoint_dir),
         )
 
     def _start(self, task: TaskSpec, spec: JobSpec, asked: PreflightSpec) -> None:

@@ -18,7 +18,7 @@ import uvicorn
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.store import private_data_dir
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.process import FileLock, hide_from_other_processes
 
 from .app import make_app
 from .as_node import be_a_node
@@ -49,7 +49,9 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
 async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
     # Each thread that reads the job store has a connection of its own, with its cache.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "trl-service"))
-    service = Service(settings)
+    service = Service(settings, config)
+    if settings.isolation != "off" and not service.isolation.how:
+        hide_from_other_processes()
     service.start()
     try:
         _say_what_was_found(service, config, listener)
@@ -168,6 +170,7 @@ def _say_what_was_found(service: Service, config: Path | None, listener: socket.
         "devices": ", ".join(service.devices),
         "ranks": f"{service.for_jobs.ranks} per job where it does not say, {strategy}",
         "jobs": f"{taken} (taken up again)" if waiting or running else taken,
+        "isolation": service.isolation.how or f"none: {service.isolation.why_not}",
         "address": f"{_address(settings, listener)} ({guarded})",
     }
     for name, value in lines.items():

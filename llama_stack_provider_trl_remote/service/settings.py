@@ -178,6 +178,14 @@ class ServiceSettings(_Block):
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
 
+    isolation: Literal["auto", "off", "required"] = "auto"
+    """Keep trainings and readers of datasets apart from the service, its files and other jobs, by Linux namespaces.
+    auto: where the machine allows it, else with a warning; required: refuse to start where it does not."""
+    max_training_memory_gb: float | None = Field(None, gt=0)
+    """GiB that the processes of a training may take together; more ends it as `out_of_memory`. null: no limit."""
+    max_training_processes: int | None = Field(4096, gt=0)
+    """Processes that a training may have; more ends it. null: no limit."""
+
     max_body_mb: int = Field(32, gt=0)
     """MiB of a request body, rows of a registered dataset included; more is a 413."""
     max_upload_mb: int = Field(16384, gt=0)

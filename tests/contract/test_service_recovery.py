@@ -401,8 +401,10 @@ def rank_1(paths: RunDir) -> ProcessId:
     started = next(iter_events(paths.events))
     assert isinstance(started, Started)
     (pid,) = {int(path.name) for path in paths.stacks.iterdir()} - {started.pid}
-    found = process.identify(pid)
-    assert found is not None
+    # Both are numbers of the namespace that the ranks are in.
+    (found,) = [
+        one for one in process.marked({process.RUN_DIR_MARK: str(paths.root)}) if process.innermost_pid(one.pid) == pid
+    ]
     return found
 
 

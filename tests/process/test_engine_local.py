@@ -22,11 +22,13 @@ from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
 from llama_stack_provider_trl.process import ProcessId, alive, marked
 from tests.fakes import SHEBANG, job_spec
+from tests.isolated import isolation
 from tests.process.waiting import reaches, until
 
 pytestmark = pytest.mark.process
@@ -66,9 +68,11 @@ FINISHED = dict(type="finished", step=1)
 class Stage:
     """A directory for tasks of scripted trainers; nothing of them is left when the test is over."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.launcher = LocalLauncher()
+    def __init__(self, root: Path, isolation: Isolation) -> None:
+        self.root, self.isolation = root, isolation
+        self.launcher = LocalLauncher(isolation=isolation)
+        self.keepers = 2 if isolation.how else 1
+        """Processes of a task beside its trainer: the runner, and the init of the namespace."""
         self.tasks: list[TaskSpec] = []
 
     def trainer(self, body: str) -> str:
@@ -93,11 +97,11 @@ class Stage:
         return reaches(self.launcher, task, state, seconds)
 
 
-@pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+@pytest.fixture(params=["plain", "isolated"])
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stage]:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
-    yield Stage(tmp_path)
+    yield Stage(tmp_path, isolation(tmp_path) if request.param == "isolated" else NO_ISOLATION)
     # No other test has this lock directory; we have it only since we started, which the kernel does not know.
     process.terminate(lambda: marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
 
@@ -168,7 +172,7 @@ def test_a_start_takes_a_fraction_of_a_second(stage: Stage) -> None:
 def test_a_cancel_ends_every_process_even_one_that_ignores_sigterm(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild(); note('ready'); time.sleep(600)")
     until(lambda: "ready" in notes(task))
-    assert len(marked(task_marks(task))) == 3  # runner, trainer, grandchild
+    assert len(marked(task_marks(task))) == stage.keepers + 2  # trainer, grandchild
     begin = time.monotonic()
     stage.launcher.cancel(task)
     assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGTERM
@@ -226,13 +230,13 @@ def test_what_a_trainer_leaves_behind_is_ended_with_it(stage: Stage) -> None:
 
 @pytest.mark.parametrize("event", ["FINISHED", "dict(type='failed', reason='internal', message='x')"])
 def test_a_trainer_that_has_said_its_last_word_and_does_not_exit_is_ended(stage: Stage, event: str) -> None:
-    stage.launcher = LocalLauncher(exit_deadline=0.5)
+    stage.launcher = LocalLauncher(exit_deadline=0.5, isolation=stage.isolation)
     task = stage.start(f"say(**STARTED); say(**{event}); time.sleep(600)")
     assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGTERM
 
 
 def test_a_trainer_that_is_not_done_is_not_ended_however_odd_its_events(stage: Stage) -> None:
-    stage.launcher = LocalLauncher(exit_deadline=0.2)
+    stage.launcher = LocalLauncher(exit_deadline=0.2, isolation=stage.isolation)
     body = """
 say(**STARTED)
 with open(run_dir / "events.jsonl", "a") as file:
@@ -295,7 +299,7 @@ def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: stage.launcher.start(task), range(6)))
     until(lambda: notes(task))
-    until(lambda: len(marked(task_marks(task))) == 2)  # runner and trainer
+    until(lambda: len(marked(task_marks(task))) == stage.keepers + 1)
     assert notes(task) == ["started"]
 
 
@@ -354,6 +358,7 @@ def test_a_training_outlives_kill_9_of_its_supervisor_and_is_taken_up_again(stag
 import pathlib, time
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 root = pathlib.Path({str(stage.root)!r})
 Supervisor(Store(root / "jobs.db"), LocalLauncher(), ["cpu"], root, python={python!r}).start()

@@ -788,7 +788,15 @@ def test_a_job_that_is_still_pausing_cannot_be_resumed_yet(world: World) -> None
         world.store.request_resume("a")
 
 
-@pytest.mark.parametrize(("ended", "reason"), [(Ended.hung, Reason.hung), (Ended.timed_out, Reason.timed_out)])
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (Ended.hung, Reason.hung),
+        (Ended.timed_out, Reason.timed_out),
+        (Ended.out_of_memory, Reason.out_of_memory),
+        (Ended.too_many_processes, Reason.rank_failed),
+    ],
+)
 def test_what_the_runner_ended_says_why(world: World, ended: Ended, reason: Reason) -> None:
     task = world.run()
     world.launcher.exit(task, -15, ended=ended, stacks="in all_reduce")

@@ -1,0 +1,333 @@
+"""What a training may see of its machine: the view for `namespaces`, from the task's specification and the directories
+that the service keeps to itself.
+
+Hidden are the service's data directory, its files with secrets, and the sockets that control other programs of the user
+or the machine. Below a hidden directory a training sees its own run directory and checkpoints, and what its
+specification, its environment and its interpreter name. What it may not write, it reads as its user can.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InvalidRequest
+from ..files import RunDir
+from ..process import child_environment
+from .base import TaskSpec
+from .namespaces import View
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "off", "required"]
+NAMESPACES = "llama_stack_provider_trl.launch.namespaces"
+LOCK_DIRECTORY = "TRL_LOCK_DIR"
+_OWN_DIRECTORIES = ("jobs", "datasets", "reference", "preflights", "node", "llama-stack")
+"""Below a data directory: never a model, whatever a request names."""
+_MODEL_FILES = ("config.json", "adapter_config.json")
+_SCRATCH = ("/tmp", "/var/tmp")
+_CACHES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE"),
+    *("HUGGINGFACE_HUB_CACHE", "HUGGINGFACE_ASSETS_CACHE", "TRANSFORMERS_CACHE", "XDG_CACHE_HOME", "TORCH_HOME"),
+    *("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"),
+    *("TMPDIR", "TEMP", "TMP", "TRL_FAULTS"),
+)
+"""Environment variables that name a directory which a training may write."""
+_HOME_CACHES = (".cache", ".triton", ".nv")
+"""Where libraries keep what they compile and download, below the home directory."""
+_CONTROL_SOCKETS = (
+    *("/run/user", "/run/dbus", "/run/systemd/private", "/run/docker.sock", "/run/containerd", "/run/crio"),
+    *("/run/podman", "/run/snapd.socket", "/run/libvirt", "/run/incus", "/run/lxd", "/run/tmux", "/run/screen"),
+)
+_PROBE_TIMEOUT = 20.0
+_DEPTH = 40
+"""Symbolic links on one path; the kernel's limit."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How trainings of one service, agent or provider are kept apart from it. `isolate` makes one."""
+
+    how: str = ""
+    """`root` or `user namespace`; empty: they are not isolated."""
+    why_not: str = ""
+    directories: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
+
+    def view(self, task: TaskSpec, environ: Mapping[str, str]) -> View | None:
+        """Of a task whose specification is written; None: it is not isolated. Creates the directories that it may
+        write. `environ` is that of its processes.
+
+        Raises:
+            OSError: its specification cannot be read, or a directory cannot be created.
+        """
+        if not self.how:
+            return None
+        spec = RunDir(task.run_dir).spec
+        named = spec_paths(json.loads(spec.read_text()) if spec.exists() else {}, self.directories)
+        write = [task.run_dir, *named.write]
+        for path in named.write:
+            path.mkdir(parents=True, exist_ok=True)
+        gpus = any(device.startswith("cuda") for device in task.devices)
+        return self._view(task.run_dir, task.python or sys.executable, environ, named.read, write, gpus=gpus)
+
+    def command(
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        environ: Mapping[str, str],
+        *,
+        read: Iterable[Path] = (),
+        write: Iterable[Path] = (),
+    ) -> list[str]:
+        """A command line that runs another one isolated, or that itself where nothing is.
+
+        Args:
+            cwd: its working directory.
+            environ: its environment.
+            read: files and directories below a hidden one that it reads; what else it may, as a training may.
+            write: directories that it writes.
+        """
+        if not self.how:
+            return list(argv)
+        view = self._view(cwd, argv[0], environ, read, write)
+        return [sys.executable, "-m", NAMESPACES, json.dumps(view.to_json()), *argv]
+
+    def _view(
+        self,
+        cwd: Path,
+        python: str,
+        environ: Mapping[str, str],
+        read: Iterable[Path],
+        write: Iterable[Path],
+        *,
+        gpus: bool = False,
+    ) -> View:
+        locks = environ.get(LOCK_DIRECTORY) or f"/tmp/llama-stack-trl-{os.getuid()}"
+        sockets = [Path(path) for path in (*_CONTROL_SOCKETS, environ.get("XDG_RUNTIME_DIR") or "/run/user")]
+        hidden = [*self.directories, Path(locks), *(path for path in sockets if path.is_dir())]
+        found = _Resolver(_outermost(_with_linked(hidden)))
+        for path in (*read, *_interpreter(python), *_named(environ)):
+            found.add(path, found.read)
+        for path in (*write, *map(Path, _SCRATCH), *_caches(environ, gpus)):
+            found.add(path, found.write)
+        files = [*self.files, *(path for path in sockets if not path.is_dir())]
+        return View(
+            covers=tuple(sorted(map(str, found.covers))),
+            blanks=tuple(sorted(str(path.resolve()) for path in files if path.exists())),
+            read=tuple(sorted(found.read - found.write)),
+            write=tuple(sorted(found.write)),
+            links=tuple(sorted(found.links.items())),
+            cwd=str(cwd.resolve()),
+        )
+
+
+NO_ISOLATION = Isolation(why_not="isolation is off")
+
+
+def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None] = ()) -> Isolation:
+    """What the setting `isolation` means on this machine; takes 0.1 s.
+
+    Args:
+        directories: data directories to hide.
+        files: files with secrets; None entries are skipped.
+
+    Raises:
+        InvalidRequest: the mode is `required`, and trainings cannot be isolated here; says why.
+    """
+    if mode == "off":
+        return NO_ISOLATION
+    kept = tuple(dict.fromkeys(path.absolute() for path in directories))
+    found = probe()
+    if found.how:
+        return Isolation(found.how, "", kept, tuple(path.absolute() for path in files if path is not None))
+    if mode == "required":
+        raise InvalidRequest(
+            "isolation",
+            mode,
+            f"trainings cannot be isolated here ({found.why_not}); {ADVICE}, or set isolation to auto",
+        )
+    log.warning(
+        "trainings are not isolated: %s. They run as the user of this process and can read its files and environment; "
+        "%s, or set isolation to off to accept it",
+        *(found.why_not, ADVICE),
+    )
+    return Isolation(why_not=found.why_not)
+
+
+ADVICE = (
+    "run it as root, or allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns; in a container, --security-opt seccomp=unconfined)"
+)
+
+
+def probe() -> Isolation:
+    """Whether and how a program can be isolated on this machine, by doing it once with nothing to run."""
+    if sys.platform != "linux":
+        return Isolation(why_not=f"{sys.platform} has no namespaces; it takes Linux")
+    view = View(write=_SCRATCH)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", NAMESPACES, json.dumps(view.to_json())],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT,
+            cwd="/",
+            env=child_environment(os.environ, {}),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Isolation(why_not=str(error))
+    if done.returncode == 0:
+        return Isolation(done.stdout.strip())
+    said = done.stderr.strip().splitlines()
+    return Isolation(why_not=said[-1].removeprefix("not isolated: ") if said else f"it ended with {done.returncode}")
+
+
+@dataclass
+class SpecPaths:
+    """Paths that an attempt's specification names."""
+
+    read: list[Path] = field(default_factory=list)
+    write: list[Path] = field(default_factory=list)
+
+
+def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPaths:
+    """What the attempt of a `spec.json` reads and writes. A `model` is a text of a client: it counts only where it is
+    a directory with a model's files, outside of those in `directories` that hold our own."""
+    found = SpecPaths()
+    job = spec.get("job") or {}
+    reference = (job.get("dpo") or {}).get("reference") or {}
+    if not spec.get("preflight"):  # which leaves nothing behind
+        found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))
+    found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
+    found.read += _paths((job.get("resume_from") or {}).get("path"))
+    found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
+    for model in _paths(job.get("model"), reference.get("model")):
+        if _is_model(model, directories):
+            found.read += [model, *(path for path in model.iterdir() if path.is_symlink())]
+    return found
+
+
+def _paths(*texts: Any) -> list[Path]:
+    return [Path(text) for text in texts if isinstance(text, str) and text.startswith("/")]
+
+
+def _is_model(path: Path, directories: Sequence[Path]) -> bool:
+    try:
+        real = path.resolve()
+        if not any((real / name).is_file() for name in _MODEL_FILES):
+            return False
+    except (OSError, RuntimeError):
+        return False
+    own = [home.resolve() for home in directories]
+    own += [(home / name).resolve() for home in directories for name in _OWN_DIRECTORIES]
+    inside = [home for home in own[len(directories) :] if real.is_relative_to(home)]
+    return not inside and not any(home.is_relative_to(real) for home in own)
+
+
+def _interpreter(python: str) -> Iterator[Path]:
+    """What an interpreter and our own packages consist of."""
+    packages = Path(__file__).absolute().parents[1]
+    yield from (packages, packages.with_name(f"{packages.name}_remote"))
+    yield from (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable))
+    program = Path(python)
+    if not program.is_absolute():
+        return
+    yield program
+    home = program.parent.parent
+    try:
+        lines = (home / "pyvenv.cfg").read_text().splitlines()
+    except OSError:
+        return
+    yield home
+    base = [line.partition("=")[2].strip() for line in lines if line.partition("=")[0].strip() == "home"]
+    yield from (Path(text).parent for text in base)
+
+
+def _named(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Paths in the environment that are no caches: of modules, libraries, certificates."""
+    for name, value in environ.items():
+        if name not in (*_CACHES, LOCK_DIRECTORY, "HOME"):
+            yield from _paths(*value.split(os.pathsep))
+
+
+def _caches(environ: Mapping[str, str], gpus: bool) -> Iterator[Path]:
+    yield from _paths(*(environ.get(name) for name in _CACHES))
+    for home in _paths(environ.get("HOME")):
+        for name in _HOME_CACHES[: None if gpus else 1]:
+            try:
+                (home / name).mkdir(mode=0o700, exist_ok=True)
+            except OSError:
+                continue
+        yield from (home / name for name in _HOME_CACHES)
+
+
+def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
+    """The real directories, and those of ours in them that an operator has moved to another disk, behind a symbolic
+    link."""
+    for directory in directories:
+        real = directory.resolve()
+        yield real  # even where it is created later: the lock directory may be
+        linked = (real / name for name in (*_OWN_DIRECTORIES, "checkpoints"))
+        yield from (path.resolve() for path in linked if path.is_symlink() and path.is_dir())
+
+
+def _outermost(directories: Iterable[Path]) -> list[Path]:
+    """Without those that lie below another one, and never the root."""
+    found: list[Path] = []
+    for path in sorted(set(directories) - {Path("/")}):
+        if not found or not path.is_relative_to(found[-1]):
+            found.append(path)
+    return found
+
+
+class _Resolver:
+    """Collects paths as they are below and beside the covers, and the symbolic links that lead there."""
+
+    def __init__(self, covers: Sequence[Path]) -> None:
+        self.covers = covers
+        self.read: set[str] = set()
+        self.write: set[str] = set()
+        self.links: dict[str, str] = {}
+
+    def add(self, path: Path, to: set[str]) -> None:
+        """Add a path, unless it does not exist, a whole cover lies in what is to be read, or it is a cover itself."""
+        links: dict[str, str] = {}
+        real = self._resolve(path, links)
+        if real is None or any(cover == real for cover in self.covers):
+            return
+        if self._is_hidden(real) or to is self.write:
+            to.add(str(real))
+        self.links.update(links)
+
+    def _is_hidden(self, path: Path) -> bool:
+        return any(path.is_relative_to(cover) for cover in self.covers)
+
+    def _resolve(self, path: Path, links: dict[str, str]) -> Path | None:
+        """The path without symbolic links; those below a cover are noted in `links`. None: there is no such path."""
+        done, parts = Path("/"), [part for part in reversed(path.parts) if part != "/"]
+        for _ in range(_DEPTH * len(parts) + _DEPTH):
+            if not parts:
+                return done
+            part = parts.pop()
+            done = done.parent if part == ".." else done / part
+            try:
+                if done.is_symlink():
+                    target = os.readlink(done)
+                    if self._is_hidden(done):
+                        links[str(done)] = target
+                    parts += [each for each in reversed(Path(target).parts) if each != "/"]
+                    done = Path("/") if target.startswith("/") else done.parent
+                elif not done.exists():
+                    return None
+            except OSError:
+                return None
+        return None

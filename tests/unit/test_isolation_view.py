@@ -1,0 +1,86 @@
+"""What a training may see: computed from its specification, its environment and the hidden directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.launch.base import TaskSpec
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
+from llama_stack_provider_trl.launch.namespaces import View
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "jobs" / "mine").mkdir(parents=True)
+    return tmp_path / "data"
+
+
+def view(data: Path, spec: dict[str, Any], **environ: str) -> View:
+    task = TaskSpec("mine-1", data / "jobs" / "mine", ("cpu",), python="/usr/bin/python3")
+    RunDir(task.run_dir).spec.write_text(json.dumps(spec))
+    found = Isolation("root", "", (data,)).view(task, environ)
+    assert found is not None
+    assert View.from_json(json.loads(json.dumps(found.to_json()))) == found
+    return found
+
+
+def below(data: Path, paths: tuple[str, ...]) -> list[str]:
+    return sorted(str(Path(path).relative_to(data)) for path in paths if Path(path).is_relative_to(data))
+
+
+def test_a_training_without_isolation_has_no_view(data: Path) -> None:
+    assert NO_ISOLATION.view(TaskSpec("mine-1", data, ()), {}) is None
+
+
+def test_below_the_data_directory_only_what_the_specification_names_is_seen(data: Path) -> None:
+    for path in ("datasets/rows.jsonl", "datasets/others.jsonl", "checkpoints/first/final/config.json"):
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / path).write_text("{}")
+    for path in ("checkpoints/mine/checkpoint-3", "checkpoints/other"):
+        (data / path).mkdir(parents=True)
+    job = {
+        "model": str(data / "checkpoints/first/final"),
+        "checkpoint_dir": str(data / "checkpoints/mine"),
+        "dataset": {"path": str(data / "datasets/rows.jsonl")},
+        "dpo": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
+    }
+    found = view(data, {"job": job, "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
+    assert str(data) in found.covers
+    assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference"]
+    assert below(data, found.read) == [
+        *("checkpoints/first/final", "checkpoints/mine/checkpoint-3", "datasets/rows.jsonl")
+    ]
+
+
+def test_a_preflight_neither_creates_nor_sees_the_checkpoint_directory(data: Path) -> None:
+    found = view(data, {"job": {"checkpoint_dir": str(data / "checkpoints/mine")}, "preflight": {"device": "cpu"}})
+    assert below(data, found.write) == ["jobs/mine"]
+    assert not (data / "checkpoints").exists()
+
+
+def test_caches_stay_writable_also_where_the_data_directory_is_the_home_directory(data: Path) -> None:
+    (data / "hf").mkdir()
+    found = view(data, {}, HOME=str(data), HF_HOME=str(data / "hf"))
+    assert below(data, found.write) == [".cache", "hf", "jobs/mine"]
+
+
+def test_device_locks_are_hidden_although_their_directory_is_in_the_environment(data: Path) -> None:
+    locks = data.with_name("locks")
+    found = view(data, {}, TRL_LOCK_DIR=str(locks))
+    assert str(locks) in found.covers
+    assert str(locks) not in (*found.read, *found.write)
+
+
+def test_a_symbolic_link_below_the_data_directory_is_kept_and_its_target_seen(data: Path) -> None:
+    disk = data.with_name("disk")
+    (disk / "checkpoints").mkdir(parents=True)
+    (data / "checkpoints").symlink_to(disk / "checkpoints")
+    found = view(data, {"job": {"checkpoint_dir": str(data / "checkpoints/mine")}})
+    assert str(disk / "checkpoints") in found.covers
+    assert str(disk / "checkpoints/mine") in found.write
+    assert found.links == ((str(data / "checkpoints"), str(disk / "checkpoints")),)
