@@ -15,7 +15,10 @@ A message says what was found, what was expected, and what to do next.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class TrlError(Exception):
@@ -130,6 +133,19 @@ def _unpickled(kind: type[TrlError], args: tuple[Any, ...], state: dict[str, Any
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def is_exhausted(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, is a lack of file descriptors, memory or processes.
+
+    Such an error is about this process at this moment, and never about the file or the job that it was busy with.
+    """
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole
