@@ -21,7 +21,7 @@ from llama_stack_provider_trl.jobs.records import NodeRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import is_remote
 from llama_stack_provider_trl.launch.base import Ended, Launcher, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, iter_events
+from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, Reason, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
 from ..wire import LEASE, POLL_SECONDS, SILENCE, NodeReport, Peer, Progress, Stage, TaskOrder, TaskReport
@@ -103,14 +103,17 @@ class Cluster:
         self._store = store
         self.presence = presence
         self.head = head
+        self._unreadable: set[str] = set()
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
 
     def nodes(self) -> list[Node]:
         """This machine first."""
         head, others = self._head, []
         for record in self._store.nodes():
+            report = self._report(record)
+            if report is None:
+                continue
             if record.name == self.head:
-                report = NodeReport.model_validate_json(record.report)
                 why = "" if record.mode == "open" else record.mode
                 joins = self.presence.was_heard(record.name) and not self.presence.is_lost(record.name)
                 head = replace(
@@ -121,8 +124,19 @@ class Cluster:
                     joins=joins,
                 )
             else:
-                others.append(_node(record, NodeReport.model_validate_json(record.report), self.why_closed(record)))
+                others.append(_node(record, report, self.why_closed(record)))
         return [head, *others]
+
+    def _report(self, record: NodeRecord) -> NodeReport | None:
+        """What a node has last reported. None: another release stored it and this one cannot read it; the node gets no
+        jobs until its agent has joined again, and the other nodes do."""
+        try:
+            return NodeReport.model_validate_json(record.report)
+        except ValueError as error:
+            if record.name not in self._unreadable:
+                log.error("node %s is left out until its agent joins again: its report: %s", record.name, error)
+            self._unreadable.add(record.name)
+            return None
 
     def why_closed(self, record: NodeRecord) -> str:
         """Why a node takes no jobs; empty: it does."""
@@ -327,7 +341,7 @@ class ClusterLauncher:
         that counts."""
         failed = [part.report.failed for part in parts if part.report is not None and part.report.failed is not None]
         if failed and not _has_final_word(task.run_dir):
-            event = Failed.model_validate(failed[0])
+            event = _failed(failed[0])
             self._shipping.append_event(RunDir(task.run_dir).events, event)
 
     def _is_given_up(self, part: _Part, parts: Sequence[_Part]) -> bool:
@@ -366,6 +380,14 @@ def observation(values: Mapping[str, Any]) -> Observation:
     """Of `dataclasses.asdict`."""
     ended = values.get("ended")
     return Observation(**{**values, "state": TaskState(values["state"]), "ended": Ended(ended) if ended else None})
+
+
+def _failed(said: Mapping[str, Any]) -> Failed:
+    """A `failed` event of a report; one that was stored before events had bounds may be unreadable."""
+    try:
+        return Failed.model_validate(said)
+    except ValueError as error:
+        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
 
 
 def silent_since(seconds: float) -> str:

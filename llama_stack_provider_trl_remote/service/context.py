@@ -36,6 +36,7 @@ from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, Su
 from .checkpoints import Digests
 from .cluster import Cluster, ClusterLauncher, Presence
 from .datasets import Datasets
+from .events import Feeds
 from .preflights import Preflights
 from .settings import ServiceSettings
 from .shipping import Shipping
@@ -57,6 +58,7 @@ class Service:
         self.blobs = Blobs(settings)
         self.datasets = Datasets(settings, self.blobs)
         self.digests = Digests()
+        self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()
         """Set when the service is told to stop: streams end then, instead of keeping it."""
         local = LocalLauncher()

@@ -33,7 +33,7 @@ from llama_stack_provider_trl.files import (
 )
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, parse_event
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, event_lines, parse_event
 
 from ..wire import CheckpointAnswer, CheckpointReport
 from .checkpoints import Digests
@@ -97,7 +97,7 @@ class Shipping:
         """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
         its event says that it is."""
         directory = self._store.get(task.job_uuid).spec.checkpoint_dir
-        for line in lines.splitlines():
+        for line in event_lines(lines):
             try:
                 event = parse_event(line)
             except ValueError as error:
