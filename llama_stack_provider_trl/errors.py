@@ -42,7 +42,7 @@ class InvalidRequest(TrlError, ValueError):
 
     def __init__(self, field: str, value: Any, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
-        super().__init__(f"{field}={_shown(value)} is not supported: {hint}")
+        super().__init__(f"{_cut(field)}={_shown(value)} is not supported: {hint}")
 
 
 class InvalidRows(InvalidRequest):
@@ -149,5 +149,9 @@ def is_exhausted(error: BaseException | None) -> bool:
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole
-    text = repr(value)
+    text = repr(value[: 2 * limit] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _cut(text: str, limit: int = 250) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

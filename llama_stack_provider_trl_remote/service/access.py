@@ -6,16 +6,17 @@ OpenAPI document as `x-roles`, and cannot be made without one; no other module d
 No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request, Response
 from fastapi.params import Depends as Dependency
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from .received import Bodies, Received, bounded
 from .settings import Role, ServiceSettings
 
 CALLER, BODY = "trl_caller", "trl_body"
@@ -125,12 +126,15 @@ class Access:
                 raise Refused(403, _wrong_role(caller.role, self.roles))
         if self.body == "json":
             _check_content_type(scope["method"], Headers(scope=scope))
-        limit, hint = self.limit, ""
-        if isinstance(limit, str):
-            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if limit == "max_body_mb" else ": raise"
-            hint += f" {limit} in the service's configuration"
-            limit = getattr(settings, limit) * MIB
-        scope[BODY].set_limit(limit, hint)
+        hint = ""
+        if isinstance(self.limit, str):
+            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if self.limit == "max_body_mb" else ": raise"
+            hint += f" {self.limit} in the service's configuration"
+        scope[BODY].set_limit(self.bytes(settings), hint)
+
+    def bytes(self, settings: ServiceSettings) -> int:
+        """The limit of the body."""
+        return getattr(settings, self.limit) * MIB if isinstance(self.limit, str) else self.limit
 
 
 class GuardedRoute(APIRoute):
@@ -144,6 +148,17 @@ class GuardedRoute(APIRoute):
         self.access = accesses[0]
         extra = {**(options.pop("openapi_extra", None) or {}), "x-roles": sorted(self.access.roles)}
         super().__init__(path, endpoint, openapi_extra=extra, **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return bounded(super().get_route_handler(), self._received)
+
+    def _received(self, request: Request) -> Received:
+        service = request.app.state.service
+        limit = self.access.bytes(service.settings)
+        bodies: Bodies = service.bodies
+        return bodies.receive(
+            request, limit, of_node="node" in self.access.roles, has_rows=self.access.limit == "max_body_mb"
+        )
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]

@@ -38,6 +38,8 @@ from .cluster import Cluster, ClusterLauncher, Presence
 from .datasets import Datasets
 from .events import Feeds
 from .preflights import Preflights
+from .received import Bodies
+from .registration import Registration
 from .settings import ServiceSettings
 from .shipping import Shipping
 
@@ -57,6 +59,7 @@ class Service:
         self.store = Store(settings.data_dir / DATABASE)
         self.blobs = Blobs(settings)
         self.datasets = Datasets(settings, self.blobs)
+        self.bodies = Bodies(Registration(self.blobs.directory, settings.max_rows, settings.convert_timeout))
         self.digests = Digests()
         self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()
@@ -97,6 +100,7 @@ class Service:
     def stop(self) -> None:
         """Stop supervising; trainings go on."""
         self.digests.close()
+        self.bodies.close()
         self.supervisor.stop()
         self.store.close()
 

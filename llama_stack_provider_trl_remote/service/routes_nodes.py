@@ -123,7 +123,8 @@ async def remove(service: Context, name: Name) -> Response:
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
     """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
-    lines = await _body(request)
+    await asyncio.to_thread(service.shipping.first, task_id, name)  # before the body is read
+    lines = await request.body()
     size = await asyncio.to_thread(service.shipping.add_events, task_id, _heard(service, name), offset, lines)
     service.supervisor.wake()
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
@@ -140,7 +141,8 @@ async def add_log(
     service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
 ) -> Response:
     """Append to a log; an offset behind its end leaves out what is between."""
-    data = await _body(request)
+    await asyncio.to_thread(service.shipping.current, task_id, name)
+    data = await request.body()
     size = await asyncio.to_thread(service.shipping.add_log, task_id, _heard(service, name), file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
@@ -192,10 +194,6 @@ async def add_checkpoint_file(
 def _heard(service: Service, name: str) -> str:
     service.presence.heard(name)
     return name
-
-
-async def _body(request: Request) -> bytes:
-    return b"".join([piece async for piece in request.stream()])
 
 
 def _known(service: Service, name: str) -> NodeRecord:

@@ -65,7 +65,7 @@ class Shipping:
             raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
         return task
 
-    def _first(self, task_id: str, node: str) -> NodeTaskRecord:
+    def first(self, task_id: str, node: str) -> NodeTaskRecord:
         """A task whose rank 0 is on this node. Raises Gone."""
         task = self.current(task_id, node)
         if task.node_rank:
@@ -80,7 +80,7 @@ class Shipping:
             InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is not there.
             WrongOffset: they do not begin where the file ends.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
         self._check_events(task, lines)
@@ -152,7 +152,7 @@ class Shipping:
             InvalidRequest: it is no checkpoint of the job's, or not whole.
             OSError: the disk is full.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
         if not _NAMES[report.kind].fullmatch(name):
@@ -186,7 +186,7 @@ class Shipping:
             InvalidRequest: the file has another digest: what was kept of it is dropped.
             WrongOffset: it does not begin where what is here ends.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         staging = _staging(self._store.get(task.job_uuid), task, name)
         try:
             report = CheckpointReport.model_validate_json((staging / "report.json").read_text())

@@ -31,6 +31,7 @@ from llama_stack_provider_trl.recipes.events import (
 )
 from llama_stack_provider_trl.responses import status_response
 from llama_stack_provider_trl_remote.service.checkpoints import Digests
+from llama_stack_provider_trl_remote.service.cluster import observation
 from llama_stack_provider_trl_remote.service.events import Cursor, parsed, read_page
 from llama_stack_provider_trl_remote.service.shipping import Shipping
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -226,3 +227,25 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
             shipping.add_events("a-1", "b", 0, good + line(event))
         assert read_events(RunDir(run_dir).events) == ([], 0)
         assert shipping.add_events("a-1", "b", 0, good) == len(good)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"state": "exited", "exit_code": "nine"},
+        {"state": "exited", "exit_code": 10**40},
+        {"state": "exited", "rank": -1},
+        {"state": "exited", "rank": 10**40},
+        {"state": "exited", "detail": ["a"]},
+        {"state": "exited", "ended": "bored"},
+        {"state": "exited", "new": 1},
+    ],
+)
+def test_an_observation_that_could_not_be_judged_later_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        observation(said)
+
+
+def test_long_texts_of_an_observation_are_cut() -> None:
+    assert len(observation({"state": "exited", "stacks": 10**6 * "s"}).stacks) == 65_536

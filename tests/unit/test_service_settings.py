@@ -19,6 +19,7 @@ from llama_stack_provider_trl.recipes.spec import ShardingSpec
 from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.received import Bodies
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -263,7 +264,9 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of this machine's own agent")
+    service: Any = SimpleNamespace(
+        settings=settings, node_name="head", node_token="of this machine's own agent", bodies=Bodies()
+    )
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}
