@@ -227,6 +227,7 @@ def test_events_for_a_task_that_does_not_exist_are_refused_unread(service: Train
 
 
 @pytest.mark.contract
+@pytest.mark.timeout(300)
 def test_many_streams_of_a_job_are_cheap_and_all_get_every_event(service: TrainingService) -> None:
     _, sha256 = service.put_blob(QUESTIONS)
     body = sft("streamed", "rows", dataset_digests={"rows": sha256})
@@ -241,7 +242,7 @@ def test_many_streams_of_a_job_are_cheap_and_all_get_every_event(service: Traini
         for one in ones:
             one.sendall(request)
         with Watch(service).watching() as seen:
-            service.wait_state("streamed", "completed")
+            service.wait_state("streamed", "completed", timeout=200)
             texts = [whole(one) for one in ones]
     finally:
         for one in ones:

@@ -35,7 +35,7 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, running
 from tests.contract.stack import poll
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 
 DESCRIPTORS = 1024
@@ -97,7 +97,7 @@ def test_a_job_trains_to_its_end_beside_more_silent_connections_than_there_are_d
         assert health_seconds(service) < 5
         _, sha256 = service.put_blob(QUESTIONS)
         service.post("/post-training/supervised-fine-tune", sft("beside", "rows", dataset_digests={"rows": sha256}))
-        assert service.wait_state("beside", "completed", "failed")["status"] == "completed"
+        assert service.wait_state("beside", "completed", "failed", timeout=200)["status"] == "completed"
         assert health_seconds(service) < 5
     assert psutil.Process(service.pid).num_fds() < 1024
 
@@ -108,7 +108,7 @@ def test_children_of_the_service_have_none_of_its_sockets(service: TrainingServi
         body = sft("looked-at", "rows", dataset_digests={"rows": sha256})
         body["training_config"]["n_epochs"] = 1000
         service.post("/post-training/supervised-fine-tune", body)
-        service.wait_state("looked-at", "in_progress")
+        service.wait_state("looked-at", "in_progress", timeout=200)
         processes = [one for found in tasks_below(service.data_dir).values() for one in found]
         assert processes
         ours = {os.readlink(path) for path in Path(f"/proc/{service.pid}/fd").iterdir() if path.exists()}
