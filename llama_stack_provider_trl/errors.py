@@ -15,7 +15,10 @@ A message says what was found, what was expected, and what to do next.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class TrlError(Exception):
@@ -39,7 +42,7 @@ class InvalidRequest(TrlError, ValueError):
 
     def __init__(self, field: str, value: Any, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
-        super().__init__(f"{field}={_shown(value)} is not supported: {hint}")
+        super().__init__(f"{_cut(field)}={_shown(value)} is not supported: {hint}")
 
 
 class InvalidRows(InvalidRequest):
@@ -132,6 +135,23 @@ def _unpickled(kind: type[TrlError], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
+def is_exhausted(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, is a lack of file descriptors, memory or processes.
+
+    Such an error is about this process at this moment, and never about the file or the job that it was busy with.
+    """
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole
-    text = repr(value)
+    text = repr(value[: 2 * limit] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _cut(text: str, limit: int = 250) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

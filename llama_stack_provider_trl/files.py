@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from .errors import InvalidRequest, InvalidRows
+from .errors import InvalidRequest, InvalidRows, is_exhausted
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -182,6 +182,9 @@ def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
     Args:
         of: read these files, and compare their digests; None: all. A manifest without digests, as there were before
             step checkpoints had them, is taken by its sizes.
+
+    Raises:
+        OSError: this process has no descriptor or no memory left to find out.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -193,6 +196,8 @@ def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
             if (of is None or name in of) and sha256_of(directory / name) != digest:
                 return f"{name} does not have the sha256 that its manifest says"
     except OSError as error:
+        if is_exhausted(error):
+            raise  # the files may be whole; a checkpoint that counts as damaged is given up
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read: {error!r}"

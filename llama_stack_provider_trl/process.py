@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from .errors import is_exhausted
+
 TASK_MARK = "TRL_TASK_ID"
 RUN_DIR_MARK = "TRL_RUN_DIR"
 """Environment variables that every process of a task carries. Both together name a task: two data directories on one
@@ -348,7 +350,11 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     """The environment a process was started with; empty where we may not look."""
     try:
         return process.environ()
-    except (psutil.Error, OSError):
+    except psutil.Error:
+        return {}
+    except OSError as error:
+        if is_exhausted(error):
+            raise  # a process that could not be read would count as gone
         return {}
 
 

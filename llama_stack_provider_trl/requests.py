@@ -24,7 +24,7 @@ class _Body(Documented):
 
 
 class DataConfig(_Body):
-    dataset_id: str
+    dataset_id: str = Field(max_length=512)
     """Id of a dataset registered with Llama Stack."""
     batch_size: int = Field(**COUNT)
     """Rows (SFT) or pairs (DPO) per rank and micro step."""
@@ -32,7 +32,7 @@ class DataConfig(_Body):
     """Shuffle all rows anew in every epoch."""
     data_format: str | None = None
     """SFT rows: `instruct` or `dialog`; where a row carries both shapes, this one is read. DPO: not used."""
-    validation_dataset_id: str | None = None
+    validation_dataset_id: str | None = Field(None, max_length=512)
     """Dataset to evaluate on before every checkpoint and at the end."""
     packed: bool | None = None
     """SFT: several rows in one sequence of max_seq_length tokens, none of which sees another."""

@@ -224,11 +224,13 @@ def derive(
 
 
 _NO_SAVERS = EfficiencyConfig()
+COMPARED = 100
+"""Characters of a name that is compared with ours: the time grows with the square of its length."""
 
 
 def _refuse_unknown(request: Request) -> None:
     for path, name, value, known in _unknown_fields(request, ""):
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name[:COMPARED], known, n=1)
         hint = (
             f"there is no such field: did you mean `{close[0]}`?" if close else "there is no such field: leave it out."
         )
@@ -750,6 +752,6 @@ def _parse[Model: BaseModel](model: type[Model], value: Any, where: str) -> Mode
 
 
 def _nearest(value: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(value, choices, n=1)
+    close = difflib.get_close_matches(value[:COMPARED], choices, n=1)
     nearest = f"; the nearest is '{close[0]}'" if close else ""
     return f"expected one of {', '.join(choices)}{nearest}"

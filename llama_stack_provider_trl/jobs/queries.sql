@@ -12,8 +12,10 @@ ON CONFLICT (job_uuid) DO NOTHING;
 SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
 
 -- name: insert_warning
--- Said again, for example by a second attempt: once is enough.
-INSERT INTO warnings (job_uuid, message) VALUES (:job_uuid, :message)
+-- Said again, for example by a second attempt: once is enough. Of the first 200 only: they are part of the job's record,
+-- which is read at every pass.
+INSERT INTO warnings (job_uuid, message)
+SELECT :job_uuid, :message WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
 ON CONFLICT (job_uuid, message) DO NOTHING;
 
 -- name: select_job

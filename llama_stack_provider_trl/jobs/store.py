@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sqlite3
@@ -27,6 +28,7 @@ from ..errors import JobConflict, JobNotFound, StoreError
 from ..files import private_directory, touched
 from ..process import FileLock
 from ..recipes.events import (
+    LAST_TIME,
     CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
@@ -72,6 +74,9 @@ _REPLACED_SECONDS = 30.0
 _REVOKED_SECONDS = 30 * 24 * 3600.0
 """How long the credential of a removed node is recognized as that."""
 _UNUSED_CREDENTIALS = 4
+
+_DAMAGED = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
+"""What reading a record raises that was not written by this release, or was changed by hand."""
 
 _DELETES = (
     *("delete_tasks", "delete_attempts", "delete_points", "delete_checkpoints", "delete_warnings"),
@@ -174,7 +179,7 @@ class Store:
             raise JobNotFound(job_uuid)
         try:
             return _job(rows[0])
-        except ValueError as error:
+        except _DAMAGED as error:
             self._leave_alone(job_uuid, error)
             raise StoreError(f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}") from error
 
@@ -258,7 +263,7 @@ class Store:
     def outcome(self, job_uuid: str, attempt: int) -> Outcome:
         """What the events of an attempt have said about its end, and the cursor."""
         (row,) = self._select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
-        failed = None if row["failed"] is None else Failed.model_validate_json(row["failed"])
+        failed = None if row["failed"] is None else _failed(row["failed"])
         return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
 
     def event_files(self, job_uuid: str, first: int = 0) -> tuple[JobState, Sequence[EventFile]]:
@@ -599,11 +604,11 @@ class Store:
         for row in rows:
             try:
                 jobs.append(_job(row))
-            except ValueError as error:
+            except _DAMAGED as error:
                 self._leave_alone(row["job_uuid"], error)
         return jobs
 
-    def _leave_alone(self, job_uuid: str, error: ValueError) -> None:
+    def _leave_alone(self, job_uuid: str, error: Exception) -> None:
         """Give a job whose record cannot be read no device from here on, and say so once."""
         if job_uuid not in self._damaged:
             self._damaged.add(job_uuid)
@@ -789,6 +794,13 @@ def _changes(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "note_failed", {"event": event.model_dump_json()}
 
 
+def _failed(text: str) -> Failed:
+    try:
+        return Failed.model_validate_json(text)
+    except ValueError as error:  # stored by a release whose events had no bounds
+        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
+
+
 def _pace(event: Progress) -> dict[str, Any]:
     return {
         "step": event.step,
@@ -853,7 +865,8 @@ def _eta(row: sqlite3.Row) -> float | None:
     if row["prepared_at"] is None or row["stepped_at"] is None or not done:
         return None
     per_step = (row["stepped_at"] - row["prepared_at"]) / done
-    return float(max(0.0, per_step * (row["total_steps"] - row["step"])))
+    left = float(per_step * (row["total_steps"] - row["step"]))
+    return max(0.0, left) if math.isfinite(left) else None
 
 
 def _checkpoint(row: sqlite3.Row) -> CheckpointRecord:
@@ -904,7 +917,8 @@ def _point(row: sqlite3.Row) -> PointRecord:
 
 
 def _utc(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    """A stored time. Databases of earlier releases may hold any number: one beyond the calendar is shown as its end."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
 
 
 def _utc_or_none(seconds: float | None) -> datetime | None:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import JobConflict, StoreError
+from ..errors import JobConflict, StoreError, is_exhausted
 from ..files import RunDir, atomic_write, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
@@ -33,7 +33,7 @@ from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership
 from .placement import Node, Queued, place, why_waits
 from .records import CheckpointRecord, JobRecord
-from .states import JobState, backoff
+from .states import ACTIVE, TERMINAL, JobState, backoff
 from .store import Store, private_data_dir
 from .verdict import has_shrunk, may_shrink, verdict
 
@@ -95,6 +95,9 @@ class Supervisor:
         self._seen_in_vain: tuple[Sequence[Node], Mapping[str, str], Sequence[Queued]] | None = None
         self._trouble: dict[str, int] = {}
         self._trouble_seen = ""
+        self._given_up: dict[str, str] = {}
+        """Jobs that fail as soon as their processes have ended, and why."""
+        self._exhausted = False
         self._swept = False
         self._lock = FileLock(self._data_dir / "supervisor.lock")
         self._wakeup = threading.Event()
@@ -193,25 +196,51 @@ class Supervisor:
     def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
         """Keep one job's trouble from stopping the loop for the others."""
         try:
-            step()
+            if job.job_uuid in self._given_up:
+                self._end(self._store.get(job.job_uuid), self._given_up[job.job_uuid])
+            else:
+                step()
         except StoreError:
             raise
         except Exception as error:
+            if is_exhausted(error):
+                self._note_exhausted(job, error)
+                return
             self._trouble[job.job_uuid] = count = self._trouble.get(job.job_uuid, 0) + 1
             if count in (1, PATIENCE):
                 log.exception("job %s: trouble, %d passes in a row", job.job_uuid, count)
-            if count >= PATIENCE:
-                self._give_up(self._store.get(job.job_uuid), error)
+            if count == PATIENCE:
+                self._give_up(job, error)
         else:
+            self._exhausted = False
             self._trouble.pop(job.job_uuid, None)
 
+    def _note_exhausted(self, job: JobRecord, error: Exception) -> None:
+        """Log that this process has no descriptors or no memory left. That says nothing about the job, which is
+        handled again at every pass and does not come closer to being given up."""
+        if not self._exhausted:
+            log.error("job %s: %s; it is handled again at the next pass, its processes continue", job.job_uuid, error)
+        self._exhausted = True
+
     def _give_up(self, job: JobRecord, error: Exception) -> None:
+        """Fail a job that cannot be handled, from here on as soon as none of its processes is left."""
         message = f"the supervisor could not handle this job: {type(error).__name__}: {error}"
-        if self._move(job, JobState.failed, Reason.internal, message) and job.run_dir:
-            try:
-                self._launcher.cancel(self._task(job))
-            except OSError as failure:
-                log.error("job %s: its processes may still run: %s", job.job_uuid, failure)
+        self._given_up[job.job_uuid] = message
+        self._guarded(job, lambda: None)
+
+    def _end(self, job: JobRecord, message: str) -> None:
+        """End the processes of a job that was given up, and fail it once they are gone: a device that is free on record
+        while a process uses it would be given to another job."""
+        if job.state in ACTIVE:
+            task = self._task(job)
+            self._launcher.cancel(task)
+            if self._launcher.poll(task).state is not TaskState.exited:
+                self._note_detail(job, f"{message}; it is being ended")
+                return
+        if job.state not in TERMINAL:
+            self._move(job, JobState.failed, Reason.internal, message)
+        del self._given_up[job.job_uuid]
+        self._trouble.pop(job.job_uuid, None)
 
     def _advance(self, job: JobRecord) -> None:
         task = self._task(job)
@@ -439,6 +468,8 @@ class Supervisor:
         except JobConflict as error:
             self._move(job, JobState.failed, Reason.invalid_request, str(error))
         except OSError as error:
+            if is_exhausted(error):
+                raise  # nothing was started; the next pass starts it
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"
             if not self._try_again(job, reason, message):

@@ -6,11 +6,11 @@ OpenAPI document as `x-roles`, and cannot be made without one; no other module d
 No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request, Response
 from fastapi.params import Depends as Dependency
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store import Store
 
+from .received import Bodies, Received, bounded
 from .settings import Role, ServiceSettings
 
 CALLER, BODY = "trl_caller", "trl_body"
@@ -137,12 +138,15 @@ class Access:
                 self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
         if self.body == "json":
             _check_content_type(scope["method"], Headers(scope=scope))
-        limit, hint = self.limit, ""
-        if isinstance(limit, str):
-            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if limit == "max_body_mb" else ": raise"
-            hint += f" {limit} in the service's configuration"
-            limit = getattr(settings, limit) * MIB
-        scope[BODY].set_limit(limit, hint)
+        hint = ""
+        if isinstance(self.limit, str):
+            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if self.limit == "max_body_mb" else ": raise"
+            hint += f" {self.limit} in the service's configuration"
+        scope[BODY].set_limit(self.bytes(settings), hint)
+
+    def bytes(self, settings: ServiceSettings) -> int:
+        """The limit of the body."""
+        return getattr(settings, self.limit) * MIB if isinstance(self.limit, str) else self.limit
 
     def _check_node(self, caller: Caller, path: Mapping[str, str], store: Store) -> None:
         """Check that a node calls for itself, and reads what its tasks need. Raises Refused: 403."""
@@ -175,6 +179,17 @@ class GuardedRoute(APIRoute):
         if self.access.own_node or self.access.needs_task:
             extra["x-node"] = "itself" if self.access.own_node else "with a current task"
         super().__init__(path, endpoint, openapi_extra=extra, **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return bounded(super().get_route_handler(), self._received)
+
+    def _received(self, request: Request) -> Received:
+        service = request.app.state.service
+        limit = self.access.bytes(service.settings)
+        bodies: Bodies = service.bodies
+        return bodies.receive(
+            request, limit, of_node="node" in self.access.roles, has_rows=self.access.limit == "max_body_mb"
+        )
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]

@@ -81,7 +81,7 @@ class Blobs:
                 found = await self._write(output, pieces)
             if found != sha256:
                 raise InvalidRequest("sha256", sha256, f"the body's is {found}: nothing was kept, send it again")
-            await asyncio.to_thread(self._keep, file, sha256)
+            await asyncio.to_thread(self.keep, file, sha256)
 
     async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
         """Store the rows of a file or a hub dataset; returns their digest and number.
@@ -105,7 +105,7 @@ class Blobs:
             if "error" in answer:
                 raise InvalidRows(answer["error"])
             rows = staging / f"{answer['sha256']}.jsonl"
-            await asyncio.to_thread(self._keep, rows, answer["sha256"])
+            await asyncio.to_thread(self.keep, rows, answer["sha256"])
             return answer["sha256"], answer["num_rows"]
 
     async def checked(
@@ -221,7 +221,8 @@ class Blobs:
             text = f"{free >> 20} MiB are free below {self.directory.name}, {announced + spare >> 20} are needed"
             raise OSError(errno.ENOSPC, text)
 
-    def _keep(self, file: Path, sha256: str) -> None:
+    def keep(self, file: Path, sha256: str) -> None:
+        """Put a file of rows, on this file system, among the others."""
         with open(file, "rb") as written:
             os.fsync(written.fileno())
         os.replace(file, self.path(sha256))

@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, SkipValidation, StringConstraints
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.options import ProviderOptions
@@ -39,7 +39,7 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     """How to train."""
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
     """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
-    dataset_digests: dict[str, Sha256] | None = None
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
     """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
 
 
@@ -48,7 +48,7 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     """How to train."""
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
     """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
-    dataset_digests: dict[str, Sha256] | None = None
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
     """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
 
 
@@ -152,7 +152,7 @@ class JobName(_Body):
 
 class RowsSource(_Body):
     type: Literal["rows"]
-    rows: list[dict[str, Any]]
+    rows: Annotated[list[dict[str, Any]], FailFast()]
     """One object per row. Answers leave them out."""
 
 
@@ -172,11 +172,16 @@ class BlobSource(_Body):
 Source = Annotated[RowsSource | UriSource | BlobSource, Field(discriminator="type")]
 
 
+_METADATA = 65_536
+
+
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
     try:
-        json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
+        size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it cannot be kept as JSON: {error}") from error
+    if size > _METADATA:
+        raise ValueError(f"it has {size} bytes as JSON, expected {_METADATA} at most")
     return metadata
 
 

@@ -15,13 +15,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from llama_stack_provider_trl.files import RunDir, atomic_write
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import NodeRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import is_remote
-from llama_stack_provider_trl.launch.base import Ended, Launcher, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, iter_events
+from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.recipes.events import Failed, Finished, Paused, Reason, iter_events
 from llama_stack_provider_trl.recipes.spec import AttemptSpec
 
 from ..nodes.localize import MARK
@@ -33,6 +35,10 @@ GRACE_FAILED = 10.0
 """Seconds that the other nodes of an attempt get to end, and to say why, once one has failed."""
 GRACE_DONE = 60.0
 """The same once one has ended well."""
+_OBSERVATION = TypeAdapter(Observation)
+_TEXTS = ("detail", "launch_error", "stacks")
+_LONGEST = 65_536
+"""Characters of a text that a node reports."""
 _DUE = 2 * POLL_SECONDS
 """Seconds in which every node that lives calls once."""
 _GAP = 5.0
@@ -101,14 +107,17 @@ class Cluster:
         self._store = store
         self.presence = presence
         self.head = head
+        self._unreadable: set[str] = set()
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
 
     def nodes(self) -> list[Node]:
         """This machine first."""
         head, others = self._head, []
         for record in self._store.nodes():
+            report = self._report(record)
+            if report is None:
+                continue
             if record.name == self.head:
-                report = NodeReport.model_validate_json(record.report)
                 why = "" if record.mode == "open" else record.mode
                 joins = self.presence.was_heard(record.name) and not self.presence.is_lost(record.name)
                 head = replace(
@@ -119,8 +128,19 @@ class Cluster:
                     joins=joins,
                 )
             else:
-                others.append(_node(record, NodeReport.model_validate_json(record.report), self.why_closed(record)))
+                others.append(_node(record, report, self.why_closed(record)))
         return [head, *others]
+
+    def _report(self, record: NodeRecord) -> NodeReport | None:
+        """What a node has last reported. None: another release stored it and this one cannot read it; the node gets no
+        jobs until its agent has joined again, and the other nodes do."""
+        try:
+            return NodeReport.model_validate_json(record.report)
+        except ValueError as error:
+            if record.name not in self._unreadable:
+                log.error("node %s is left out until its agent joins again: its report: %s", record.name, error)
+            self._unreadable.add(record.name)
+            return None
 
     def why_closed(self, record: NodeRecord) -> str:
         """Why a node takes no jobs; empty: it does."""
@@ -325,7 +345,7 @@ class ClusterLauncher:
         that counts."""
         failed = [part.report.failed for part in parts if part.report is not None and part.report.failed is not None]
         if failed and not _has_final_word(task.run_dir):
-            event = Failed.model_validate(failed[0])
+            event = _failed(failed[0])
             self._shipping.append_event(RunDir(task.run_dir).events, event)
 
     def _is_given_up(self, part: _Part, parts: Sequence[_Part]) -> bool:
@@ -348,9 +368,7 @@ class _Part:
         self.record = record
         self.node = record.node
         self.order = TaskOrder.model_validate_json(record.order)
-        self.report = None if record.report is None else TaskReport.model_validate_json(record.report)
-        said = self.report.observation if self.report is not None else None
-        self.observed = Observation(TaskState.unknown) if said is None else observation(said)
+        self.report, self.observed = _reported(record)
         self.has_exited = self.observed.state is TaskState.exited
 
     def is_done(self, stage: Stage) -> bool:
@@ -361,9 +379,40 @@ class _Part:
 
 
 def observation(values: Mapping[str, Any]) -> Observation:
-    """Of `dataclasses.asdict`."""
-    ended = values.get("ended")
-    return Observation(**{**values, "state": TaskState(values["state"]), "ended": Ended(ended) if ended else None})
+    """Of `dataclasses.asdict`. Long texts are cut.
+
+    Raises:
+        ValueError: a value is missing, has a wrong type, or is no exit code or rank that there can be.
+    """
+    if unknown := set(values) - set(Observation.__dataclass_fields__):
+        raise ValueError(f"an observation has no {', '.join(sorted(unknown))[:100]}")
+    found = _OBSERVATION.validate_python(dict(values))
+    if abs(found.exit_code or 0) > 2**31 or not 0 <= (found.rank or 0) < 2**20:
+        raise ValueError("the exit code or the rank is beyond what there can be")
+    cut = {name: text[:_LONGEST] for name in _TEXTS if len(text := getattr(found, name)) > _LONGEST}
+    return replace(found, **cut)
+
+
+def _reported(record: NodeTaskRecord) -> tuple[TaskReport | None, Observation]:
+    """What a node has reported of its part. A report that another release stored and this one cannot read counts as
+    none: a node that lives sends a new one within seconds."""
+    unknown = Observation(TaskState.unknown)
+    if record.report is None:
+        return None, unknown
+    try:
+        report = TaskReport.model_validate_json(record.report)
+        return report, unknown if report.observation is None else observation(report.observation)
+    except ValueError as error:
+        log.warning("task %s: the report of node %s cannot be read: %s", record.task_id, record.node, error)
+        return None, unknown
+
+
+def _failed(said: Mapping[str, Any]) -> Failed:
+    """A `failed` event of a report; one that was stored before events had bounds may be unreadable."""
+    try:
+        return Failed.model_validate(said)
+    except ValueError as error:
+        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
 
 
 def silent_since(seconds: float) -> str:

@@ -38,7 +38,10 @@ from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, Su
 from .checkpoints import Digests
 from .cluster import Cluster, ClusterLauncher, Presence
 from .datasets import Datasets
+from .events import Feeds
 from .preflights import Preflights
+from .received import Bodies
+from .registration import Registration
 from .settings import ServiceSettings
 from .shipping import Shipping
 
@@ -64,7 +67,9 @@ class Service:
         self.store = Store(settings.data_dir / DATABASE)
         self.blobs = Blobs(settings, self.isolation)
         self.datasets = Datasets(settings, self.blobs)
+        self.bodies = Bodies(Registration(self.blobs.directory, settings.max_rows, settings.convert_timeout))
         self.digests = Digests()
+        self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()
         """Set when the service is told to stop: streams end then, instead of keeping it."""
         local = LocalLauncher(isolation=self.isolation, limits=self.limits)
@@ -103,6 +108,7 @@ class Service:
     def stop(self) -> None:
         """Stop supervising; trainings go on."""
         self.digests.close()
+        self.bodies.close()
         self.supervisor.stop()
         self.store.close()
 

@@ -26,6 +26,7 @@ from .blobs import Blobs
 from .bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from .errors import Conflict, NotFound
 from .reading import HUB, READERS
+from .registration import Stored
 from .settings import ServiceSettings
 
 FIELD = "training_config.data_config.dataset_id"
@@ -76,8 +77,11 @@ class Datasets:
     def prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    async def register(self, body: RegisterDataset) -> Dataset:
+    async def register(self, body: RegisterDataset, stored: Stored | None = None) -> Dataset:
         """Register a dataset; the same again changes nothing.
+
+        Args:
+            stored: its rows, where they were too many to be parsed here.
 
         Raises:
             InvalidRequest: a source that cannot be read from here.
@@ -85,7 +89,7 @@ class Datasets:
         """
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
-        entry = await self._entry(body)
+        entry = await self._entry(body, stored)
         async with self._registering:
             known = await asyncio.to_thread(self._read, entry.dataset.identifier)
             if known is None:
@@ -152,12 +156,16 @@ class Datasets:
             raise InvalidRequest(FIELD, dataset_id, hint)
         return await self._blobs.checked(dataset_id, sha256, algorithm, data_format)
 
-    async def _entry(self, body: RegisterDataset) -> Entry:
+    async def _entry(self, body: RegisterDataset, stored: Stored | None) -> Entry:
         assert body.dataset_id is not None
         metadata = {**(body.metadata or {}), **({"dataset_type": body.dataset_type} if body.dataset_type else {})}
         sha256 = num_rows = None
         source: RowsSource | UriSource | BlobSource = body.source
         match body.source:
+            case RowsSource() if stored is not None:
+                sha256, num_rows = stored.sha256, stored.num_rows
+                await asyncio.to_thread(self._blobs.keep, stored.path, sha256)
+                source = RowsSource(type="rows", rows=[])
             case RowsSource(rows=rows):
                 self._blobs.check_count(len(rows))
                 sha256, num_rows = await asyncio.to_thread(self._put, body.dataset_id, rows)

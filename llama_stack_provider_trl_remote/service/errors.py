@@ -21,6 +21,7 @@ from llama_stack_provider_trl.errors import (
     JobNotFound,
     ServiceUnreachable,
     TrlError,
+    is_exhausted,
 )
 from llama_stack_provider_trl.recipes.events import Reason
 
@@ -78,6 +79,8 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (OutOfRange, 416),
     (ServiceUnreachable, 502),
 )
+_LONGEST = 10_000
+"""Characters of an answer's sentence."""
 _REQUEST_AT_FAULT = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model, Reason.timed_out}
 """Why a preflight can fail that another request mends."""
 _MEANING = {
@@ -90,6 +93,7 @@ _MEANING = {
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
     500: "A bug, or a database that cannot be used",
+    503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
     507: "The disk is full",
 }
 
@@ -98,14 +102,14 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: the error answers that it can give; those of every route are included."""
     return {
         code: {"model": ErrorAnswer, "description": _MEANING[code]}
-        for code in sorted({400, 401, 403, 413, 500, *codes})
+        for code in sorted({400, 401, 403, 413, 500, 503, *codes})
     }
 
 
 def answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
     # What a client sent may be in the sentence, and JSON can carry half of a surrogate pair that UTF-8 cannot.
     text = detail.encode("utf-8", "backslashreplace").decode()
-    return JSONResponse({"detail": text}, status, headers=headers)
+    return JSONResponse({"detail": text[:_LONGEST]}, status, headers=headers)
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -144,12 +148,15 @@ async def _ours(request: Request, error: Exception) -> Response:
 async def _system(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError) and _disk_full(error):
         return answer(507, f"the disk is full: {error}; free some space and send it again")
+    if is_exhausted(error):
+        log.error("%s %s: %s", request.method, request.url.path, error)
+        return answer(503, f"the service is out of file descriptors or memory ({error})", {"Retry-After": "5"})
     return await _bug(request, error)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return answer(400, _sentence(error.errors()[0]))
+    return answer(400, sentence(error.errors()[0]))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -174,7 +181,7 @@ async def _bug(request: Request, error: Exception) -> Response:
     return answer(500, "this is a bug of the service: report it with the service's log")
 
 
-def _sentence(found: Mapping[str, Any]) -> str:
+def sentence(found: Mapping[str, Any]) -> str:
     """One validation error as a sentence that names the field, its value and what was expected."""
     source, *path = found["loc"]
     if path[:1] == ["source"]:  # pydantic names the kind of source as well: source.rows.rows.1

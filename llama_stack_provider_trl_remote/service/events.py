@@ -12,13 +12,14 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, TrlError
 from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.records import EventFile
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.recipes.events import LINE_BYTES, parse_event
 
 LOOK = 0.25
 """Seconds between two looks for new events."""
@@ -26,6 +27,11 @@ HEARTBEAT = 15.0
 """Seconds of silence after which a stream says that it lives."""
 _PAGE = 500
 _PIECE = 1 << 18
+_CHUNK = 1 << 16
+"""Bytes of a stream that are handed to a connection at once: what it holds of a reader that does not read."""
+_SCANNED = 16 << 20
+"""Bytes without any event that are passed over in one call."""
+_KEPT_PAGES = 8
 
 
 class Cursor(NamedTuple):
@@ -53,8 +59,20 @@ class Line(NamedTuple):
     """The event as JSON."""
 
 
-def read_page(store: Store, job_uuid: str, after: Cursor, limit: int) -> tuple[list[Line], JobState]:
-    """The next events behind a cursor, at most `limit`, and the state of the job before they were read.
+class Page(NamedTuple):
+    lines: list[Line]
+    state: JobState
+    """Of the job, before the events were read."""
+    next: Cursor
+    """Where the following page begins."""
+    is_last: bool
+    """Whether nothing follows yet."""
+
+
+def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int = _PIECE) -> Page:
+    """The next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
+
+    Lines that are no events are left out, as the supervisor left them out.
 
     Raises:
         JobNotFound.
@@ -64,38 +82,123 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int) -> tuple[l
     if after.attempt and (not files or files[0].attempt != after.attempt):
         raise InvalidRequest("after", str(after), f"job {job_uuid!r} has no attempt {after.attempt}")
     lines: list[Line] = []
+    cursor = after
     for file in files:
         start = after.offset if file.attempt == after.attempt else 0
-        more, whole = _read(file, start, limit - len(lines))
+        more, stopped, whole = _read(file, start, limit - len(lines), size)
         lines += more
+        cursor = Cursor(file.attempt, stopped) if stopped else cursor
         if not whole:
-            break
-    return lines, state
+            return Page(lines, state, cursor, False)
+    return Page(lines, state, cursor, True)
 
 
-async def stream(store: Store, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[str]:
-    """Server-sent events until the job has ended and all was sent, or the service stops. Then `event: end`, or not."""
-    spoke = time.monotonic()
-    while True:
-        # Cheap where there is nothing new: one point read, no thread.
-        state, files = store.event_files(job_uuid, after.attempt)
-        if any((file.attempt, file.end) > after for file in files):
-            lines, state = await asyncio.to_thread(read_page, store, job_uuid, after, _PAGE)
-            if lines:
-                after, spoke = lines[-1].cursor, time.monotonic()
-                yield "".join(f"id: {line.cursor}\ndata: {line.text}\n\n" for line in lines)
-                continue
-        if state in TERMINAL:
-            yield f"event: end\ndata: {json.dumps({'state': state})}\n\n"
-            return
-        if time.monotonic() - spoke > HEARTBEAT:
-            yield ": the job is " + state + "\n\n"
-            spoke = time.monotonic()
+class Feeds:
+    """The jobs that streams follow: the store is read once per job and interval, however many streams there are."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._feeds: dict[str, _Feed] = {}
+
+    async def stream(self, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """Server-sent events until the job has ended and all was sent, or the service stops. Then `event: end`, or not.
+
+        In pieces of at most 64 KiB, each of which is sent when the reader has taken most of those before.
+        """
+        feed = self._feeds.setdefault(job_uuid, _Feed(self._store, job_uuid))
+        feed.streams += 1
         try:
-            await asyncio.wait_for(stopping.wait(), LOOK)
-        except TimeoutError:
+            async for text in _stream(feed, after, stopping):
+                for start in range(0, len(text), _CHUNK):
+                    yield text[start : start + _CHUNK]
+        finally:
+            feed.streams -= 1
+            if not feed.streams:
+                feed.close()
+                self._feeds.pop(job_uuid, None)
+
+
+class _Feed:
+    """One job that streams follow."""
+
+    def __init__(self, store: Store, job_uuid: str) -> None:
+        self.streams = 0
+        self.changed = asyncio.Event()
+        """Set, and replaced, when there is more to read or the job's state has changed."""
+        self._store, self._job_uuid = store, job_uuid
+        self._seen: object = None
+        self._pages: dict[Cursor, asyncio.Task[tuple[bytes, Page]]] = {}
+        self._poller = asyncio.create_task(self._poll())
+
+    def close(self) -> None:
+        self._poller.cancel()
+        for page in self._pages.values():
+            page.cancel()
+
+    async def page(self, after: Cursor) -> tuple[bytes, Page]:
+        """A page as text and as such. Streams that are equally far share it."""
+        reading = self._pages.get(after)
+        if reading is None:
+            while len(self._pages) >= _KEPT_PAGES:
+                self._pages.pop(next(iter(self._pages)))
+            reading = self._pages[after] = asyncio.create_task(asyncio.to_thread(self._read, after))
+        return await asyncio.shield(reading)
+
+    def _read(self, after: Cursor) -> tuple[bytes, Page]:
+        page = read_page(self._store, self._job_uuid, after, _PAGE, _CHUNK)
+        return "".join(f"id: {line.cursor}\ndata: {line.text}\n\n" for line in page.lines).encode(), page
+
+    async def _poll(self) -> None:
+        last = 0
+        while True:
+            # One point read of 30 us, no thread.
+            try:
+                state, files = self._store.event_files(self._job_uuid, last)
+                last = files[-1].attempt if files else 0
+                seen: object = (state, files[-1:])
+            except JobNotFound:
+                seen = None
+            except StoreError:
+                seen = self._seen  # the streams try again with it
+            if seen != self._seen:
+                self._seen = seen
+                self._pages.clear()
+                changed, self.changed = self.changed, asyncio.Event()
+                changed.set()
+            await asyncio.sleep(LOOK)
+
+
+async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    spoke = time.monotonic()
+    while not stopping.is_set():
+        changed = feed.changed
+        try:
+            text, page = await feed.page(after)
+        except TrlError:  # the job was deleted, or the database cannot be read: the client asks again and is told
+            return
+        after = page.next
+        if text:
+            yield text
+            spoke = time.monotonic()
+        if not page.is_last:
             continue
-        return
+        if page.state in TERMINAL:
+            yield f"event: end\ndata: {json.dumps({'state': page.state})}\n\n".encode()
+            return
+        await _first_of(changed, stopping, max(0.0, spoke + HEARTBEAT - time.monotonic()))
+        if time.monotonic() - spoke >= HEARTBEAT:
+            yield f": the job is {page.state}\n\n".encode()
+            spoke = time.monotonic()
+
+
+async def _first_of(changed: asyncio.Event, stopping: asyncio.Event, limit: float) -> None:
+    """Wait until one of the events is set, at most `limit` seconds."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in (changed, stopping)]
+    try:
+        await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 def parsed(line: Line) -> dict[str, Any]:
@@ -103,24 +206,50 @@ def parsed(line: Line) -> dict[str, Any]:
     return event
 
 
-def _read(file: EventFile, start: int, limit: int) -> tuple[list[Line], bool]:
-    """Lines of one attempt's file behind byte `start`, as far as they count; and whether these are all."""
+def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line], int, bool]:
+    """Events of one attempt's file behind byte `start`, as far as they count; where reading stopped; and whether these
+    are all."""
     if start > file.end:
         raise _no_cursor(file, start)
     try:
         events = open(RunDir(file.run_dir).events, "rb")  # noqa: SIM115
-    except FileNotFoundError:  # no event yet, or somebody removed the run directory
-        return [], True
+    except FileNotFoundError:  # no event yet, or the run directory was removed
+        return [], start, True
     lines: list[Line] = []
     with events:
         events.seek(max(0, start - 1))
         if start and events.read(1) != b"\n":
             raise _no_cursor(file, start)
-        stop = start + _PIECE
-        while start < min(file.end, stop) and len(lines) < limit and (line := events.readline()):
-            start += len(line)
-            lines.append(Line(Cursor(file.attempt, start), line.decode(errors="replace").strip()))
-    return lines, start >= file.end
+        stop, give_up = start + size, start + _SCANNED
+        while start < file.end and len(lines) < limit and start < (stop if lines else give_up):
+            line, length = _next_line(events)
+            if not length or start + length > file.end:
+                return lines, start, True
+            start += length
+            if line is not None and _is_event(line):
+                lines.append(Line(Cursor(file.attempt, start), line.decode(errors="replace").strip()))
+    return lines, start, start >= file.end
+
+
+def _next_line(events: BinaryIO) -> tuple[bytes | None, int]:
+    """A line and its length; None for one that is too long for an event."""
+    line = events.readline(LINE_BYTES + 1)
+    if line.endswith(b"\n") or len(line) <= LINE_BYTES:
+        return line, len(line)
+    length = len(line)
+    while piece := events.readline(_PIECE):
+        length += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return None, length
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        parse_event(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _no_cursor(file: EventFile, start: int) -> InvalidRequest:

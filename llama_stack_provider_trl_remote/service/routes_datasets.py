@@ -33,9 +33,9 @@ _NDJSON: dict[str, Any] = {
 
 
 @router.post("", dependencies=[USERS_ROWS], response_model=Dataset, responses=declared(409, 507))
-async def register_dataset(service: Context, body: RegisterDataset) -> Response:
+async def register_dataset(service: Context, body: RegisterDataset, request: Request) -> Response:
     """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
-    return as_json(await service.datasets.register(body))
+    return as_json(await service.datasets.register(body, getattr(request.state, "rows", None)))
 
 
 @router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())

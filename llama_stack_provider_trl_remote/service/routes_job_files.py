@@ -25,7 +25,7 @@ from .bodies import (
 from .checkpoints import find_file, list_files
 from .context import Context, Service
 from .errors import NotFound, declared
-from .events import Cursor, parsed, read_page, stream
+from .events import Cursor, parsed, read_page
 from .files import OCTETS, file_response
 from .routes_jobs import JobUuid, as_json
 
@@ -60,12 +60,12 @@ async def job_events(
     streams = _STREAM in (accept or "")
     begin = Cursor.parse(last_event_id, "Last-Event-ID") if streams and last_event_id else Cursor.parse(after, "after")
     # For a stream too: what is wrong with the request must be said before it begins.
-    lines, _ = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
+    page = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
     if streams:
-        body = stream(service.store, job_uuid, begin, service.stopping)
+        body = service.feeds.stream(job_uuid, begin, service.stopping)
         return StreamingResponse(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
-    data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in lines]
-    return as_json(EventsResponse(data=data, next=str(lines[-1].cursor if lines else begin)))
+    data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in page.lines]
+    return as_json(EventsResponse(data=data, next=str(page.next)))
 
 
 @router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **_TEXT})

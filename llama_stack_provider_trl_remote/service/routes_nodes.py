@@ -146,8 +146,9 @@ async def remove(service: Context, name: Name) -> Response:
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
     """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
-    _check_task(service, name, task_id)
-    lines = await _body(request)
+    await asyncio.to_thread(service.shipping.first, task_id, name)  # before the body is read
+    service.presence.heard(name)
+    lines = await request.body()
     size = await asyncio.to_thread(service.shipping.add_events, task_id, name, offset, lines)
     service.supervisor.wake()
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
@@ -164,8 +165,8 @@ async def add_log(
     service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
 ) -> Response:
     """Append to a log; an offset behind its end leaves out what is between."""
-    _check_task(service, name, task_id)
-    data = await _body(request)
+    _check_task(service, name, task_id)  # before the body is read
+    data = await request.body()
     size = await asyncio.to_thread(service.shipping.add_log, task_id, name, file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
@@ -225,10 +226,6 @@ def _check_task(service: Service, name: str, task_id: str) -> None:
     """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
     service.shipping.current(task_id, name)
     service.presence.heard(name)
-
-
-async def _body(request: Request) -> bytes:
-    return b"".join([piece async for piece in request.stream()])
 
 
 def _known(service: Service, name: str) -> NodeRecord:

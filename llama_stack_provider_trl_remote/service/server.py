@@ -22,6 +22,7 @@ from llama_stack_provider_trl.process import FileLock, hide_from_other_processes
 
 from .app import make_app
 from .as_node import be_a_node
+from .connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .context import Service
 from .settings import ServiceSettings, SettingsError
 
@@ -74,8 +75,10 @@ class _Server(uvicorn.Server):
         config = uvicorn.Config(
             make_app(service),
             log_config=None,
-            log_level="warning",
+            # Its warnings are about requests that are not HTTP: a line in the log for each is a gift to a flood.
+            log_level="error",
             access_log=False,
+            http=Connection,
             server_header=False,
             loop="asyncio",
             ws="none",
@@ -86,6 +89,7 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+        self._descriptors = raise_descriptor_limit()
         self._node: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -97,9 +101,14 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on calls are answered: those of this machine's own agent too."""
-        await super().startup(sockets)
+        assert sockets
         settings = self._service.settings
-        if self.started and sockets and not settings.on_loopback:
+        most = settings.max_connections or default_connections(self._descriptors)
+        acceptor = Acceptor(sockets[0], self._connection, most, self.config.ssl)
+        acceptor.start()
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
+        if not settings.on_loopback:
             self._node = asyncio.create_task(be_a_node(self._service, sockets[0].getsockname()[1]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -109,6 +118,9 @@ class _Server(uvicorn.Server):
             self._node.cancel()
             await asyncio.wait([self._node])
         await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        return Connection(self.config, self.server_state, {})
 
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # told twice

@@ -34,7 +34,7 @@ from llama_stack_provider_trl.files import (
 )
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, parse_event
+from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, event_lines, parse_event
 
 from ..wire import CheckpointAnswer, CheckpointReport
 from .checkpoints import Digests
@@ -67,7 +67,7 @@ class Shipping:
             raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
         return task
 
-    def _first(self, task_id: str, node: str) -> NodeTaskRecord:
+    def first(self, task_id: str, node: str) -> NodeTaskRecord:
         """A task whose rank 0 is on this node. Raises Gone."""
         task = self.current(task_id, node)
         if task.node_rank:
@@ -83,7 +83,7 @@ class Shipping:
             WrongOffset: they do not begin where the file ends.
             OSError: the disk is full.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
         self._check_events(task, lines)
@@ -101,7 +101,7 @@ class Shipping:
         """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
         its event says that it is."""
         directory = self._store.get(task.job_uuid).spec.checkpoint_dir
-        for line in lines.splitlines():
+        for line in event_lines(lines):
             try:
                 event = parse_event(line)
             except ValueError as error:
@@ -155,7 +155,7 @@ class Shipping:
             InvalidRequest: it is no checkpoint of the job's, not whole, or holds more than data.
             OSError: the disk is full.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
         if not _NAMES[report.kind].fullmatch(name):
@@ -189,7 +189,7 @@ class Shipping:
             InvalidRequest: the file has another digest: what was kept of it is dropped.
             WrongOffset: it does not begin where what is here ends.
         """
-        task = self._first(task_id, node)
+        task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         staging = _staging(job, task, name)
         try:

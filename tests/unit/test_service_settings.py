@@ -19,6 +19,7 @@ from llama_stack_provider_trl.recipes.spec import ShardingSpec
 from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.received import Bodies
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -264,7 +265,8 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
         statuses.append(message.get("status"))
 
     store = SimpleNamespace(credential=lambda sha256: None)
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of its own agent", store=store)
+    names = {"node_name": "head", "node_token": "of its own agent"}
+    service: Any = SimpleNamespace(settings=settings, store=store, bodies=Bodies(), **names)
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}

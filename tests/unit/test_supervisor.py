@@ -75,8 +75,15 @@ class World:
         return f"{name}-1"
 
     def spoil_events(self, task_id: str) -> None:
+        """Make the event file one that cannot be read."""
+        events = RunDir(self.launcher.tasks[task_id].spec.run_dir).events
+        events.unlink()
+        events.mkdir()
+
+    def write_line(self, task_id: str, line: str) -> None:
+        """Append a line to the event file, whatever it is."""
         with RunDir(self.launcher.tasks[task_id].spec.run_dir).events.open("a") as events:
-            events.write("not an event\n")
+            events.write(f"{line}\n")
 
     def restart(self) -> None:
         """Another process takes over: nothing is left but the store, the run directories and the processes."""
@@ -351,6 +358,79 @@ def test_a_job_that_is_nothing_but_trouble_fails_and_its_processes_are_ended(wor
     world.tick()
     assert (world.state(), world.job().reason) == (JobState.failed, Reason.internal)
     assert world.launcher.tasks[task].cancels == 1
+
+
+def test_a_job_is_not_failed_before_its_processes_are_seen_to_have_ended(world: World) -> None:
+    world.launcher.obedient = False
+    task = world.run()
+    world.add("b")
+    world.spoil_events(task)
+    for _ in range(PATIENCE + 5):
+        world.tick()
+    assert world.launcher.tasks[task].cancels > 0
+    assert (world.state("a"), world.state("b")) == (JobState.in_progress, JobState.scheduled)
+    assert "is being ended" in world.job().detail
+    world.launcher.exit(task, -9)
+    world.tick()
+    world.tick()
+    assert (world.state("a"), world.job("a").reason) == (JobState.failed, Reason.internal)
+    assert world.state("b") is JobState.launching
+
+
+def test_a_job_whose_processes_cannot_be_seen_is_not_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.run()
+    with monkeypatch.context() as broken:
+        broken.setattr(world.launcher, "poll", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        for _ in range(2 * PATIENCE):
+            world.tick()
+        assert world.state() is JobState.in_progress
+    world.tick()
+    assert (world.state(), world.job().reason) == (JobState.failed, Reason.internal)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_descriptors_or_memory_gives_no_job_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = world.run()
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(world.launcher, "poll", Mock(side_effect=OSError(number, "no more of them")))
+        for _ in range(2 * PATIENCE):
+            world.tick()
+    assert (world.state(), world.launcher.tasks[task].cancels) == (JobState.in_progress, 0)
+    assert caplog.text.count("no more of them") == 1
+    world.launcher.say(task, FINISHED)
+    world.launcher.exit(task, 0)
+    world.tick()
+    assert world.state() is JobState.completed
+
+
+def test_a_job_that_cannot_be_started_for_want_of_descriptors_starts_later(world: World) -> None:
+    world.add("a", retries=0)
+    world.launcher.refuse = OSError(errno.EMFILE, "Too many open files")
+    for _ in range(2 * PATIENCE):
+        world.tick()
+    assert (world.state(), world.store.attempts("a")[-1].reason) == (JobState.launching, None)
+    world.launcher.refuse = None
+    world.tick()
+    assert world.launcher.started == ["a-1"]
+
+
+def test_a_checkpoint_that_cannot_be_opened_for_want_of_descriptors_stays_listed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    saved = save(world, "a-1", 2)
+    world.launcher.exit("a-1", -9)
+    world.tick()
+    world.clock.advance(60)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        world.tick()
+    assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == [saved]
+    world.tick()
+    assert world.store.attempts("a")[-1].resume_from == saved
 
 
 def test_passing_trouble_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

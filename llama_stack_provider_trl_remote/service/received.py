@@ -1,0 +1,240 @@
+"""Bodies that are held in memory: how many bytes of them at a time, and what becomes of them.
+
+A body of JSON takes up to 50 times its size as objects. So a small one is counted before it is parsed, and rows of any
+number go to a file and are parsed by a process of their own (`registration`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from fastapi import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+MIB = 1 << 20
+SMALL = 64 << 10
+"""Bytes of a body that never waits for others."""
+_IN_MEMORY = MIB
+"""Bytes of rows that are parsed here and not by another process, which takes a third of a second."""
+_VALUES_PER_MIB = 20_000
+MAX_DEPTH = 64
+_TOTAL = 32 * MIB
+_WAITING = 100
+"""Requests that wait for room. Each may have 320 KiB in the buffers of its connection."""
+_PATIENCE = 10.0
+"""Seconds that a request waits for room, unread."""
+_BUSY = "the service is receiving as many large bodies as it has memory for: send it again in a few seconds"
+
+
+class Memory:
+    """Bytes of bodies that may be held at a time.
+
+    Args:
+        patience: seconds to wait for room.
+    """
+
+    def __init__(self, total: int = _TOTAL, patience: float = _PATIENCE) -> None:
+        self._free = self._total = total
+        self._patience = patience
+        self._changed = asyncio.Condition()
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def reserved(self, size: int) -> AsyncIterator[None]:
+        """Room for a body, while the block lasts.
+
+        Raises:
+            HTTPException: 503, there was none in time.
+        """
+        size = min(size, self._total)
+        await self._take(size)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+    async def _take(self, size: int) -> None:
+        if self._waiting >= _WAITING:
+            raise busy()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._patience), self._changed:
+                await self._changed.wait_for(lambda: self._free >= size)
+                self._free -= size
+        except TimeoutError:
+            raise busy() from None
+        finally:
+            self._waiting -= 1
+
+
+class Rows(Protocol):
+    """Takes bodies that hold too many rows to be parsed here."""
+
+    def spool(self) -> AbstractAsyncContextManager[BinaryIO]:
+        """A file to write a body to; one of few at a time. Raises HTTPException."""
+
+    async def parse(self, file: Path) -> tuple[Any, Any]:
+        """Parse a spooled body. Returns it without its rows, and where these are. Raises HTTPException."""
+
+
+class Received(Request):
+    """A request whose body is bounded.
+
+    Args:
+        limit: bytes of its body.
+        rows: takes the body where it is large; None: it never is.
+        stack: closed when the request has been answered.
+    """
+
+    def __init__(
+        self, request: Request, limit: int, memory: Memory, parser: ThreadPoolExecutor, rows: Rows | None
+    ) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._limit, self._memory, self._parser, self._rows = limit, memory, parser, rows
+        self.stack = AsyncExitStack()
+        self._spooled: Path | None = None
+
+    async def body(self) -> bytes:
+        """Receive all of it. Raises HTTPException: 503."""
+        if not hasattr(self, "_body"):
+            announced = self.headers.get("content-length", "")
+            size = min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
+            if self._rows is not None:
+                size = min(size, _IN_MEMORY)
+            if size > SMALL:
+                await self.stack.enter_async_context(self._memory.reserved(size))
+            self._body = await self._receive_all()
+        return self._body
+
+    async def json(self) -> Any:
+        """The body as objects; it is not kept.
+
+        Raises:
+            HTTPException: it holds too many values, or too deep ones.
+            ValueError: it is not JSON.
+        """
+        data = await self.body()
+        if self._spooled is None and self._rows is not None and _values(data) > _VALUES_PER_MIB:
+            file = await self.stack.enter_async_context(self._rows.spool())
+            await asyncio.to_thread(_fill, file, data)
+            self._spooled = Path(file.name)
+        self._body = b""
+        if self._spooled is not None:
+            assert self._rows is not None
+            found, self.state.rows = await self._rows.parse(self._spooled)
+            return found
+        most = _VALUES_PER_MIB * max(1, self._limit // MIB)
+        if len(data) <= SMALL:
+            return parse(data, most)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, data, most)
+
+    async def _receive_all(self) -> bytes:
+        """The body; what is too large for memory goes to a file, and a byte stands for it."""
+        data = bytearray()
+        file: BinaryIO | None = None
+        async for piece in self.stream():
+            data += piece
+            if self._rows is not None and len(data) > _IN_MEMORY:
+                if file is None:
+                    file = await self.stack.enter_async_context(self._rows.spool())
+                await asyncio.to_thread(file.write, bytes(data))
+                data.clear()
+        if file is None:
+            return bytes(data)
+        await asyncio.to_thread(_fill, file, bytes(data))
+        self._spooled = Path(file.name)
+        return b" "
+
+
+class Bodies:
+    """What all bodies of a service share.
+
+    Args:
+        rows: takes those with many rows.
+    """
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        self._rows = rows
+        # Apart, so that clients cannot keep nodes from reporting.
+        self._of_users, self._of_nodes = Memory(), Memory()
+        self._parser = ThreadPoolExecutor(1, "trl-json")
+
+    def receive(self, request: Request, limit: int, *, of_node: bool, has_rows: bool) -> Received:
+        """A request with a body of at most `limit` bytes."""
+        memory = self._of_nodes if of_node else self._of_users
+        return Received(request, limit, memory, self._parser, self._rows if has_rows else None)
+
+    def close(self) -> None:
+        self._parser.shutdown(wait=False)
+
+
+def bounded(
+    handler: Callable[[Request], Awaitable[Response]], received: Callable[[Request], Received]
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """A handler that gets its request as `Received`."""
+
+    async def handle(request: Request) -> Response:
+        found = received(request)
+        async with found.stack:
+            return await handler(found)
+
+    return handle
+
+
+def parse(data: bytes, most: int) -> Any:
+    """JSON as objects.
+
+    Args:
+        most: values that it may hold.
+
+    Raises:
+        HTTPException: it has more, or more than `MAX_DEPTH` levels.
+        ValueError: it is not JSON.
+    """
+    if _values(data) > most:
+        raise HTTPException(400, f"the body holds more than {most} values: send a smaller one")
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        raise _too_deep() from None
+    level, depth = [found], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+        level = [item for value in level for item in _items(value)]
+    return found
+
+
+def busy() -> HTTPException:
+    """The answer to a request for which there is no room."""
+    return HTTPException(503, _BUSY, {"Retry-After": "5", "Connection": "close"})
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _values(data: bytes) -> int:
+    """About how many values JSON holds, and never less: what is in strings counts too."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def _too_deep() -> HTTPException:
+    return HTTPException(400, f"the body is nested more than {MAX_DEPTH} levels deep: send a flatter one")
+
+
+def _fill(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()

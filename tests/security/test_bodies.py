@@ -1,0 +1,262 @@
+"""Large and deep bodies: the service stays small and answers others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+from fastapi import HTTPException
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.resolve import _nearest
+from llama_stack_provider_trl_remote.service.received import Memory, parse
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.service import TrainingService, refusal, running_service
+
+MIB = 1 << 20
+
+
+# Pure
+
+
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed() -> None:
+    begun = time.monotonic()
+    with pytest.raises(HTTPException, match="more than 20000 values"):
+        parse(b"[" + b"[]," * (10 * MIB) + b"[]]", 20_000)
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("levels", [65, 1000, 15_000])
+def test_a_body_that_is_nested_too_deeply_is_refused(levels: int) -> None:
+    with pytest.raises(HTTPException, match="64 levels"):
+        parse(b"[" * levels + b"]" * levels, 20_000)
+
+
+def test_a_body_of_64_levels_is_taken() -> None:
+    assert parse(b"[" * 63 + b"]" * 63, 20_000)
+
+
+def test_a_long_word_is_not_compared_letter_by_letter() -> None:
+    begun = time.monotonic()
+    assert "expected one of" in _nearest("a" * (10 * MIB), ["adamw" * 20, "sgd"])
+    assert time.monotonic() - begun < 5
+
+
+def test_an_error_shows_the_beginning_of_what_it_is_about() -> None:
+    assert len(str(InvalidRequest("f" * MIB, "v" * MIB, "choose another"))) < 1000
+
+
+def test_bodies_wait_for_room_and_are_refused_when_there_is_none_in_time() -> None:
+    async def run() -> list[str]:
+        memory, seen = Memory(10, patience=0.2), []
+
+        async def hold(name: str, size: int, seconds: float) -> None:
+            try:
+                async with memory.reserved(size):
+                    seen.append(name)
+                    await asyncio.sleep(seconds)
+            except HTTPException as error:
+                seen.append(f"{name}: {error.status_code} {(error.headers or {})['Retry-After']}")
+
+        await asyncio.gather(hold("first", 6, 0.1), hold("second", 6, 0.5), hold("third", 6, 0.0))
+        await hold("larger than all", 100, 0.0)
+        return seen
+
+    assert asyncio.run(run()) == ["first", "second", "third: 503 5", "larger than all"]
+
+
+# Against a service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    with running_service(tmp_path_factory.mktemp("bodies")) as found:
+        found.get("/health")
+        yield found
+
+
+class Watch:
+    """The largest memory of a service, and the slowest answer of /v1/health, while a block runs."""
+
+    def __init__(self, service: TrainingService) -> None:
+        self._service = service
+        self._over = threading.Event()
+        self.before = self.mib = service.rss_mib()
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        while not self._over.wait(0.05):
+            begun = time.monotonic()
+            requests.get(f"{self._service.url}/v1/health", timeout=60)
+            self.seconds = max(self.seconds, time.monotonic() - begun)
+            self.mib = max(self.mib, self._service.rss_mib())
+
+    @contextmanager
+    def watching(self) -> Iterator[Watch]:
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
+
+
+def at_once(number: int, call: Callable[[], requests.Response]) -> list[requests.Response]:
+    with ThreadPoolExecutor(number) as pool:
+        return [found.result() for found in [pool.submit(call) for _ in range(number)]]
+
+
+def post(service: TrainingService, path: str, data: Any) -> requests.Response:
+    headers = {"Content-Type": "application/json"}
+    return requests.post(f"{service.url}/v1{path}", data=data, headers=headers, timeout=120)
+
+
+LISTS = b'{"dataset_id": "a", "source": {"type": "rows", "rows": [' + b"[]," * 5_000_000 + b"[]]}}"
+
+
+@pytest.mark.contract
+def test_many_large_bodies_cost_little_memory_and_no_time(service: TrainingService) -> None:
+    with Watch(service).watching() as seen:
+        answers = at_once(4, lambda: post(service, "/datasets", LISTS))
+    assert {answer.status_code for answer in answers} <= {400, 413, 503}, [answer.text for answer in answers]
+    assert seen.mib - seen.before < 100
+    assert seen.seconds < 5
+
+
+@pytest.mark.contract
+def test_a_large_registration_is_registered_as_a_small_one_is(service: TrainingService) -> None:
+    rows = [{"prompt": f"What is {n}?", "completion": f"{n}."} for n in range(30_000)]
+    body = {"dataset_id": "large", "source": {"type": "rows", "rows": rows}, "metadata": {"by": "hand"}}
+    with Watch(service).watching() as seen:
+        answer = service.post("/datasets", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["metadata"]["num_rows"] == 30_000
+    assert answer.json()["metadata"]["by"] == "hand"
+    assert answer.json()["source"] == {"type": "rows", "rows": []}
+    lines = service.session.get(f"{service.url}/v1/blobs/{answer.json()['metadata']['sha256']}", timeout=30)
+    assert [json.loads(line) for line in lines.text.splitlines()] == rows
+    assert seen.mib - seen.before < 60
+    assert service.post("/datasets", body).json() == answer.json()
+    assert "exists already" in refusal(service.post("/datasets", {**body, "metadata": {}}), 409)
+    assert not list((service.data_dir / "datasets").glob(".incoming-*"))
+
+
+def large(row: Any, **changes: Any) -> dict[str, Any]:
+    rows = [{"prompt": "x" * 1000, "completion": "y"}] * 2000
+    return {"dataset_id": "bad", "source": {"type": "rows", "rows": [*rows, row]}, **changes}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("row", "changes", "sentence"),
+    [
+        (3, {}, "source.rows.2000=3 is not supported: Input should be a valid dictionary"),
+        ({"a": [float("nan")]}, {}, "row 2000: cannot be written as JSON"),
+        ({}, {"purpose": "fun"}, "purpose='fun' is not supported"),
+        ({}, {"new": 1}, "new=1 is not supported: there is no such field"),
+        ({}, {"metadata": {"a": "m" * 100_000}}, "65536 at most"),
+    ],
+    ids=["no object", "no JSON value", "no such purpose", "no such field", "large metadata"],
+)
+def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(
+    service: TrainingService, row: Any, changes: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refusal(post(service, "/datasets", json.dumps(large(row, **changes)).encode()))
+
+
+@pytest.mark.contract
+def test_a_large_body_that_is_no_json_is_refused_with_its_place(service: TrainingService) -> None:
+    broken = json.dumps(large({})).encode()[:-1]
+    assert "the body is not JSON" in refusal(post(service, "/datasets", broken))
+    assert f"at character {len(broken)}" in refusal(post(service, "/datasets", broken))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "path",
+    ["/post-training/supervised-fine-tune", "/post-training/job/cancel", "/datasets"],
+)
+@pytest.mark.parametrize("kind", ["keys", "a long key", "a long value", "levels"])
+def test_hostile_json_is_answered_quickly(service: TrainingService, path: str, kind: str) -> None:
+    text = {
+        "keys": json.dumps({f"k{n}": n for n in range(60_000)}),
+        "a long key": json.dumps({"j" * 900_000: 1}),
+        "a long value": json.dumps({"job_uuid": "j" * 900_000, "training_config": {"n_epochs": "e" * 90_000}}),
+        "levels": "[" * 400_000,
+    }[kind]
+    with Watch(service).watching() as seen:
+        detail = post(service, path, text.encode())
+    assert detail.status_code in (400, 413), detail.text[:300]
+    assert len(detail.text) < 12_000
+    assert seen.seconds < 5
+
+
+@pytest.mark.contract
+def test_events_for_a_task_that_does_not_exist_are_refused_unread(service: TrainingService) -> None:
+    head = (
+        b"POST /v1/nodes/nobody/tasks/none/events?offset=0 HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/octet-stream\r\n"
+    )
+    with Watch(service).watching() as seen:
+        with socket.create_connection(("127.0.0.1", service.port), timeout=20) as one:
+            one.sendall(head + b"Content-Length: 2147483648\r\n\r\n")
+            assert one.recv(1000).startswith(b"HTTP/1.1 413 ")
+        with socket.create_connection(("127.0.0.1", service.port), timeout=20) as one:
+            one.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            chunk = b"100000\r\n" + b"x" * MIB + b"\r\n"
+            sent = 0
+            try:
+                for _ in range(2048):
+                    one.sendall(chunk)
+                    sent += 1
+            except OSError:
+                pass
+            assert sent < 300
+    assert seen.mib - seen.before < 30
+    assert seen.seconds < 5
+
+
+@pytest.mark.contract
+@pytest.mark.timeout(300)
+def test_many_streams_of_a_job_are_cheap_and_all_get_every_event(service: TrainingService) -> None:
+    _, sha256 = service.put_blob(QUESTIONS)
+    body = sft("streamed", "rows", dataset_digests={"rows": sha256})
+    body["training_config"]["n_epochs"] = 5
+    service.post("/post-training/supervised-fine-tune", body)
+    request = (
+        b"GET /v1/post-training/jobs/streamed/events HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
+    )
+    before = service.rss_mib()
+    ones = [socket.create_connection(("127.0.0.1", service.port), timeout=60) for _ in range(100)]
+    try:
+        for one in ones:
+            one.sendall(request)
+        with Watch(service).watching() as seen:
+            service.wait_state("streamed", "completed", timeout=200)
+            texts = [whole(one) for one in ones]
+    finally:
+        for one in ones:
+            one.close()
+    assert {text.count(b"id: ") for text in texts} == {texts[0].count(b"id: ")}
+    assert texts[0].count(b'"type":"progress"') == 20
+    assert seen.mib - before < 60
+    assert seen.seconds < 5
+
+
+def whole(one: socket.socket) -> bytes:
+    found = b""
+    while b"event: end" not in found:
+        piece = one.recv(1 << 16)
+        assert piece, found[-300:]
+        found += piece
+    return found

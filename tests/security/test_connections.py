@@ -1,0 +1,315 @@
+"""Connections that do nothing cost nothing: others are answered, and a training beside them comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+import requests
+import uvicorn
+from uvicorn.server import ServerState
+
+from llama_stack_provider_trl.process import tasks_below
+from llama_stack_provider_trl_remote.service.connections import (
+    Acceptor,
+    Connection,
+    Deadlines,
+    default_connections,
+    raise_descriptor_limit,
+)
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.service import TrainingService, running
+from tests.contract.stack import poll
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+
+
+DESCRIPTORS = 1024
+"""What a process may open where nobody has raised the limit."""
+
+
+class SmallService(TrainingService):
+    """A service that may open only so many files."""
+
+    def spawn(self, *arguments: Any, **environ: str) -> subprocess.Popen[bytes]:
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+
+        with patch.object(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit)):
+            return super().spawn(*arguments, **environ)
+
+
+@contextmanager
+def connections(service: TrainingService, number: int, send: bytes = b"") -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            one = stack.enter_context(socket.socket())
+            one.settimeout(5)
+            one.connect(("127.0.0.1", service.port))
+            if send:
+                one.sendall(send)
+            found.append(one)
+        yield found
+
+
+def health_seconds(service: TrainingService) -> float:
+    begun = time.monotonic()
+    assert requests.get(f"{service.url}/v1/health", timeout=10).status_code == 200
+    return time.monotonic() - begun
+
+
+def is_closed(one: socket.socket) -> bool:
+    one.setblocking(False)
+    try:
+        return one.recv(1 << 16) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    raise_descriptor_limit()  # of the test: it is the peer of every connection
+    with running(SmallService(tmp_path_factory.mktemp("connections"))) as found:
+        yield found
+
+
+def test_a_job_trains_to_its_end_beside_more_silent_connections_than_there_are_descriptors(
+    service: TrainingService,
+) -> None:
+    with connections(service, 1100):
+        assert health_seconds(service) < 5
+        _, sha256 = service.put_blob(QUESTIONS)
+        service.post("/post-training/supervised-fine-tune", sft("beside", "rows", dataset_digests={"rows": sha256}))
+        assert service.wait_state("beside", "completed", "failed", timeout=200)["status"] == "completed"
+        assert health_seconds(service) < 5
+    assert psutil.Process(service.pid).num_fds() < 1024
+
+
+def test_children_of_the_service_have_none_of_its_sockets(service: TrainingService) -> None:
+    _, sha256 = service.put_blob(QUESTIONS)
+    with connections(service, 20):
+        body = sft("looked-at", "rows", dataset_digests={"rows": sha256})
+        body["training_config"]["n_epochs"] = 1000
+        service.post("/post-training/supervised-fine-tune", body)
+        service.wait_state("looked-at", "in_progress", timeout=200)
+        processes = [one for found in tasks_below(service.data_dir).values() for one in found]
+        assert processes
+        ours = {os.readlink(path) for path in Path(f"/proc/{service.pid}/fd").iterdir() if path.exists()}
+        sockets = {link for link in ours if link.startswith("socket:")}
+        for process in processes:
+            held = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.exists()}
+            assert not held & sockets
+    service.post("/post-training/jobs/looked-at/cancel")
+    service.wait_state("looked-at", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    """A service with few connections."""
+    with running(TrainingService(tmp_path_factory.mktemp("few"), max_connections=8)) as found:
+        yield found
+
+
+def test_at_the_cap_the_oldest_idle_connection_makes_room(few: TrainingService) -> None:
+    with connections(few, 20) as found:
+        assert health_seconds(few) < 5
+        poll(lambda: sum(map(is_closed, found)) >= 12, "the oldest are closed", timeout=5)
+        assert is_closed(found[0])
+
+
+def test_a_connection_with_a_request_under_way_keeps_its_place(few: TrainingService) -> None:
+    body = b'{"job_uuid": "nothing-of-that-name"}'
+    head = (
+        b"POST /v1/post-training/job/cancel HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    with connections(few, 1, head + body[:5]) as (busy,), connections(few, 30):
+        assert health_seconds(few) < 5
+        busy.sendall(body[5:])
+        assert busy.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+
+
+# Deadlines, with an acceptor of this process
+
+
+class Peer:
+    """An acceptor with short deadlines and an application of the test's own."""
+
+    def __init__(self, app: Any, most: int = 100, tls: ssl.SSLContext | None = None) -> None:
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
+        config.load()
+        state = ServerState()
+
+        def make() -> Connection:
+            connection = Connection(config, state, {})
+            connection.deadlines = Deadlines(head=0.3, body=0.3, reader=0.3, close=0.3)
+            return connection
+
+        self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self.listener.bind(("127.0.0.1", 0))
+        self.acceptor = Acceptor(self.listener, make, most, tls, handshake=0.3)
+        self.acceptor.start()
+
+    async def connect(self, sent: bytes = b"", limit: int = 1 << 16) -> tuple[asyncio.StreamReader, Any]:
+        reader, writer = await asyncio.open_connection(*self.listener.getsockname(), limit=limit)
+        writer.write(sent)
+        return reader, writer
+
+    async def close(self) -> None:
+        self.acceptor.close()
+        await self.acceptor.wait_closed()
+        self.listener.close()
+        for connection in list(self.acceptor._open):
+            connection.end()
+        await asyncio.sleep(0.05)
+
+
+def with_peer(test: Callable[[Peer], Awaitable[None]], app: Any, **options: Any) -> None:
+    async def run() -> None:
+        peer = Peer(app, **options)
+        try:
+            async with asyncio.timeout(20):
+                await test(peer)
+        finally:
+            await peer.close()
+
+    with patch("llama_stack_provider_trl_remote.service.connections._SWEEP", 0.05):
+        asyncio.run(run())
+
+
+async def reads_the_body(scope: Any, receive: Any, send: Any) -> None:
+    while (message := await receive()).get("more_body"):
+        pass
+    if message["type"] == "http.request":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+
+async def answers_without_end(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while True:
+        await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+        if (await asyncio.wait_for(asyncio.shield(asyncio.sleep(0)), 1)) is not None:
+            return
+
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", GET[:10], GET[:-2], POST, POST + b"x", GET + GET[:10]],
+    ids=["nothing", "half a line", "half a head", "no body", "half a body", "half a head after a request"],
+)
+def test_what_does_not_come_is_not_waited_for(sent: bytes) -> None:
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(sent)
+        assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nG")
+        writer.close()
+
+    with_peer(test, reads_the_body)
+
+
+def test_a_body_that_comes_slowly_is_received() -> None:
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(POST)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            writer.write(b"x" * 100)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    with_peer(test, reads_the_body)
+
+
+def test_a_body_that_is_not_read_yet_is_waited_for() -> None:
+    async def reads_late(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(1.0)
+        await reads_the_body(scope, receive, send)
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(POST.replace(b"1000", b"1000000") + b"x" * 1_000_000)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    with_peer(test, reads_late)
+
+
+def test_a_reader_that_does_not_read_is_disconnected() -> None:
+    async def test(peer: Peer) -> None:
+        one = socket.create_connection(peer.listener.getsockname())
+        with one:
+            one.sendall(GET)
+            while peer.acceptor.count == 0:
+                await asyncio.sleep(0.01)
+            while peer.acceptor.count:
+                await asyncio.sleep(0.01)
+
+    with_peer(test, answers_without_end)
+
+
+def test_a_tls_handshake_that_does_not_come_is_not_waited_for() -> None:
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect()
+        assert await reader.read() == b""
+        writer.close()
+        assert peer.acceptor.count == 0
+
+    with_peer(test, reads_the_body, tls=ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+
+def test_a_lack_of_descriptors_stops_accepting_for_a_while_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(peer: Peer) -> None:
+        class Lacking:
+            def accept(self) -> Any:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(peer.listener, name)
+
+        peer.acceptor._listener = Lacking()  # type: ignore[assignment]
+        reader, writer = await peer.connect(GET)
+        await asyncio.sleep(0.5)
+        peer.acceptor._listener = peer.listener
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    with_peer(test, reads_the_body)
+    assert caplog.text.count("Too many open files") == 1
+
+
+def test_an_accepted_connection_sends_without_delay() -> None:
+    async def test(peer: Peer) -> None:
+        _, writer = await peer.connect(GET)
+        while not peer.acceptor._open:
+            await asyncio.sleep(0.01)
+        (connection,) = peer.acceptor._open
+        while connection.transport is None:
+            await asyncio.sleep(0.01)
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+
+    with_peer(test, reads_the_body)
+
+
+@pytest.mark.parametrize(("descriptors", "connections"), [(64, 16), (1024, 384), (4096, 1920), (65_536, 2048)])
+def test_connections_leave_descriptors_for_everything_else(descriptors: int, connections: int) -> None:
+    assert default_connections(descriptors) == connections
