@@ -80,7 +80,7 @@ def hub() -> Iterator[str]:
 def read(root: Path, uri: str, **environ: str) -> tuple[dict[str, Any], list[Any]]:
     """What the service's reader answers, and the rows that it has stored."""
     done = subprocess.run(
-        [sys.executable, "-m", "llama_stack_provider_trl_remote.service.reading", "convert", uri, str(root), "100"],
+        [sys.executable, "-m", "llama_stack_provider_trl_remote.service.reading", "convert", uri, str(root), "100", "0", "2048"],
         env={**os.environ, "HF_HOME": str(root / "home"), **environ},
         capture_output=True,
         text=True,
