@@ -75,6 +75,7 @@ class _Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # a header must not choose the address that failures are counted for and recorded with
             loop="asyncio",
             ws="none",
             lifespan="off",

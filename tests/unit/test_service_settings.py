@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from llama_stack_provider_trl_remote.service.settings import (
     Token,
     TorchRunConfig,
 )
+from tests.fakes import fake_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama_stack", "ray")
@@ -263,12 +263,9 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    store = SimpleNamespace(credential=lambda sha256: None)
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="of its own agent", store=store)
-
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}
-    await make_app(service)(scope, receive, send)
+    await make_app(fake_context(settings))(scope, receive, send)
     return int(statuses[0])
 
 
