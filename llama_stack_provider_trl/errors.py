@@ -5,6 +5,7 @@
     |   `-- InvalidRows (ValueError)       a dataset row that no recipe can read             -> 400
     |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
+    |-- LimitReached (RuntimeError)        a limit of the caller's token is reached, for now  -> 429
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
@@ -67,6 +68,10 @@ class JobConflict(TrlError, RuntimeError):
     """Raised when a `job_uuid` is already taken by a different request, or a job's state forbids the call."""
 
 
+class LimitReached(TrlError, RuntimeError):
+    """Raised when a limit of the caller's token is reached; the same request succeeds later."""
+
+
 class StoreError(TrlError, RuntimeError):
     """Raised when the job database or a dataset cannot be opened or written; says which file and why."""
 
@@ -98,7 +103,7 @@ class ServiceRefusal(TrlError, RuntimeError):
 
     THEIRS = frozenset({400, 404, 409})
     """What is wrong with the request itself: the service's sentence says all there is to say."""
-    PASSED_ON = frozenset({*THEIRS, 413, 503, 507})
+    PASSED_ON = frozenset({*THEIRS, 413, 429, 503, 507})
     """Of the others, a wrong token for instance, a client of Llama Stack must not think that it is its own."""
     OF_TOKEN = "The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote"
 

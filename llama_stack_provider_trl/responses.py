@@ -81,6 +81,7 @@ def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[st
     return {
         "state": job.state.value,
         "detail": job.detail,
+        "created_by": job.created_by or None,
         "device": job.device,
         "attempt": job.attempt,
         "retries_used": job.retries_used,

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from .errors import InvalidRequest, InvalidRows, StoreError
@@ -25,6 +25,14 @@ from .resolve import Request, Settings, resolve
 _handing_over: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
+class Owner(NamedTuple):
+    """Who submits a job."""
+
+    name: str = ""
+    max_waiting: int | None = None
+    """Jobs of this name that may wait; None: any number."""
+
+
 class Datasets(Protocol):
     """Finds the rows of a dataset id, checked for an algorithm and stored under their digest, with warnings."""
 
@@ -34,12 +42,19 @@ class Datasets(Protocol):
 
 
 async def submit(
-    request: Request, options: ProviderOptions, digest: str, settings: Settings, store: Store, datasets: Datasets
+    request: Request,
+    options: ProviderOptions,
+    digest: str,
+    settings: Settings,
+    store: Store,
+    datasets: Datasets,
+    owner: Owner | None = None,
 ) -> bool:
     """Returns only when the job is stored: from then on nothing can lose it.
 
     Args:
         digest: of what the caller has sent: the same digest again is the same job.
+        owner: None: not known, and not limited.
 
     Returns:
         Whether the job is new.
@@ -47,6 +62,7 @@ async def submit(
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
         JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
+        LimitReached: the owner has too many jobs that wait.
         StoreError: the job or its rows cannot be stored.
     """
     # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
@@ -54,23 +70,26 @@ async def submit(
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
     if spec.resume_from is None:
-        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
     # and does not copy a large checkpoint once more.
     async with _handing_over.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
         if store.holds(spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir)
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
 
 
-def _stored(spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path) -> bool:
+def _stored(
+    spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Owner | None = None
+) -> bool:
     spec = hand_over(spec, store, data_dir)
     needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
     if spec.resume_from is not None and spec.resume_from.path is not None:
         needed.append(spec.resume_from.path)
+    by = owner or Owner()
     created = False
     try:
-        created = store.add_job(spec, digest, warnings, needed)
+        created = store.add_job(spec, digest, warnings, needed, by.name, by.max_waiting)
     finally:
         if not created:
             take_back(spec)

@@ -94,6 +94,8 @@ def parser() -> argparse.ArgumentParser:
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _datasets(groups.add_parser("datasets", help="add, list"))
     _nodes(groups.add_parser("nodes", help="list (the default), cordon, uncordon, drain, remove machines"))
+    _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
+    _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
     _agent_options(groups.add_parser("agent", help=AGENT))
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
@@ -190,6 +192,32 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     _at_service(commands.add_parser("list", help="one line per dataset"))
 
 
+def _tokens(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
+    create.add_argument("name", metavar="NAME", help="for records: created_by of jobs, the audit log")
+    create.add_argument("--role", choices=("submit", "admin", "node"), default="submit", help="(submit)")
+    create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
+    create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
+    create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")
+    create.add_argument("--priorities", type=_words, metavar="P,P", help="of low, normal, high, critical (all)")
+    create.add_argument("--json", action="store_true", help="the whole answer")
+    listing = _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
+    listing.add_argument("--json", action="store_true", help="the whole answer")
+    revoke = _at_service(commands.add_parser("revoke", help="refuse a token from now on"))
+    revoke.add_argument("name", metavar="NAME")
+
+
+def _audit(command: argparse.ArgumentParser) -> None:
+    _at_service(command)
+    command.set_defaults(command="show")
+    command.add_argument("--after", type=_number, metavar="N", help="lines behind number N (the last 100)")
+    command.add_argument("--caller", metavar="NAME", help="only of this token")
+    command.add_argument("--route", metavar="PATH", help="only of this path template, such as /v1/tokens/{name}")
+    command.add_argument("--follow", action="store_true", help="continue with new lines until interrupted")
+    command.add_argument("--json", action="store_true", help="one JSON object per line")
+
+
 def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     command.add_argument("job_uuid", metavar="JOB")
     return _at_service(command)
@@ -205,6 +233,24 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return value
+
+
+def _span(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal() or not int(text[:-1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write a number and s, m, h or d, such as 30d")
+    return float(int(text[:-1]) * unit)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
     return value
 
 

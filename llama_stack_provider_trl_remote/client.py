@@ -188,7 +188,8 @@ class ServiceClient:
                 if answer.status < 300:
                     return answer
                 error: Exception = self._refusal(path, answer)
-                again = repeat and answer.status in _BUSY
+                # A request over a rate limit had no effect, so it can be sent again whatever it is.
+                again = (repeat and answer.status in _BUSY) or answer.status == 429
             except ServiceUnreachable as unreachable:
                 error = unreachable
                 again = _refused_connection(unreachable) or (repeat and not _timed_out(unreachable))

@@ -18,11 +18,14 @@ from llama_stack_provider_trl.files import Blob, put_rows
 from .client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, job_path
 from .pull import pull
 from .row_files import read_row_file
-from .terminal import how_to_add_a_node, job_line, preflight_lines, progress_line, table
+from .terminal import audit_line, how_to_add_a_node, job_line, preflight_lines, progress_line, table, token_row
 from .watch import follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
+TOKENS, AUDIT = "/v1/tokens", "/v1/audit"
 _PAGE = 200
+_RECENT = 100
+"""Lines of the audit log that are shown where none is named to begin after."""
 
 
 async def submit(client: ServiceClient, options: Namespace) -> int:
@@ -135,6 +138,58 @@ async def remove_node(client: ServiceClient, options: Namespace) -> int:
     return await list_nodes(client, options)
 
 
+async def create_token(client: ServiceClient, options: Namespace) -> int:
+    body = {
+        "name": options.name,
+        "role": options.role,
+        "expires_in": options.expires,
+        "max_queued_jobs": options.max_queued_jobs,
+        "requests_per_second": options.requests_per_second,
+        "priorities": options.priorities,
+    }
+    answer = await client.post(TOKENS, {name: value for name, value in body.items() if value is not None})
+    print(json.dumps(answer, indent=2) if options.json else answer["token"])
+    # Standard output has the token alone, for $(trl-remote tokens create ...).
+    print("trl-remote: the token is shown this once; the service keeps only its sha256", file=sys.stderr)
+    if not answer["required"]:
+        print(
+            "trl-remote: this service asks for no token yet, and everybody on its machine is an admin: created tokens "
+            "count once it has a configured one (TRL_SERVICE_TOKEN) and was started again",
+            file=sys.stderr,
+        )
+    return 0
+
+
+async def list_tokens(client: ServiceClient, options: Namespace) -> int:
+    answer = await client.get(TOKENS)
+    if options.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        print(table(("token", "role", "source", "expires", "last used", "limits"), map(token_row, answer["data"])))
+    return 0
+
+
+async def revoke_token(client: ServiceClient, options: Namespace) -> int:
+    await client.delete(f"{TOKENS}/{quote(options.name, safe='')}")
+    print(f"{options.name} is revoked")
+    return 0
+
+
+async def show_audit(client: ServiceClient, options: Namespace) -> int:
+    after = options.after
+    if after is None:
+        after = max(0, (await client.get(AUDIT, limit=1))["last"] - _RECENT)
+    while True:
+        page = await client.get(AUDIT, after=after, limit=1000, caller=options.caller, route=options.route)
+        for line in page["data"]:
+            print(json.dumps(line) if options.json else audit_line(line), flush=options.follow)
+        if page["next"] == after:
+            if not options.follow:
+                return 0
+            await asyncio.sleep(1.0)
+        after = page["next"]
+
+
 COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "submit"): submit,
     ("jobs", "preflight"): preflight,
@@ -153,6 +208,10 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("nodes", "uncordon"): change_node,
     ("nodes", "drain"): change_node,
     ("nodes", "remove"): remove_node,
+    ("tokens", "create"): create_token,
+    ("tokens", "list"): list_tokens,
+    ("tokens", "revoke"): revoke_token,
+    ("audit", "show"): show_audit,
 }
 
 

@@ -57,6 +57,37 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+def token_row(token: dict[str, Any]) -> tuple[str, ...]:
+    """One line of `tokens list`."""
+    limits = {
+        "jobs": token.get("max_queued_jobs"),
+        "requests/s": token.get("requests_per_second"),
+        "priorities": ",".join(token.get("priorities") or ()),
+    }
+    shown = " ".join(f"{name}={value}" for name, value in limits.items() if value) or "-"
+    moments = (str(token.get(name) or "-")[:19].replace("T", " ") for name in ("expires_at", "last_used_at"))
+    return (token["name"], token["role"], token["source"], *moments, shown)
+
+
+def audit_line(line: dict[str, Any]) -> str:
+    """One line of `audit`: `17  2026-11-22 10:00:00  end      ci (submit)  10.0.0.7  POST /v1/...  job_uuid=a  200`."""
+    role = line.get("role") or ""
+    who = f"{line.get('caller') or '-'} ({role})" if role else line.get("caller") or "-"
+    parts = [
+        f"{line['seq']:>6}",
+        str(line["time"])[:19].replace("T", " "),
+        f"{line['event']:<7}",
+        who,
+        line.get("address") or "-",
+        f"{line.get('method') or ''} {line.get('route') or ''}".strip(),
+        " ".join(f"{name}={value}" for name, value in (line.get("params") or {}).items()),
+        *(str(line[name]) for name in ("status", "state", "error", "version") if line.get(name) is not None),
+        f"of {line['of']}" if line.get("of") else "",
+        f"{line['count']} more" if line.get("count") else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
 def preflight_lines(found: dict[str, Any]) -> list[str]:
     """What a preflight has found: rows, steps, memory by part, disk, and the verdict as the last line."""
     data, steps, memory, disk = (found[name] for name in ("data", "steps", "memory", "disk"))

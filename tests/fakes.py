@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
@@ -123,3 +124,12 @@ def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
         "device": "cpu",
     }
     return JobSpec.model_validate({**values, **changes})
+
+
+def fake_context(settings: Any, **more: Any) -> Any:
+    """What the HTTP application uses of a service before a handler runs: no token was created, nothing is recorded."""
+    from llama_stack_provider_trl_remote.service.received import Bodies
+
+    names = {"node_name": "head", "node_token": "of this machine's own agent"}
+    known = {"tokens": lambda token: None, "store": SimpleNamespace(credential=lambda sha256: None), "bodies": Bodies()}
+    return SimpleNamespace(**{"settings": settings, "audit": None, "refusals": None, **names, **known, **more})

@@ -3,10 +3,17 @@
 -- name: insert_job
 -- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
 INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at, wanted_device, priority, ranks, checkpoint_dir,
-                  demand)
+                  demand, created_by)
 VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now, :wanted_device, :priority, :ranks, :checkpoint_dir,
-        :demand)
+        :demand, :created_by)
 ON CONFLICT (job_uuid) DO NOTHING;
+
+-- name: count_waiting
+-- Jobs of one creator that wait. A paused job counts: otherwise pausing would be a way around the limit.
+SELECT count(*) AS jobs FROM jobs WHERE state IN ('scheduled', 'paused') AND created_by = :created_by;
+
+-- name: select_state
+SELECT state FROM jobs WHERE job_uuid = :job_uuid;
 
 -- name: request_digest
 SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
@@ -41,7 +48,7 @@ ORDER BY age LIMIT :limit;
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.algorithm') END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
-       priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at
+       priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
 WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
   AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
@@ -331,3 +338,17 @@ SELECT node FROM tasks WHERE job_uuid = :job_uuid AND gone = 0;
 
 -- name: delete_tasks
 DELETE FROM tasks WHERE job_uuid = :job_uuid;
+
+-- name: insert_token
+INSERT INTO tokens (name, sha256, role, created_at, created_by, expires_at, limits)
+VALUES (:name, :sha256, :role, :now, :created_by, :expires_at, :limits)
+ON CONFLICT (name) DO NOTHING;
+
+-- name: select_tokens
+SELECT * FROM tokens ORDER BY created_at, name;
+
+-- name: note_token_used
+UPDATE tokens SET last_used_at = :time WHERE name = :name;
+
+-- name: delete_token
+DELETE FROM tokens WHERE name = :name;

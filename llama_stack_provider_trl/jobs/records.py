@@ -64,6 +64,8 @@ class JobRecord:
     effective: dict[str, Any] | None = None
     """What the recipe reported when training began: rows, parameters, and what it decided beyond the spec."""
     warnings: tuple[str, ...] = ()
+    created_by: str = ""
+    """Name of the token that submitted it; empty: not known, as with the inline provider."""
 
     @property
     def job_uuid(self) -> str:
@@ -106,6 +108,7 @@ class JobSummary:
     scheduled_at: datetime
     started_at: datetime | None
     completed_at: datetime | None
+    created_by: str = ""
 
 
 @dataclass(frozen=True)

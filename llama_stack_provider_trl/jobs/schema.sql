@@ -22,7 +22,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     priority INTEGER NOT NULL DEFAULT 0,        -- them, and to take them out of a thousand specs costs 10 ms
     ranks INTEGER NOT NULL DEFAULT 1,
     checkpoint_dir TEXT NOT NULL DEFAULT '',
-    demand TEXT NOT NULL DEFAULT ''             -- placement.Demand as JSON; '': one node, and that is the service's own
+    demand TEXT NOT NULL DEFAULT '',            -- placement.Demand as JSON; '': the service's own node alone
+    created_by TEXT NOT NULL DEFAULT ''         -- name of the token that submitted it; '': not known (inline provider)
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
@@ -137,6 +138,20 @@ CREATE TABLE IF NOT EXISTS node_credentials (
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS node_credentials_by_node ON node_credentials (node, number);
+
+-- Tokens that admins create while the service runs. The tokens of its configuration are not here.
+CREATE TABLE IF NOT EXISTS tokens (
+    name TEXT PRIMARY KEY,
+    -- A plain sha256: the token is 256 random bits, which no search finds. Slow hashes are for passwords that people
+    -- choose, and would cost every request tens of milliseconds.
+    sha256 TEXT NOT NULL UNIQUE,
+    role TEXT NOT NULL,                     -- submit, admin or node
+    created_at REAL NOT NULL,
+    created_by TEXT NOT NULL,               -- name of the admin's token
+    expires_at REAL,                        -- NULL: never
+    last_used_at REAL,                      -- to a minute
+    limits TEXT NOT NULL                    -- tokens.Limits as JSON
+) STRICT;
 
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS

@@ -24,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import JobConflict, JobNotFound, StoreError
+from ..errors import JobConflict, JobNotFound, LimitReached, StoreError
 from ..files import private_directory, touched
 from ..process import FileLock
 from ..recipes.events import (
@@ -111,12 +111,16 @@ class Store:
         request_digest: str,
         warnings: Iterable[str] = (),
         needed: Iterable[Path] = (),
+        created_by: str = "",
+        max_waiting: int | None = None,
     ) -> bool:
         """Queue a job, once: a POST that is repeated with the same digest changes nothing.
 
         Args:
             needed: rows that it trains on and the checkpoint that it begins with: they must be there still, and none
                 is removed meanwhile.
+            created_by: name of the caller's token.
+            max_waiting: how many jobs of `created_by` may wait, this one included; None: any number.
 
         Returns:
             Whether the job is new.
@@ -124,6 +128,7 @@ class Store:
         Raises:
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
+            LimitReached: `created_by` has `max_waiting` jobs that wait.
             StoreError: some of `needed` are gone.
         """
         key = {"job_uuid": spec.job_uuid}
@@ -132,7 +137,7 @@ class Store:
         row = {
             **{**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()},
             **{"wanted_device": spec.device, "priority": spec.priority, "ranks": spec.ranks, "checkpoint_dir": ours},
-            "demand": Demand.of(spec).text(),
+            **{"demand": Demand.of(spec).text(), "created_by": created_by},
         }
         with self._transaction() as execute:
             neighbour = execute("select_neighbour", {"ours": ours, "here_or_above": here_or_above}).fetchone()
@@ -147,9 +152,19 @@ class Store:
                     raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
             if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
                 raise _taken(spec.job_uuid)
+            if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
+                raise LimitReached(
+                    f"the token {created_by!r} has {max_waiting} jobs that wait, which is its limit (max_queued_jobs): "
+                    "submit this one when one of them has started, or cancel one"
+                )
             for message in warnings if created else ():
                 execute("insert_warning", {**key, "message": message})
         return created
+
+    def state_of(self, job_uuid: str) -> JobState | None:
+        """The state of a job, without the rest of its record; None: there is no such job."""
+        rows = self._select("select_state", {"job_uuid": job_uuid})
+        return JobState(rows[0]["state"]) if rows else None
 
     def digests(self) -> set[str]:
         """Every sha256 that the record of a job mentions; a damaged record still counts."""
@@ -639,6 +654,9 @@ class Store:
                     connection.execute("ROLLBACK")
                 raise
 
+    select, transaction = _select, _transaction
+    """For the records that have a class of their own over the same file, such as `tokens.Tokens`."""
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """While this is open, all that this thread reads is of one moment: no checkpoint of a job that has not begun.
@@ -833,6 +851,7 @@ def _job(row: sqlite3.Row) -> JobRecord:
         progress=_progress(row),
         effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
         warnings=tuple(json.loads(row["warnings"])),
+        created_by=row["created_by"],
     )
 
 
@@ -849,6 +868,7 @@ def _summary(row: sqlite3.Row) -> JobSummary:
         scheduled_at=_utc(row["scheduled_at"]),
         started_at=_utc_or_none(row["started_at"]),
         completed_at=_utc_or_none(row["completed_at"]),
+        created_by=row["created_by"],
     )
 
 

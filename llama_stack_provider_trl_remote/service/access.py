@@ -6,8 +6,9 @@ OpenAPI document as `x-roles`, and cannot be made without one; no other module d
 No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
 """
 
+import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, HTTPException, Request, Response
@@ -17,15 +18,23 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
 
+from .limits import Bucket
 from .received import Bodies, Received, bounded
-from .settings import Role, ServiceSettings
+from .recording import Call, record, recorded
+from .settings import ServiceSettings
 
-CALLER, BODY = "trl_caller", "trl_body"
-"""Keys of an ASGI scope: the `Caller`, and the `Body` that is being received."""
+CALLER, BODY, ROUTE = "trl_caller", "trl_body", "trl_route"
+"""Keys of an ASGI scope: the `Caller`, the `Body` that is being received, and the path template of the route."""
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = 64 * KIB
 """Bytes of a body that names one thing, or of one that nobody asked for."""
+
+
+REFUSALS = frozenset({401, 403, 429})
+"""Statuses of answers that say that this sender may not do this, or not now."""
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Refused(HTTPException):
@@ -46,11 +55,40 @@ class Caller:
     """Whether the request carried a token at all."""
     unused_credential: str = ""
     """Hash of the node's credential, where this is the first call with it."""
+    throttled: bool = False
+    """The token was not compared: its address has tried too many wrong ones."""
+    limits: Limits = UNLIMITED
+    bucket: Bucket | None = field(default=None, compare=False, repr=False)
+    """Of the requests of this token; None: they are not limited."""
+    check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
+    """Whether the token is still valid; None: it is for as long as the service runs. Cheap: called often."""
+
+    def still_valid(self) -> bool:
+        """False: the token was revoked or has expired since the request was authenticated."""
+        return self.check is None or self.check()
+
+    def take_request(self) -> None:
+        """Count a request. Raises Refused: 429."""
+        if self.bucket is not None and (seconds := self.bucket.take()):
+            raise Refused(
+                429,
+                f"the token {self.name!r} is limited to {self.bucket.rate:g} requests per second: send this one again "
+                f"in {math.ceil(seconds)} s",
+                {"Retry-After": str(math.ceil(seconds))},
+            )
 
     def require_known(self) -> None:
-        """Raises Refused: 401."""
+        """Raises Refused: 401, 429."""
+        if self.throttled:
+            raise Refused(
+                429,
+                "too many wrong tokens came from this address: wait a second, then send the right one",
+                {"Retry-After": "1"},
+            )
         if self.role is None:
-            found = "is not one that this service knows" if self.presented else "is missing"
+            found = "is missing"
+            if self.presented:
+                found = "is not one that this service knows, or it has expired or was revoked"
             raise Refused(
                 401,
                 f"the token {found}: send `Authorization: Bearer TOKEN` with the token that the service was given",
@@ -111,6 +149,7 @@ class Access:
         own_node: of the callers with the role node, only the node that the path parameter `name` names.
         needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
             this path parameter names, or whose rows it names.
+        record: whether calls that are no reads are in the audit log. Refusals always are.
     """
 
     roles: frozenset[Role]
@@ -118,6 +157,7 @@ class Access:
     limit: int | str = SMALL
     own_node: bool = False
     needs_task: Literal["job_uuid", "sha256"] | None = None
+    record: bool = True
 
     async def __call__(self) -> None:
         """Nothing is left to do for FastAPI: `GuardedRoute` has called `check` before the body was read."""
@@ -126,12 +166,13 @@ class Access:
         """Check caller, content type and announced size of a request.
 
         Raises:
-            Refused: 400, 401, 403 or 413.
+            Refused: 400, 401, 403, 413 or 429.
             StoreError.
         """
         caller: Caller = scope[CALLER]
         if self.roles:
             caller.require_known()
+            caller.take_request()
             if caller.role not in self.roles:
                 raise Refused(403, _wrong_role(caller.role, self.roles))
             if caller.role == "node" and (self.own_node or self.needs_task):
@@ -178,7 +219,7 @@ class GuardedRoute(APIRoute):
         extra = {**(options.pop("openapi_extra", None) or {}), "x-roles": sorted(self.access.roles)}
         if self.access.own_node or self.access.needs_task:
             extra["x-node"] = "itself" if self.access.own_node else "with a current task"
-        super().__init__(path, endpoint, openapi_extra=extra, **options)
+        super().__init__(path, recorded(endpoint), openapi_extra=extra, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return bounded(super().get_route_handler(), self._received)
@@ -193,11 +234,43 @@ class GuardedRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
-        if scope["method"] in (self.methods or ()):
+        scope[ROUTE] = _template(scope["path"], self.path)
+        if scope["method"] not in (self.methods or ()):
+            if self.access.roles:
+                caller.require_known()  # before the answer names the methods of a path
+            return await super().handle(scope, receive, send)
+        call = self._call(scope)
+        try:
             self.access.check(scope, scope["app"].state.service.settings)
-        elif self.access.roles:
-            caller.require_known()  # before the answer names the methods of a path
-        await super().handle(scope, receive, send)
+        except Refused as refusal:
+            if call is not None and refusal.status_code not in REFUSALS:
+                await call.end(refusal.status_code)
+            raise
+        if call is None:
+            return await super().handle(scope, receive, send)
+        await record(call, scope, receive, send, super().handle)
+
+    def _call(self, scope: Scope) -> Call | None:
+        """None: it is not recorded."""
+        audit = scope["app"].state.service.audit
+        if audit is None or not self.access.record or scope["method"] in _READS:
+            return None
+        about = {**sender(scope), "method": scope["method"], "route": scope[ROUTE]}
+        return Call(audit, about, scope.get("path_params", {}), forced=self.access.roles == {"admin"})
+
+
+def _template(path: str, template: str) -> str:
+    """The path template of a route. Where FastAPI includes routers without copying them, it lacks the prefix, which is
+    the first part of the path."""
+    prefix = "/" + path.split("/")[1]
+    return template if f"{template}/".startswith(f"{prefix}/") else prefix + template
+
+
+def sender(scope: Scope) -> dict[str, Any]:
+    """Who sends a request, and from where, as the audit log has it."""
+    caller: Caller = scope.get(CALLER) or Caller(None)
+    address = (scope.get("client") or ("",))[0]
+    return {"caller": caller.name, "role": caller.role, "node": caller.node, "address": address}
 
 
 _USERS: frozenset[Role] = frozenset({"submit", "admin"})
@@ -225,9 +298,10 @@ _NODES: frozenset[Role] = frozenset({"node", "admin"})
 """What agents call, and beside them only who may do everything."""
 JOIN = _access(_NODES, limit=MIB)
 NODES = _access(_NODES, own_node=True, limit=4 * MIB)
-NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB)
-NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB)
-NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb")
+NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
+NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
+NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
+NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb", record=False)
 
 
 async def _caller(request: Request) -> Caller:

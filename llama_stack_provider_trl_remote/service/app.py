@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
 
-from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service
+from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service, routes_tokens
 from .access import CALLER, Caller
 from .auth import AnyOf, ConfiguredTokens, Gate
 from .context import Service
@@ -38,14 +38,17 @@ def make_app(service: Service) -> FastAPI:
         _include(app, routes_datasets.router, prefix, dependencies=token)
     _include(app, routes_datasets.blobs, "/v1", dependencies=token)
     _include(app, routes_nodes.router, "/v1", dependencies=token)
+    _include(app, routes_tokens.router, "/v1", dependencies=token)
+    _include(app, routes_tokens.audit, "/v1", dependencies=token)
     _include(app, routes_service.router, "/v1")
     _include(app, routes_service.pages, "")
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
-    tokens = ConfiguredTokens(service.settings, own)
-    # Without a configured token there is none that could be missing: nobody is asked for one.
-    authenticate = AnyOf(tokens, NodeCredentials(service.store)) if tokens else None
-    app.add_middleware(Gate, settings=service.settings, authenticate=authenticate)
+    configured = ConfiguredTokens(service.settings, own)
+    # Without a configured token none is needed: were one that was created needed from then on, a call of anybody on
+    # this machine could lock everybody out.
+    known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
+    app.add_middleware(Gate, settings=service.settings, authenticate=known, refusals=service.refusals)
     return app
 
 

@@ -10,22 +10,28 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access import BODY, CALLER, Body, Caller, Refused
+from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, sender
+from .audit import Refusal, Refusals
 from .errors import raw_answer
-from .settings import ServiceSettings
+from .limits import Bucket, Failures
+from .recording import RECORDED
+from .settings import LOCAL, ServiceSettings
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SPARE = 64 << 20
 """Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
 _DRAIN_SECONDS = 10.0
+_CHECK_SECONDS = 0.5
+"""How often a running answer looks whether its token is still valid."""
+_BEARER = {"WWW-Authenticate": "Bearer"}
 
 type Authenticate = Callable[[str], Caller | None]
 """A token -> its caller; None: it is not known."""
@@ -40,10 +46,15 @@ class ConfiguredTokens:
 
     def __init__(self, settings: ServiceSettings, more: Mapping[str, Caller] | None = None) -> None:
         self._callers: dict[bytes, Caller] = {}
-        operator = settings.api_token.get_secret_value() if settings.api_token else None
-        for number, (token, role) in enumerate(settings.credentials.items(), 1):
-            name = "operator" if token == operator else f"configured-{number}"
-            self._callers[token.encode()] = Caller(role, name, presented=True)
+        for entry in settings.configured_tokens:
+            rate = entry.limits.requests_per_second
+            self._callers[entry.token.encode()] = Caller(
+                entry.role,
+                entry.name,
+                presented=True,
+                limits=entry.limits,
+                bucket=None if rate is None else Bucket(rate),
+            )
         if self._callers:
             for token, caller in (more or {}).items():
                 self._callers.setdefault(token.encode(), caller)
@@ -69,15 +80,24 @@ class AnyOf:
 
 
 class Gate:
-    """Checks path, Host and Origin of every request, and authenticates its sender.
+    """Checks path, Host and Origin of every request, authenticates its sender, and ends it once its token is revoked.
 
     Args:
         authenticate: None: no token is needed, and every caller has the role admin.
+        refusals: where refused requests are recorded.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServiceSettings, authenticate: Authenticate | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServiceSettings,
+        authenticate: Authenticate | None,
+        refusals: Refusals | None = None,
+    ) -> None:
         self.app = app
         self._authenticate = authenticate
+        self._refusals = refusals
+        self._failures = Failures()
         self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
         # DNS rebinding comes with a name: beyond loopback, an address as such is what our clients use.
         self._addresses_pass = not settings.on_loopback
@@ -87,24 +107,34 @@ class Gate:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         scope[BODY] = body = Body(receive, headers)
-        answered = False
+        answer = Answer(send)
 
         async def draining(message: Message) -> None:
-            nonlocal answered
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                await _drain(body)
-            answered = True
-            await send(message)
+            if message["type"] == "http.response.start":
+                self._note(scope, message["status"])
+                if message["status"] >= 400:
+                    await _drain(body)
+            await answer.send(message)
 
         try:
             _check_path(scope)
             self._check_origin(headers)
-            scope[CALLER] = self._caller(headers)
-            await self.app(scope, body.receive, draining)
+            scope[CALLER] = caller = self._caller(scope, headers)
+            if caller.check is None:
+                await self.app(scope, body.receive, draining)
+            else:
+                await _while_valid(caller, body, answer, self.app(scope, body.receive, draining))
         except Refused as refusal:
-            if not answered:
+            self._note(scope, refusal.status_code)
+            if not answer.begun:
                 await _drain(body)
                 await _answer(send, refusal)
+
+    def _note(self, scope: Scope, status: int) -> None:
+        """Record a refusal."""
+        if self._refusals is None or status not in REFUSALS or RECORDED in scope:
+            return
+        self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
 
     def _check_origin(self, headers: Headers) -> None:
         """A browser can be made to call us from any page: by a name that resolves to us, or by a form."""
@@ -122,12 +152,73 @@ class Gate:
     def _known(self, name: str) -> bool:
         return name in self._hosts or (self._addresses_pass and _is_address(name))
 
-    def _caller(self, headers: Headers) -> Caller:
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
         if self._authenticate is None:
-            return Caller("admin", "local")
+            return Caller("admin", LOCAL)
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        found = self._authenticate(given.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            return Caller(None, presented=bool(given))
+        address, token = (scope.get("client") or ("",))[0], given.strip()
+        if not self._failures.may_try(address, token):
+            return Caller(None, presented=True, throttled=True)
+        found = self._authenticate(token)
+        self._failures.note(address, token, found is not None)
         return found or Caller(None, presented=bool(given))
+
+
+class Answer:
+    """How far the answer to a request is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = self.ended = False
+        self._has_length = False
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        elif not message.get("more_body"):
+            self.ended = True
+        await self._send(message)
+
+    async def end(self) -> None:
+        """End an answer early: a stream properly; a file, whose length is announced, with its connection."""
+        if not self.ended and not self._has_length:
+            await self.send({"type": "http.response.body", "body": b""})
+
+
+async def _while_valid(caller: Caller, body: Body, answer: Answer, handled: Awaitable[None]) -> None:
+    """Handle a request for as long as its token is valid.
+
+    Only an answer that is being sent or a body that is being received is broken off: what lies between takes effect as
+    a whole, or not at all.
+
+    Raises:
+        Refused: 401.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def check() -> None:
+        nonlocal timer
+        if not caller.still_valid() and (answer.begun or (body.count and not body.whole)):
+            bound.reschedule(loop.time())
+        else:
+            timer = loop.call_later(_CHECK_SECONDS, check)
+
+    timer = loop.call_later(_CHECK_SECONDS, check)
+    try:
+        async with asyncio.timeout(None) as bound:
+            await handled
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        if answer.begun:
+            await answer.end()
+        raise Refused(401, "the token was revoked or has expired: use another", _BEARER) from None
+    finally:
+        timer.cancel()
 
 
 def _check_path(scope: Scope) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, SkipValidation, StringConstraints
 
 from llama_stack_provider_trl.documented import Documented
-from llama_stack_provider_trl.options import ProviderOptions
+from llama_stack_provider_trl.jobs.tokens import Role
+from llama_stack_provider_trl.options import Priority, ProviderOptions
 from llama_stack_provider_trl.recipes.spec import Algorithm
 from llama_stack_provider_trl.requests import (
     COUNT,
@@ -19,6 +20,8 @@ from llama_stack_provider_trl.requests import (
     TrainingConfig,
 )
 from llama_stack_provider_trl.responses import Checkpoint
+
+from ..wire import NAME
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Purpose = Literal["post-training/messages", "eval/question-answer", "eval/messages-answer"]
@@ -229,6 +232,8 @@ class JobRow(BaseModel):
     percent: float | None = None
     detail: str | None = None
     """What it waits for, or why it failed."""
+    created_by: str | None = None
+    """Name of the token that submitted it."""
     scheduled_at: datetime | None = None
     started_at: datetime | None = None
     completed_at: datetime | None = None
@@ -279,6 +284,89 @@ class CheckpointFiles(BaseModel):
     identifier: str
     path: str
     files: list[CheckpointFile]
+
+
+class CreateToken(_Body):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=NAME)
+    """For records: `created_by` of jobs and datasets, and the audit log."""
+    role: Role = "submit"
+    """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
+    expires_in: float | None = Field(None, gt=0, le=315_360_000)
+    """Seconds until it expires, at most ten years; null: never."""
+    max_queued_jobs: int | None = Field(None, gt=0, le=10**6)
+    """Jobs of this token that may wait at once, paused ones included; null: any number."""
+    requests_per_second: float | None = Field(None, ge=0.001, le=10**6)
+    """Requests on average, in bursts of up to twice as many; null: any number."""
+    priorities: list[Priority] | None = Field(None, min_length=1, max_length=4)
+    """Priorities that its jobs may have; null: all."""
+
+
+class TokenRow(BaseModel):
+    name: str
+    role: Role
+    source: str
+    """`created`, or the setting that holds it: such a one is changed there."""
+    created_at: datetime | None = None
+    created_by: str | None = None
+    expires_at: datetime | None = None
+    last_used_at: datetime | None = None
+    """To a minute, after a restart; null: never, or not known of a configured one."""
+    max_queued_jobs: int | None = None
+    requests_per_second: float | None = None
+    priorities: list[str] | None = None
+
+
+class CreatedToken(TokenRow):
+    token: str
+    """Shown here only: the service keeps its sha256."""
+    required: bool
+    """false: the service has no configured token and asks nobody for one, for this one neither."""
+
+
+class ListTokensResponse(BaseModel):
+    data: list[TokenRow]
+
+
+class AuditLine(BaseModel):
+    """One line of the audit log; what does not apply is left out."""
+
+    seq: int
+    """Numbers have no gaps."""
+    time: datetime
+    event: str
+    """begin and end of a call, refused, started and stopped (the service), lost (lines that could not be written)."""
+    caller: str | None = None
+    """Name of the token; left out: none that is known."""
+    role: str | None = None
+    node: str | None = None
+    address: str | None = None
+    method: str | None = None
+    route: str | None = None
+    """Path template; left out: refused before a route was found."""
+    params: dict[str, Any] | None = None
+    """Names that the call is about."""
+    status: int | None = None
+    """Of the answer; left out of an end: the call was broken off."""
+    error: str | None = None
+    state: str | None = None
+    """Of the job, after the call."""
+    of: int | None = None
+    """Of an end: number of its begin; left out: the call was refused before it began."""
+    count: int | None = None
+    """How many refusals this line stands for, beyond the first."""
+    version: str | None = None
+    cut: int | None = None
+    """Bytes of a torn last line that the start removed."""
+
+
+class AuditPage(BaseModel):
+    data: list[AuditLine]
+    next: int
+    """Pass it as `after` for what follows. The same as `after`: there is nothing yet."""
+    last: int
+    """Number of the newest line."""
 
 
 class Health(BaseModel):

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import resolve_under, set_aside
 from llama_stack_provider_trl.jobs.ownership import Ownership
@@ -21,6 +22,7 @@ from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
+from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
@@ -30,9 +32,11 @@ from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, Dataset
 from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, status_response
 from llama_stack_provider_trl.submission import Datasets as RowsOf
-from llama_stack_provider_trl.submission import resolved, submit
+from llama_stack_provider_trl.submission import Owner, resolved, submit
 
 from ..nodes.identity import machine_id, usable_cpus, versions
+from .access import Caller
+from .audit import AuditLog, Refusals
 from .blobs import Blobs
 from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .checkpoints import Digests
@@ -44,6 +48,7 @@ from .received import Bodies
 from .registration import Registration
 from .settings import ServiceSettings
 from .shipping import Shipping
+from .tokens import CreatedTokens
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")
@@ -65,6 +70,9 @@ class Service:
         self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
         self.for_jobs = settings.for_jobs(self.devices)
         self.store = Store(settings.data_dir / DATABASE)
+        self.tokens = CreatedTokens(Tokens(self.store), settings)
+        self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
+        self.refusals = Refusals(self.audit)
         self.blobs = Blobs(settings, self.isolation)
         self.datasets = Datasets(settings, self.blobs)
         self.bodies = Bodies(Registration(self.blobs.directory, settings.max_rows, settings.convert_timeout))
@@ -100,6 +108,9 @@ class Service:
 
     def start(self) -> None:
         """Make the directories and begin to supervise. Raises OSError."""
+        cut = self.audit.open()
+        self.audit.write("started", version=__version__, cut=cut or None)
+        self.audit.sync()
         self.blobs.prepare()
         self.datasets.prepare()
         self.preflights.prepare()
@@ -111,6 +122,9 @@ class Service:
         self.bodies.close()
         self.supervisor.stop()
         self.store.close()
+        self.refusals.flush()
+        self.audit.write("stopped", version=__version__)
+        self.audit.close()
 
     def versions(self) -> dict[str, str]:
         """See `identity.versions`. Asked at the first join."""
@@ -125,9 +139,14 @@ class Service:
         waiting = counts.get(JobState.scheduled, 0) + counts.get(JobState.paused, 0)
         return waiting, sum(count for state, count in counts.items() if state not in TERMINAL) - waiting
 
-    async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> None:
-        """Queue a job, once. Raises what `submission.submit` raises."""
+    async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody, caller: Caller) -> None:
+        """Queue a job, once. Raises what `submission.submit` raises, and InvalidRequest: a priority that the caller may
+        not use."""
         options = ProviderOptions.parse(body.provider_options)
+        priority, allowed = options.priority or self.settings.priority, caller.limits.priorities
+        if allowed is not None and priority not in allowed:
+            hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
+            raise InvalidRequest("provider_options.priority", priority, hint)
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
         asked = body.model_dump(exclude_unset=True, exclude=set(_OURS))
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
@@ -137,7 +156,8 @@ class Service:
         )
         digest = hashlib.sha256(text.encode()).hexdigest()
         request = kind.model_validate(self._with_defaults(asked, body))
-        if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body)):
+        owner = Owner(caller.name, caller.limits.max_queued_jobs)
+        if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body), owner):
             log.info("job %s: queued", request.job_uuid)
             self.supervisor.wake()
 

@@ -43,6 +43,8 @@ class Entry(BaseModel):
     num_rows: int | None = None
     stamp: str | None = None
     """Size and time of the file that the rows were read from."""
+    created_by: str = ""
+    """Name of the token that registered it; empty: an earlier release did."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,12 @@ class Datasets:
     def prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    async def register(self, body: RegisterDataset, stored: Stored | None = None) -> Dataset:
+    async def register(self, body: RegisterDataset, stored: Stored | None = None, created_by: str = "") -> Dataset:
         """Register a dataset; the same again changes nothing.
 
         Args:
             stored: its rows, where they were too many to be parsed here.
+            created_by: name of the caller's token.
 
         Raises:
             InvalidRequest: a source that cannot be read from here.
@@ -89,7 +92,7 @@ class Datasets:
         """
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
-        entry = await self._entry(body, stored)
+        entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
         async with self._registering:
             known = await asyncio.to_thread(self._read, entry.dataset.identifier)
             if known is None:
@@ -272,7 +275,7 @@ class Datasets:
 
 def shown(entry: Entry) -> Dataset:
     """A dataset as it is answered: its rows are told by number and digest."""
-    known = {"num_rows": entry.num_rows, "sha256": entry.sha256}
+    known = {"num_rows": entry.num_rows, "sha256": entry.sha256, "created_by": entry.created_by or None}
     metadata = {**entry.dataset.metadata, **{name: value for name, value in known.items() if value is not None}}
     return entry.dataset.model_copy(update={"metadata": metadata})
 

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.errors import (
     JobConflict,
     JobFailure,
     JobNotFound,
+    LimitReached,
     ServiceUnreachable,
     TrlError,
     is_exhausted,
@@ -77,6 +78,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (WrongOffset, 409),
     (TooLarge, 413),
     (OutOfRange, 416),
+    (LimitReached, 429),
     (ServiceUnreachable, 502),
 )
 _LONGEST = 10_000
@@ -92,6 +94,7 @@ _MEANING = {
     410: "The task is not this node's, not current, or was told to stop: end it",
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
+    429: "Too many requests, wrong tokens or waiting jobs; Retry-After says how many seconds to wait",
     500: "A bug, or a database that cannot be used",
     503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
     507: "The disk is full",
@@ -102,7 +105,7 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: the error answers that it can give; those of every route are included."""
     return {
         code: {"model": ErrorAnswer, "description": _MEANING[code]}
-        for code in sorted({400, 401, 403, 413, 500, 503, *codes})
+        for code in sorted({400, 401, 403, 413, 429, 500, 503, *codes})
     }
 
 
@@ -140,6 +143,8 @@ async def _ours(request: Request, error: Exception) -> Response:
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
+    if isinstance(error, LimitReached):
+        headers = {"Retry-After": "30"}
     if isinstance(error, WrongOffset):
         headers = {"Upload-Offset": str(error.offset)}
     return answer(status, str(error), headers)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
 
-from .access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, GuardedRoute
+from .access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, CurrentCaller, GuardedRoute
 from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from .context import Context
 from .errors import NotFound, declared
@@ -33,9 +33,11 @@ _NDJSON: dict[str, Any] = {
 
 
 @router.post("", dependencies=[USERS_ROWS], response_model=Dataset, responses=declared(409, 507))
-async def register_dataset(service: Context, body: RegisterDataset, request: Request) -> Response:
+async def register_dataset(
+    service: Context, body: RegisterDataset, caller: CurrentCaller, request: Request
+) -> Response:
     """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
-    return as_json(await service.datasets.register(body, getattr(request.state, "rows", None)))
+    return as_json(await service.datasets.register(body, getattr(request.state, "rows", None), caller.name))
 
 
 @router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())

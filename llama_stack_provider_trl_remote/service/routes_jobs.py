@@ -18,7 +18,7 @@ from llama_stack_provider_trl.responses import (
     artifacts_response,
 )
 
-from .access import ADMINS, USERS, USERS_JOB, GuardedRoute
+from .access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from .bodies import (
     JobName,
     JobRow,
@@ -45,18 +45,20 @@ NULL: dict[int | str, dict[str, Any]] = {
 @router.post(
     "/supervised-fine-tune", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
 )
-async def supervised_fine_tune(service: Context, body: SupervisedFineTuneBody) -> PostTrainingJob:
+async def supervised_fine_tune(
+    service: Context, body: SupervisedFineTuneBody, caller: CurrentCaller
+) -> PostTrainingJob:
     """Queue a supervised fine-tuning job. The same body again is the same job."""
-    await service.submit(body)
+    await service.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post(
     "/preference-optimize", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
 )
-async def preference_optimize(service: Context, body: PreferenceOptimizeBody) -> PostTrainingJob:
+async def preference_optimize(service: Context, body: PreferenceOptimizeBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a DPO job. The same body again is the same job."""
-    await service.submit(body)
+    await service.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
@@ -226,6 +228,7 @@ def _row(job: JobSummary) -> JobRow:
         total_steps=job.progress.total_steps,
         percent=job.progress.percent,
         detail=job.detail or job.message.partition("\n")[0] or None,
+        created_by=job.created_by or None,
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,

@@ -46,6 +46,7 @@ from .access import (
     NODES,
     NODES_EVENTS,
     NODES_LOG,
+    NODES_POLL,
     NODES_UPLOAD,
     USERS,
     Caller,
@@ -98,7 +99,7 @@ async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Res
     return as_json(Joined(node=body.name, head=service.node_name, version=__version__, credential=credential))
 
 
-@router.post("/{name}/poll", dependencies=[NODES], response_model=Orders, responses=declared(404, 409, 410))
+@router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll) -> Response:
     """What the node is to do, as soon as that is something new."""
     if await asyncio.to_thread(_take_in, service, caller, name, body):

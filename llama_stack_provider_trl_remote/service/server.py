@@ -80,6 +80,7 @@ class _Server(uvicorn.Server):
             access_log=False,
             http=Connection,
             server_header=False,
+            proxy_headers=False,  # a header must not choose the address that failures are counted for and recorded with
             loop="asyncio",
             ws="none",
             lifespan="off",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
@@ -14,6 +15,7 @@ from llama_stack_provider_trl.config import TrustedModel
 from llama_stack_provider_trl.devices import usable_devices
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
 from llama_stack_provider_trl.options import Priority
 from llama_stack_provider_trl.recipes.spec import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.resolve import Settings
@@ -21,7 +23,10 @@ from llama_stack_provider_trl.resolve import Settings
 from ..wire import NAME
 
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
-Role = Literal["submit", "admin", "node"]
+OPERATOR, NODES, LOCAL = "operator", "nodes", "local"
+"""Names of `api_token`, of `node_token`, and of everybody where no token is needed."""
+RESERVED = re.compile(rf"{OPERATOR}|{NODES}|{LOCAL}|configured-\d+")
+"""Names that no other token may have."""
 
 
 class SettingsError(TrlError, ValueError):
@@ -108,6 +113,29 @@ class Token(_Block):
     """Sent as `Authorization: Bearer TOKEN`."""
     role: Role = "submit"
     """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
+    name: str | None = Field(None, pattern=NAME)
+    """Its name in the audit log and as `created_by` of jobs; null: `configured-` and its number in the list."""
+    max_queued_jobs: int | None = Field(None, gt=0)
+    """Jobs of this token that may wait at once, paused ones included; more is a 429. null: any number."""
+    requests_per_second: float | None = Field(None, gt=0)
+    """Requests of this token on average, in bursts of up to twice as many; more is a 429. null: any number."""
+    priorities: tuple[Priority, ...] | None = Field(None, min_length=1)
+    """Priorities that jobs of this token may have; null: all."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_queued_jobs, self.requests_per_second, self.priorities)
+
+
+class ConfiguredToken(NamedTuple):
+    """A token of the configuration."""
+
+    token: str
+    name: str
+    role: Role
+    setting: str
+    """Where it is configured."""
+    limits: Limits = UNLIMITED
 
 
 class ServiceSettings(_Block):
@@ -207,6 +235,10 @@ class ServiceSettings(_Block):
 
     blob_retention: float | None = Field(604800.0, ge=3600)
     """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""
+    audit_mb: float = Field(16.0, gt=0, le=1024)
+    """MiB of one file of the audit log; then the next file begins."""
+    audit_files: int = Field(20, ge=2, le=10_000)
+    """Files of the audit log that are kept; the oldest is removed when one more begins."""
 
     @field_validator("model_roots", mode="before")
     @classmethod
@@ -239,6 +271,17 @@ class ServiceSettings(_Block):
     def _no_empty_token(cls, value: Any) -> Any:
         return str(value) if value not in (None, "") else None
 
+    @field_validator("tokens")
+    @classmethod
+    def _distinct_names(cls, value: tuple[Token, ...]) -> tuple[Token, ...]:
+        names = [entry.name for entry in value if entry.name is not None]
+        for name in names:
+            if RESERVED.fullmatch(name):
+                raise ValueError(f"the name {name!r} is reserved: give the token another name, or none")
+            if names.count(name) > 1:
+                raise ValueError(f"two tokens have the name {name!r}: give each a name of its own")
+        return value
+
     @field_validator("data_dir", "tls_cert", "tls_key", "train_python")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
@@ -252,10 +295,28 @@ class ServiceSettings(_Block):
     @property
     def credentials(self) -> dict[str, Role]:
         """Token -> role."""
-        found: dict[str, Role] = {entry.token.get_secret_value(): entry.role for entry in self.tokens}
+        return {entry.token: entry.role for entry in self.configured_tokens}
+
+    @property
+    def configured_tokens(self) -> tuple[ConfiguredToken, ...]:
+        """Every token of the configuration, once."""
+        found = [
+            ConfiguredToken(
+                entry.token.get_secret_value(),
+                entry.name or f"configured-{number}",
+                entry.role,
+                f"tokens.{number - 1}",
+                entry.limits,
+            )
+            for number, entry in enumerate(self.tokens, 1)
+        ]
         if self.node_token:
-            found[self.node_token.get_secret_value()] = "node"
-        return found | ({self.api_token.get_secret_value(): "admin"} if self.api_token else {})
+            token = self.node_token.get_secret_value()
+            found.append(ConfiguredToken(token, NODES, "node", "node_token, TRL_SERVICE_NODE_TOKEN"))
+        if self.api_token:
+            token = self.api_token.get_secret_value()
+            found.append(ConfiguredToken(token, OPERATOR, "admin", "api_token, TRL_SERVICE_TOKEN"))
+        return tuple({entry.token: entry for entry in found}.values())
 
     @property
     def on_loopback(self) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl_remote.service.blobs import READING
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 ROWS = [{"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(5)]
@@ -80,7 +82,17 @@ def hub() -> Iterator[str]:
 def read(root: Path, uri: str, **environ: str) -> tuple[dict[str, Any], list[Any]]:
     """What the service's reader answers, and the rows that it has stored."""
     done = subprocess.run(
-        [sys.executable, "-m", "llama_stack_provider_trl_remote.service.reading", "convert", uri, str(root), "100", "0", "2048"],
+        [
+            sys.executable,
+            "-m",
+            READING,
+            "convert",
+            uri,
+            str(root),
+            "100",
+            "0",
+            "2048",
+        ],
         env={**os.environ, "HF_HOME": str(root / "home"), **environ},
         capture_output=True,
         text=True,

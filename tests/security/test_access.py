@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from fastapi import APIRouter
 from llama_stack_provider_trl_remote.service.access import GuardedRoute
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.fakes import fake_context
 
 TOKENS = {"admin": "a", "submit": "s", "node": "n", "": ""}
 
@@ -38,10 +38,7 @@ def call(method: str, path: str, role: str, body: bytes = b"", **headers: str) -
         **{"type": "http", "method": method, "path": path, "query_string": b""},
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
     }
-    service: Any = SimpleNamespace(
-        settings=settings, node_name="head", node_token="of this machine's own agent", store=SimpleNamespace()
-    )
-    asyncio.run(make_app(service)(scope, receive, send))
+    asyncio.run(make_app(fake_context(settings))(scope, receive, send))
     return statuses[0], read_before_answer
 
 
@@ -95,8 +92,7 @@ def test_a_body_that_is_announced_too_large_for_its_route_is_not_read() -> None:
 
 def test_every_call_shows_its_roles_in_the_document() -> None:
     settings = ServiceSettings.model_validate({"api_token": "a"})
-    service: Any = SimpleNamespace(settings=settings, node_name="head", node_token="n", store=SimpleNamespace())
-    document = make_app(service).openapi()
+    document = make_app(fake_context(settings)).openapi()
     operations = {
         (method, path): operation
         for path, methods in document["paths"].items()

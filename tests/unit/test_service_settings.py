@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from llama_stack_provider_trl.recipes.spec import ShardingSpec
 from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.loading import load_settings
-from llama_stack_provider_trl_remote.service.received import Bodies
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -27,6 +25,7 @@ from llama_stack_provider_trl_remote.service.settings import (
     Token,
     TorchRunConfig,
 )
+from tests.fakes import fake_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama_stack", "ray")
@@ -264,13 +263,9 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    store = SimpleNamespace(credential=lambda sha256: None)
-    names = {"node_name": "head", "node_token": "of its own agent"}
-    service: Any = SimpleNamespace(settings=settings, store=store, bodies=Bodies(), **names)
-
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": raw}
-    await make_app(service)(scope, receive, send)
+    await make_app(fake_context(settings))(scope, receive, send)
     return int(statuses[0])
 
 

@@ -465,8 +465,8 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: in
 
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
-    jobs, attempts = [], []
-    for table in ("node_credentials", *(("tasks", "nodes") if version < 4 else ())):
+    jobs, attempts = ["created_by"], []
+    for table in ("tokens", "node_credentials", *(("tasks", "nodes") if version < 4 else ())):
         connection.execute(f"DROP TABLE {table}")
     if version < 4:
         jobs += ["demand"]

@@ -1,0 +1,338 @@
+"""The audit log: who did what, from where, with which result. Append-only, numbered without gaps, in rotated files.
+
+Each line is one `os.write` to a file opened with O_APPEND, so a killed process leaves whole lines and at most one torn
+one, which the next start removes. Lines are not forced to disk one by one: a kill loses nothing that was written, and
+an fsync takes milliseconds where the write takes microseconds. A power cut may lose the last lines; the actions of
+admins, starts, stops and each full file are forced to disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from llama_stack_provider_trl.errors import StoreError
+
+from .limits import Bucket
+
+log = logging.getLogger(__name__)
+WINDOW = 1.0
+"""Seconds within which refusals of one kind are one line and a count."""
+_BEGINNING = "audit-"
+_TAIL = 1 << 16
+"""Bytes at the end of a file within which its last line begins; lines are shorter than 4 KiB."""
+_BURST, _PER_SECOND = 100.0, 1.0
+"""Lines for the refusals of one caller, and of all unknown ones together: a flood of them takes about 25 MB a day."""
+_REST_SECONDS = 10.0
+"""How often refusals beyond that are reported, as a count."""
+_SCANNED = 20_000
+"""Lines that one page reads at most, however few of them fit its filter."""
+
+Line = dict[str, Any]
+
+
+class AuditLog:
+    """The files of one directory: `audit-<number of the first line>.jsonl`. One process writes; any may read.
+
+    Args:
+        max_bytes: of one file.
+        max_files: that are kept.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, max_files: int, clock: Callable[[], float] = time.time) -> None:
+        self.directory = directory
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._size = 0
+        self._next = 1
+        self._lost = 0
+
+    def open(self) -> int:
+        """Continue the newest file, without its torn or damaged end. Returns how many bytes of it were cut off.
+
+        Raises:
+            OSError.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chmod(self.directory, 0o700)
+        files = self._files()
+        with self._lock:
+            if not files:
+                self._begin_file()
+                return 0
+            path = files[-1]
+            end, self._next = _last_whole(path)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            cut = os.fstat(self._file).st_size - end
+            if cut:
+                os.ftruncate(self._file, end)
+                os.fsync(self._file)
+            self._size = end
+            return cut
+
+    def write(self, event: str, **fields: Any) -> int | None:
+        """Append one line. Returns its number; None: the file cannot be written, which the next line reports.
+
+        A full disk must not keep an admin from deleting what fills it, so a failure is logged and not raised.
+        """
+        with self._lock:
+            if self._file is None:
+                return None
+            try:
+                if self._lost:
+                    self._append("lost", {"count": self._lost})
+                    self._lost = 0
+                return self._append(event, fields)
+            except OSError as error:
+                if not self._lost:
+                    log.error("the audit log in %s cannot be written: %s", self.directory, error)
+                self._lost += 1
+                return None
+
+    def sync(self) -> None:
+        """Force what was written to disk."""
+        with self._lock:
+            if self._file is not None:
+                try:
+                    os.fsync(self._file)
+                except OSError as error:
+                    log.error("the audit log in %s cannot be forced to disk: %s", self.directory, error)
+
+    @property
+    def last(self) -> int:
+        """Number of the newest line; 0: there is none."""
+        return self._next - 1
+
+    def close(self) -> None:
+        self.sync()
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def page(
+        self, after: int = 0, limit: int = 100, caller: str | None = None, route: str | None = None
+    ) -> tuple[list[Line], int]:
+        """Lines with numbers above `after`, oldest first, and the number to continue after. Where that is `after`
+        itself, there are no more lines yet; a page may be empty and have more behind it, since a filter reads on.
+
+        Raises:
+            StoreError: the files cannot be read.
+        """
+        found: list[Line] = []
+        last = after
+        try:
+            for scanned, line in enumerate(self._lines(after)):
+                if len(found) == limit or scanned == _SCANNED:
+                    break
+                last = line["seq"]
+                if caller in (None, line.get("caller")) and route in (None, line.get("route")):
+                    found.append(line)
+        except OSError as error:
+            raise StoreError(f"the audit log in {self.directory} cannot be read: {error}") from error
+        return found, last
+
+    def _append(self, event: str, fields: Line) -> int:
+        number = self._next
+        data = self._encoded(event, fields)
+        if self._size and self._size + len(data) > self._max_bytes:
+            self._rotate()
+        assert self._file is not None
+        written = os.write(self._file, data)
+        if written != len(data):
+            os.ftruncate(self._file, self._size)
+            raise OSError(f"only {written} of {len(data)} bytes could be written; is the disk full?")
+        self._size += written
+        self._next = number + 1
+        return number
+
+    def _encoded(self, event: str, fields: Line) -> bytes:
+        moment = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"seq": self._next, "time": moment, "event": event}
+        line |= {name: value for name, value in fields.items() if value not in (None, "", {})}
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+    def _rotate(self) -> None:
+        """Begin the next file. Nothing is renamed: whatever a crash leaves of this is a complete log."""
+        assert self._file is not None
+        full = self._file
+        os.fsync(full)
+        self._begin_file()
+        os.close(full)
+        for path in self._files()[: -self._max_files]:
+            path.unlink(missing_ok=True)
+
+    def _begin_file(self) -> None:
+        path = self.directory / f"{_BEGINNING}{self._next:012}.jsonl"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._size = 0
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _files(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.directory.glob(f"{_BEGINNING}*.jsonl"), key=_first)
+
+    def _lines(self, after: int) -> Iterator[Line]:
+        files = self._files()
+        # The file in which line after + 1 is, and those behind it.
+        begin = max((place for place, path in enumerate(files) if _first(path) <= after + 1), default=0)
+        for path in files[begin:]:
+            try:
+                file = open(path, "rb")  # noqa: SIM115
+            except FileNotFoundError:  # rotated away since the directory was listed
+                continue
+            with file:
+                file.seek(_offset_behind(file, after))
+                for raw in file:
+                    line = _parsed(raw)
+                    if line is not None and line["seq"] > after:
+                        yield line
+
+
+class Refusal(NamedTuple):
+    """What makes two refusals the same kind."""
+
+    status: int
+    caller: str
+    role: str | None
+    node: str | None
+    address: str
+    method: str
+    route: str | None
+
+
+class Refusals:
+    """Writes refusals to a log, bounded: the first of a kind at once, its repetitions within a second as a count, and
+    beyond a budget per caller only the sum, so that a flood neither fills the disk nor pushes the history out.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._audit = audit
+        self._clock = clock
+        self._repeated: dict[Refusal, int] = {}
+        self._budgets: dict[str, Bucket] = {}
+        self._rest: Counter[tuple[int, str]] = Counter()
+        self._rest_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, refusal: Refusal) -> None:
+        if refusal in self._repeated:
+            self._repeated[refusal] += 1
+        elif self._may_write(refusal):
+            self._audit.write("refused", **refusal._asdict())
+            self._repeated[refusal] = 0
+        else:
+            self._count(refusal, 1)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WINDOW, self._on_time)
+
+    def flush(self, everything: bool = True) -> None:
+        """Write the counts that are due."""
+        for refusal, count in self._repeated.items():
+            if count and self._may_write(refusal):
+                self._audit.write("refused", **refusal._asdict(), count=count)
+            elif count:
+                self._count(refusal, count)
+        self._repeated.clear()
+        if self._rest and (everything or self._clock() - self._rest_since >= _REST_SECONDS):
+            for (status, caller), count in self._rest.items():
+                self._audit.write("refused", status=status, caller=caller, count=count)
+            self._rest.clear()
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.flush(everything=False)
+        if self._rest:
+            self._timer = asyncio.get_running_loop().call_later(WINDOW, self._on_time)
+
+    def _may_write(self, refusal: Refusal) -> bool:
+        # Names of known tokens only: an unknown caller has none, so there are few.
+        budget = self._budgets.setdefault(refusal.caller, Bucket(_PER_SECOND, _BURST, self._clock))
+        return not budget.take()
+
+    def _count(self, refusal: Refusal, count: int) -> None:
+        if not self._rest:
+            self._rest_since = self._clock()
+        self._rest[refusal.status, refusal.caller] += count
+
+
+def _first(path: Path) -> int:
+    """The number of a file's first line."""
+    digits = path.stem.removeprefix(_BEGINNING)
+    return int(digits) if digits.isdigit() else 0
+
+
+def _parsed(raw: bytes) -> Line | None:
+    """None: the line is torn or damaged."""
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("seq"), int) else None
+
+
+def _last_whole(path: Path) -> tuple[int, int]:
+    """Where the last whole line of a file ends, and the number of the line that follows it."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for begin in (max(0, size - _TAIL), 0):  # the whole file only where its end is damaged, as by a power cut
+            file.seek(begin)
+            end, number = begin, None
+            for raw in file:
+                begin += len(raw)
+                line = _parsed(raw)
+                if line is not None:
+                    end, number = begin, line["seq"] + 1
+            if number is not None:
+                return end, number
+    return 0, _first(path)
+
+
+def _offset_behind(file: BinaryIO, after: int) -> int:
+    """Where the first line with a number above `after` begins: a binary search, since numbers ascend."""
+    low, high = 0, file.seek(0, os.SEEK_END)
+    while high - low > _TAIL:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        start = file.tell()
+        line = _parsed(file.readline())
+        if line is None:
+            break
+        if line["seq"] <= after:
+            low = start
+        else:
+            high = middle
+    return low
+
+
+def shortened(values: dict[str, Any], limit: int = 200) -> dict[str, Any]:
+    """Names as a line holds them: what a client has chosen is cut, so that no line grows beyond a few KiB."""
+    return {
+        name: value if isinstance(value, bool) else str(value)[:limit]
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,95 @@
+"""Rate limits: token buckets, for the requests of a caller and for failed authentications of an address."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+FAILURES_PER_SECOND = 20.0
+"""Tokens that one address may try; a 256-bit token is out of reach at any rate, a short configured one is not."""
+_ADDRESSES = 4096
+"""Addresses of which failures are counted, and pairs of address and token that are known to be good."""
+
+
+class Bucket:
+    """Allows `rate` per second on average, and `burst` at once.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, rate: float, burst: float | None = None, clock: Clock = time.monotonic) -> None:
+        self.rate = rate
+        self._burst = max(1.0, 2 * rate if burst is None else burst)
+        self._clock = clock
+        self._level = self._burst
+        self._filled_at = clock()
+
+    def take(self) -> float:
+        """Take one. Returns 0, or the seconds until there is one; nothing is taken then."""
+        missing = self.missing()
+        if not missing:
+            self._level -= 1
+        return missing
+
+    def missing(self) -> float:
+        """As `take`, and takes nothing."""
+        now = self._clock()
+        self._level = min(self._burst, self._level + (now - self._filled_at) * self.rate)
+        self._filled_at = now
+        return 0.0 if self._level >= 1 - 1e-9 else (1 - self._level) / self.rate
+
+
+class Failures:
+    """Failed authentications by source address. An address over its rate may use only tokens that were accepted from it
+    before: guessing stops, and clients that share the address with the one that guesses continue."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+
+    def may_try(self, address: str, token: str) -> bool:
+        """Whether a token of this address is to be compared at all."""
+        if not self._buckets:
+            return True
+        bucket = self._buckets.get(_network(address))
+        return bucket is None or not bucket.missing() or _pair(address, token) in self._accepted
+
+    def note(self, address: str, token: str, accepted: bool) -> None:
+        """Record the result of a comparison."""
+        if accepted:
+            # Only an address with failures is ever asked for its good tokens, but they are accepted before that.
+            _remember(self._accepted, _pair(address, token), None)
+            return
+        bucket = self._buckets.get(_network(address)) or Bucket(
+            FAILURES_PER_SECOND, FAILURES_PER_SECOND, clock=self._clock
+        )
+        bucket.take()
+        _remember(self._buckets, _network(address), bucket)
+
+
+def _remember[Key, Value](kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > _ADDRESSES:
+        kept.popitem(last=False)
+
+
+def _pair(address: str, token: str) -> bytes:
+    return hashlib.sha256(f"{address}\0{token}".encode("utf-8", "surrogatepass")).digest()
+
+
+def _network(address: str) -> str:
+    """An IPv6 host has a whole /64 to call from."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

@@ -1,0 +1,132 @@
+"""What the audit log has of a request: its beginning once its body is valid, its result before its answer is sent.
+
+The beginning is written before the handler runs, so a call that took effect is in the log even if the process is killed
+before it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from llama_stack_provider_trl.errors import StoreError
+
+from .audit import AuditLog, shortened
+
+RECORDED = "trl_recorded"
+"""Key of an ASGI scope: set once the audit log has this request, so that no other line repeats it."""
+_NAMES = ("job_uuid", "dataset_id", "name", "checkpoints")
+"""Parameters and fields of bodies that say what a call is about. Nothing else of a body is recorded."""
+_MARK = "trl_recorded"
+_current: ContextVar[Call | None] = ContextVar("trl_call", default=None)
+
+type Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Call:
+    """One request as the audit log describes it.
+
+    Args:
+        about: caller, role, node, address, method and route.
+        forced: whether its result is forced to disk before the answer, as for the actions of admins.
+    """
+
+    def __init__(self, audit: AuditLog, about: Mapping[str, Any], params: Mapping[str, Any], forced: bool) -> None:
+        self._audit = audit
+        self._about = about
+        self._params = dict(params)
+        self._forced = forced
+        self._number: int | None = None
+        self.state: str | None = None
+        """Of the job that the call was about, after it."""
+        self.ended = False
+
+    def begin(self) -> None:
+        self._number = self._audit.write("begin", **self._about, params=shortened(self._params))
+
+    def add(self, params: Mapping[str, Any]) -> None:
+        self._params |= params
+
+    async def end(self, status: int | None, error: str | None = None) -> None:
+        """Write the result, once. status None: the call was broken off."""
+        if self.ended:
+            return
+        self.ended = True
+        result = {"status": status, "error": error, "state": self.state, "of": self._number}
+        self._audit.write("end", **self._about, params=shortened(self._params), **result)
+        if self._forced and status is not None:
+            await asyncio.to_thread(self._audit.sync)
+
+
+async def record(call: Call, scope: Scope, receive: Receive, send: Send, handle: Handle) -> None:
+    """Handle a request whose call is recorded."""
+    scope[RECORDED] = True
+
+    async def recorded(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await call.end(message["status"])
+        await send(message)
+
+    token = _current.set(call)
+    try:
+        await handle(scope, receive, recorded)
+    except Exception as error:
+        status = None if isinstance(error, ClientDisconnect) else getattr(error, "status_code", 500)
+        await call.end(status, type(error).__name__)
+        raise
+    except asyncio.CancelledError:
+        await call.end(None, "broken off")
+        raise
+    finally:
+        _current.reset(token)
+
+
+def recorded[**Parameters, Answer](
+    endpoint: Callable[Parameters, Awaitable[Answer]],
+) -> Callable[Parameters, Awaitable[Answer]]:
+    """A handler that writes the beginning of its call before it runs, with the names that its arguments have."""
+    if hasattr(endpoint, _MARK):  # a route that is included in another router is made anew from its handler
+        return endpoint
+
+    @functools.wraps(endpoint)
+    async def begun(*arguments: Parameters.args, **values: Parameters.kwargs) -> Answer:
+        call = _current.get()
+        if call is None:
+            return await endpoint(*arguments, **values)
+        call.add(_names(values))
+        call.begin()
+        answer = await endpoint(*arguments, **values)
+        call.add(_names(values))  # a dataset without a name has got one
+        job_uuid = _names(values).get("job_uuid")
+        if job_uuid and "service" in values:
+            call.state = _state(values["service"], str(job_uuid))
+        return answer
+
+    setattr(begun, _MARK, True)
+    return begun
+
+
+def _state(service: Any, job_uuid: str) -> str | None:
+    try:
+        state: str | None = service.store.state_of(job_uuid)
+    except StoreError:  # the call has succeeded: an unreadable database must not turn it into a failure
+        return None
+    return state
+
+
+def _names(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _NAMES and isinstance(value, str | bool):
+            found[name] = value
+        elif isinstance(value, BaseModel):
+            named = {field: getattr(value, field, None) for field in _NAMES}
+            found |= {field: text for field, text in named.items() if isinstance(text, str | bool)}
+    return found
