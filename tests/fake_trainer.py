@@ -2,8 +2,8 @@
 
 The real supervisor starts it by the real launcher; it writes real events and a directory per checkpoint, a step every
 0.02 s, one step per epoch. Jobs whose name contains `held` stop before their last step until their run directory has a
-file `go`. Those whose name contains `real` are trained by this environment's own interpreter, and so is
-everything else that an interpreter is asked.
+file `go`. Those whose name contains `slow` take half a second per step. Those whose name contains `real` are trained by
+this environment's own interpreter, and so is everything else that an interpreter is asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 TRAINS = ("llama_stack_provider_trl.recipes.train", "llama_stack_provider_trl.recipes.torchrun")
-STEP = 0.02
+STEP, SLOW_STEP = 0.02, 0.5
 
 
 def fake_trainer(directory: Path) -> Path:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     for step in range(1, steps + 1):
         while step == steps and "held" in job.job_uuid and not (spec.parent / "go").exists():
             time.sleep(STEP)
-        time.sleep(STEP)
+        time.sleep(SLOW_STEP if "slow" in job.job_uuid else STEP)
         events.write(Progress(step=step, epoch=float(step), metrics={"loss": 1.0 / step}, peak_memory_bytes=0))
         if step == 1:
             events.write(_checkpoint(job.checkpoint_dir, "step", step, f"checkpoint-{step}"), durable=True)

@@ -146,7 +146,7 @@ class Gate:
                 "service by one of these, or add the name to allowed_hosts in the service's configuration",
             )
         origin = headers.get("origin")
-        if origin is not None and not self._known(_name(urlsplit(origin).netloc if "//" in origin else origin)):
+        if origin is not None and not self._known(_name(_authority(origin))):
             raise Refused(403, f"a page of {origin[:100]!r} may not call this service: only its own pages may")
 
     def _known(self, name: str) -> bool:
@@ -241,6 +241,14 @@ async def _drain(body: Body) -> None:
         async with asyncio.timeout(_DRAIN_SECONDS):
             while dropped <= _SPARE and not body.whole:
                 dropped += await body.discard()
+
+
+def _authority(origin: str) -> str:
+    """`Origin` without its scheme; nothing where it is malformed."""
+    try:
+        return urlsplit(origin).netloc if "//" in origin else origin
+    except ValueError:  # http://[
+        return ""
 
 
 def _name(host: str) -> str:

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from llama_stack_provider_trl.errors import (
@@ -121,6 +122,8 @@ def handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(OSError, _system)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_exception_handler(UnicodeEncodeError, _not_text)
     app.add_exception_handler(Exception, _bug)
 
 
@@ -170,6 +173,18 @@ async def _http(request: Request, error: Exception) -> Response:
         return _wrong_method(request)
     # An unknown path keeps the framework's bare "Not Found": clients tell by it that they call somebody else.
     return answer(error.status_code, str(error.detail), error.headers)
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    """A body that broke off: no fault of the service, and no one reads the answer."""
+    return answer(400, "the connection was closed before the whole body was received: send it again")
+
+
+async def _not_text(request: Request, error: Exception) -> Response:
+    """JSON can carry half of a surrogate pair (`"\\ud800"`), which neither the database nor a path can."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = error.object[error.start : error.end][:10]
+    return answer(400, f"the request holds {found!r}, half of a surrogate pair: send whole characters")
 
 
 def _wrong_method(request: Request) -> Response:

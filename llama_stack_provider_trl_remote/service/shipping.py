@@ -190,6 +190,8 @@ class Shipping:
             WrongOffset: it does not begin where what is here ends.
         """
         task = self.first(task_id, node)
+        if not any(pattern.fullmatch(name) for pattern in _NAMES.values()):
+            raise NotFound(f"{name!r} is not the name of a checkpoint: checkpoint-NUMBER, final and merged are")
         job = self._store.get(task.job_uuid)
         staging = _staging(job, task, name)
         try:

@@ -12,24 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.files import RunDir
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl.recipes.events import (
-    CheckpointSaved,
-    Event,
-    EventWriter,
-    Finished,
-    Prepared,
-    Progress,
-    Started,
-    read_events,
-)
+from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, ndjson, running_service
 from tests.contract.stack import SFT
-from tests.fakes import job_spec
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
@@ -112,31 +99,3 @@ def configuration() -> str:
     # Of the others one has ended, and one will have been cancelled by then.
     lines += ["[[operations]]", 'include-path-regex = "/(pause|resume)$"', 'parameters = {"path.job_uuid" = "held"}']
     return "\n".join(lines)
-
-
-def add_ended_job(data_dir: Path) -> None:
-    """A job that has left behind everything that the calls can show, written as a training would have."""
-    checkpoint = data_dir / "checkpoints" / "ended" / "final"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "model.bin").write_bytes(bytes(1000))
-    run_dir = RunDir(data_dir / "jobs" / "ended" / "attempts" / "1")
-    run_dir.root.mkdir(parents=True)
-    run_dir.log.write_text("one line\nanother line\n")
-    (run_dir.root / "torchrun.log").write_text("a word of torchrun\n")
-    said: list[Event] = [
-        Started(pid=1, device="cpu", versions={}),
-        Prepared(total_steps=2, num_rows=4, trainable_parameters=1, total_parameters=1),
-        Progress(step=1, epoch=0.5, metrics={"loss": 2.5, "grad_norm": 0.5}, peak_memory_bytes=1),
-        CheckpointSaved(kind="final", step=2, epoch=1, path=checkpoint, train_loss=2.5),
-        Finished(step=2),
-    ]
-    writer = EventWriter(run_dir.events)
-    for event in said:
-        writer.write(event)
-    writer.close()
-    store = Store(data_dir / DATABASE)
-    store.add_job(job_spec("ended", checkpoint_dir=checkpoint.parent), "digest", ["something the user should know"])
-    store.launch("ended", 1, "cpu", run_dir.root)
-    store.apply_events("ended", 1, *read_events(run_dir.events, 0, 1 << 20))
-    store.transition("ended", 1, JobState.in_progress, JobState.completed)
-    store.close()

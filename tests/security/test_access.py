@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI, Request
 
 from llama_stack_provider_trl_remote.service.access import GuardedRoute
 from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.errors import handle_errors
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import fake_context
 
@@ -100,3 +102,51 @@ def test_every_call_shows_its_roles_in_the_document() -> None:
     }
     assert all("x-roles" in operation for operation in operations.values())
     assert [path for (_, path), operation in operations.items() if not operation["x-roles"]] == ["/v1/health"]
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://]", "http://evil.example", "null", ""])
+def test_a_foreign_or_malformed_origin_is_refused(origin: str) -> None:
+    assert call("GET", "/v1/health", "admin", origin=origin) == (403, False)
+
+
+def test_a_client_that_disconnects_during_its_body_is_no_error_of_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI()
+    handle_errors(app)
+
+    @app.put("/")
+    async def receive_body(request: Request) -> None:
+        await request.body()
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "PUT", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert (sent[0]["status"], caplog.records) == (400, [])
+
+
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_first_matters() -> None:
+    app = FastAPI()
+    handle_errors(app)
+
+    @app.post("/")
+    async def look_up(request: Request) -> None:
+        json.loads(await request.body()).encode()
+
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'"a\\ud800"'}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert "half of a surrogate pair" in json.loads(sent[1]["body"])["detail"]

@@ -198,7 +198,7 @@ def test_code_comes_only_with_a_model_whose_code_the_operator_trusts(tmp_path: P
 def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> None:
     written = service.written()
     service.ask(written)
-    with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
+    with pytest.raises(NotFound, match="is not the name of a checkpoint"):
         asyncio.run(service.shipping.receive("a-1", "b", "../other", "model.safetensors", SHA256, 0, pieces(WEIGHTS)))
     (asked,) = service.checkpoints.glob("*/report.json")
     asked.write_text(
@@ -281,6 +281,12 @@ def test_a_file_that_was_not_asked_for_is_not_taken(service: Service) -> None:
     write(written / "additional_chat_templates" / "a.jinja", b"others")
     with pytest.raises(NotFound, match="POST its report again"):
         service.send(written, "additional_chat_templates/a.jinja")
+
+
+@pytest.mark.parametrize("name", ["é" * 500, "..", "other", "checkpoint-x", ""])
+def test_a_file_of_what_is_not_called_a_checkpoint_is_not_found(service: Service, name: str) -> None:
+    with pytest.raises(NotFound, match="is not the name of a checkpoint"):
+        asyncio.run(service.shipping.receive("a-1", "b", name, "dcp/model.bin", SHA256, 0, pieces(WEIGHTS)))
 
 
 def test_what_was_all_here_when_the_service_was_stopped_is_finished_without_a_byte(service: Service) -> None:

@@ -1,0 +1,184 @@
+"""A training service with a token for each role, two nodes, and something behind every route."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.jobs.store import DATABASE
+from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl_remote.nodes.identity import versions
+from tests.contract.ended import add_ended_job
+from tests.contract.payloads import QUESTIONS, promised, sft
+from tests.contract.service import TrainingService, ndjson, running
+from tests.contract.stack import SFT, Json, poll
+from tests.tiny import REPOSITORY
+
+TOKENS = {"admin": "token-of-the-admin", "submit": "token-of-a-client", "node": "token-to-join-with"}
+ROWS_DIGEST = hashlib.sha256(ndjson(QUESTIONS)).hexdigest()
+NODE, OTHER_NODE = "mine", "other"
+KNOWN = {
+    **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
+    **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
+    **{"token_id": "none", "id": "none"},
+}
+"""Path parameter -> a value that the service knows."""
+_ROUTE = re.compile(r"^`([A-Z]+) (/\S*)`$")
+_PREFIX = re.compile(r"^/(v1alpha|v1beta|v1)(?=/)")
+_DIRECTORIES = ("jobs", "datasets", "blobs", "checkpoints")
+
+
+class Guarded(TrainingService):
+    """A service with tokens; its own session has the admin's."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        tokens = [{"token": TOKENS["submit"], "role": "submit"}, {"token": TOKENS["node"], "role": "node"}]
+        super().__init__(root, **{"api_token": TOKENS["admin"], "tokens": tokens, **settings})
+        self.session.headers["Authorization"] = f"Bearer {TOKENS['admin']}"
+        self.credentials: dict[str, str] = {}
+        """Node -> the credential that its join was answered with."""
+
+    def document(self) -> Json:
+        return dict(self.get("/openapi.json", prefix="").json())
+
+    def join(self, name: str) -> None:
+        """Join a node that takes no jobs."""
+        headers = {"Authorization": f"Bearer {TOKENS['node']}"}
+        answer = self.session.post(f"{self.url}/v1/nodes", json=report(name), headers=headers, timeout=30)
+        assert answer.status_code == 200, answer.text
+        self.credentials[name] = answer.json()["credential"]
+        assert self.post(f"/nodes/{name}/cordon").status_code == 204
+
+    def contents(self) -> tuple[dict[str, list[tuple[Any, ...]]], list[tuple[str, int]]]:
+        """Every row of the job store without the times at which nodes were seen, and every file with its size."""
+        with closing(sqlite3.connect(f"file:{self.data_dir / DATABASE}?mode=ro", uri=True)) as database:
+            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            rows = {}
+            for table in tables:
+                columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})") if row[1] != "seen_at"]
+                rows[table] = sorted(database.execute(f"SELECT {', '.join(columns)} FROM {table}"), key=repr)
+        files = [
+            (str(path.relative_to(self.data_dir)), path.stat().st_size)
+            for directory in _DIRECTORIES
+            for path in sorted((self.data_dir / directory).rglob("*"))
+            if path.is_file()
+        ]
+        return rows, files
+
+
+def report(name: str) -> Json:
+    """What a node joins with."""
+    return {
+        **{"name": name, "machine_id": f"machine of {name}", "boot_id": f"boot of {name}", "address": "127.0.0.1"},
+        **{"cpus": 4, "memory_bytes": 8 << 30, "disk_free_bytes": 8 << 30, "devices": [{"name": "cpu"}]},
+        "versions": versions(),
+    }
+
+
+@contextmanager
+def guarded_service(root: Path, **settings: Any) -> Iterator[Guarded]:
+    """A service with one ended job, one that waits, a dataset and two nodes. Nothing trains: its device is locked."""
+    (root / "locks").mkdir()
+    device = FileLock(root / "locks" / "cpu.lock")
+    assert device.acquire("tests/security")
+    add_ended_job(root / "data")
+    try:
+        with running(Guarded(root, **settings)) as service:
+            fill(service)
+            yield service
+    finally:
+        device.release()
+
+
+def fill(service: Guarded) -> None:
+    """Give the service a dataset, uploaded rows, a job that waits and two nodes."""
+    questions = service.register("questions", QUESTIONS)
+    assert service.put_blob(QUESTIONS)[0].ok
+    service.submit(SFT, sft("waiting", questions))
+    # The supervisor writes once, some time after the request, what the job waits for.
+    poll(lambda: service.status("waiting")["resources_allocated"]["detail"], "the job waits for a device", timeout=20)
+    for name in (NODE, OTHER_NODE):
+        service.join(name)
+
+
+BODIES: dict[str, Json] = {
+    "POST /post-training/supervised-fine-tune": sft("new", "questions"),
+    "POST /post-training/preference-optimize": promised("new", "questions"),
+    "POST /post-training/preflight": sft("new", "no-such-dataset"),
+    "POST /post-training/job/cancel": {"job_uuid": "waiting"},
+    "POST /datasets": {
+        "dataset_id": "new",
+        "purpose": "post-training/messages",
+        "source": {"type": "rows", "rows": QUESTIONS},
+    },
+    "POST /nodes": report("new"),
+    "POST /nodes/{name}/poll": {"boot_id": f"boot of {NODE}", "tasks": [], "seen": -1},
+    "POST /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}": {"kind": "final", "files": []},
+}
+"""Bodies that are good: who gets past the check of roles changes something, or is answered with 2xx."""
+
+
+# --- The documented table of roles ------------------------------------------------------------------------------------
+
+
+@cache
+def documented_roles(page: Path = REPOSITORY / "docs" / "security.md") -> dict[tuple[str, str], dict[str, str]]:
+    """(method, path without its version) -> caller -> its mark, from the table between the marks `roles`."""
+    table = page.read_text().split("<!-- roles -->")[1].split("<!-- /roles -->")[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {}
+    for cells in rows[1:]:
+        calls, marks = cells[0], dict(zip(header[1:], cells[1:], strict=True))
+        for call in calls.split(", "):
+            match = _ROUTE.match(call)
+            assert match, f"docs/security.md: {call!r} is not `METHOD /path`"
+            found[match[1], match[2]] = marks
+    return found
+
+
+def without_version(path: str) -> str:
+    return _PREFIX.sub("", path)
+
+
+# --- HTTP as it is written, sent by a client that changes nothing -----------------------------------------------------
+
+
+@dataclass
+class Answer:
+    status: int
+    """0: the connection was closed without one."""
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Raw:
+    """One connection that sends methods and targets as they are."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+
+    def send(self, method: str, target: str, token: str | None, body: bytes | None, **headers: str) -> Answer:
+        given = {} if token is None else {"Authorization": f"Bearer {token}"}
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        for attempt in (1, 2):  # an idle connection may be closed by the service, with nothing answered
+            try:
+                self._connection.request(method, target, body, given)
+                with self._connection.getresponse() as answer:
+                    return Answer(answer.status, answer.read(), answer.headers)
+            except (http.client.RemoteDisconnected, ConnectionError):
+                self.close()
+                if attempt == 2:
+                    raise
+        raise AssertionError("not reached")
+
+    def close(self) -> None:
+        self._connection.close()

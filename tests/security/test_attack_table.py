@@ -1,0 +1,272 @@
+"""The attack table: every route of the OpenAPI document x every caller x every way to write its path.
+
+docs/security.md says who may call which route; a route without a row there fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from unittest.mock import MagicMock
+
+import pytest
+
+from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.security.guarded import (
+    BODIES,
+    KNOWN,
+    NODE,
+    TOKENS,
+    Answer,
+    Guarded,
+    Raw,
+    documented_roles,
+    guarded_service,
+    without_version,
+)
+
+pytestmark = pytest.mark.contract
+
+HIDDEN = (("GET", "/openapi.json"), ("GET", "/docs"))
+"""Routes that the document leaves out."""
+NODES = {"own": "itself", "task": "with a current task"}
+"""Mark in the documented table -> what the document requires of a node."""
+HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
+ROLES = ("submit", "node", "admin")
+FORM = ("control character", "Invalid HTTP request", "dot segment")
+"""What a 400 says that was decided on the form of the request alone, before its caller and its handler."""
+QUERIES = {
+    "GET /post-training/job/status": "job_uuid=waiting",
+    "GET /post-training/job/artifacts": "job_uuid=waiting",
+    "POST /nodes/{name}/tasks/{task_id}/events": "offset=0",
+    "PUT /nodes/{name}/tasks/{task_id}/logs/{file}": "offset=0",
+    "PUT /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path}": f"offset=0&sha256={'0' * 64}",
+}
+
+
+def dots(path: str) -> str:
+    """Reach the path by way of the one route that needs no token."""
+    return f"/v1/health/%2e%2e{path.removeprefix('/v1')}"
+
+
+PATHS: dict[str, Callable[[str], str]] = {
+    "plain": lambda path: path,
+    "trailing %0A": lambda path: f"{path}%0A",
+    "trailing %0D%0A": lambda path: f"{path}%0D%0A",
+    "trailing %00": lambda path: f"{path}%00",
+    "%0A after the version": lambda path: path.replace("/", "%0A/", 2).removeprefix("%0A"),
+    "inserted %2e%2e": dots,
+    "trailing %2e%2e": lambda path: f"{path}/x/%2e%2e",
+    "double-encoded %252e": lambda path: dots(path).replace("%2e", "%252e"),
+    "plain dots": lambda path: dots(path).replace("%2e", "."),
+    "leading //": lambda path: f"/{path}",
+    "inner //": lambda path: path[:1] + path[1:].replace("/", "//", 1),
+    "trailing slash": lambda path: f"{path}/",
+    ";x": lambda path: f"{path};x",
+    ";x after the version": lambda path: path[:1] + path[1:].replace("/", ";x/", 1),
+    "encoded slash": lambda path: path[:1] + path[1:].replace("/", "%2F", 1),
+    "encoded letter": lambda path: f"{path[:-1]}%{ord(path[-1]):02x}",
+    "another case": lambda path: path.upper(),
+    "a line separator": lambda path: f"{path}%E2%80%A8",
+    "invalid UTF-8": lambda path: f"{path}%C0%AE",
+    "encoded question mark": lambda path: f"{path}%3Fx",
+    "a fragment": lambda path: f"{path}%23x",
+    "absolute form": lambda path: f"http://127.0.0.1{path}",
+}
+CONTROL = ("trailing %0A", "trailing %0D%0A", "trailing %00", "%0A after the version")
+"""Ways with control characters: a HEAD is refused for them without a sentence."""
+METHODS: dict[str, Callable[[str], str]] = {
+    "lower-case method": str.lower,
+    "capitalized method": str.capitalize,
+    "another method": lambda _: "PATCH",
+}
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+    roles: frozenset[str]
+    """As the document has them; empty: anyone."""
+    node: str = ""
+    """What the document requires of a node besides its role."""
+
+    @property
+    def call(self) -> str:
+        return f"{self.method} {without_version(self.path)}"
+
+
+@dataclass(frozen=True)
+class CallerCase:
+    name: str
+    role: str | None
+    token: str | None
+    node: str | None = None
+    """The node whose own credential the token is."""
+
+
+def callers(service: Guarded) -> list[CallerCase]:
+    known = [CallerCase(f"a client with the role {role}", role, TOKENS[role]) for role in ROLES]
+    of_nodes = [
+        CallerCase(f"the node {name} with its own credential", "node", token, name)
+        for name, token in service.credentials.items()
+    ]
+    return [CallerCase("nobody", None, None), CallerCase("a wrong token", None, "wrong"), *known, *of_nodes]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_service(tmp_path_factory.mktemp("attacked")) as service:
+        yield service
+
+
+@pytest.fixture
+def raw(service: Guarded) -> Iterator[Raw]:
+    with closing(Raw(service.port)) as raw:
+        yield raw
+
+
+@pytest.fixture(scope="module")
+def routes(service: Guarded) -> list[Route]:
+    found = [
+        Route(method.upper(), path, frozenset(operation["x-roles"]), operation.get("x-node", ""))
+        for path, operations in service.document()["paths"].items()
+        for method, operation in operations.items()
+        if method in HTTP_METHODS
+    ]
+    return [*found, *(Route(method, path, frozenset({"submit", "admin"})) for method, path in HIDDEN)]
+
+
+def test_each_route_has_a_row_in_the_documented_table_and_the_roles_of_it(routes: list[Route]) -> None:
+    documented = {call: (roles_of(marks), NODES.get(marks["node"], "")) for call, marks in documented_roles().items()}
+    served = {(route.method, without_version(route.path)): (route.roles, route.node) for route in routes}
+    assert documented == served
+
+
+def test_no_route_of_the_application_is_missing_from_the_documented_table() -> None:
+    settings = ServiceSettings.model_validate({"api_token": "a"})
+    app = make_app(MagicMock(settings=settings, node_name="head", node_token="n"))
+    # FastAPI may keep an included router as it is, behind one entry of its own.
+    entries = [getattr(entry, "original_router", None) for entry in app.routes]
+    assert all(entries), "a route that is in no router: access.GuardedRoute enforces no roles on it"
+    served = {
+        (method, without_version(route.path_format))
+        for router in entries
+        for route in router.routes
+        for method in route.methods
+    }
+    assert served == set(documented_roles())
+
+
+@pytest.mark.timeout(120)
+def test_nobody_gets_past_the_roles_of_a_route_however_its_path_is_written(
+    service: Guarded, routes: list[Route], raw: Raw
+) -> None:
+    """First the callers that a route refuses: nothing of it may change. Then those that it takes, who must get
+    through, since a service that refuses everybody would pass otherwise."""
+    before = service.contents()
+    holes, tried = [], 0
+    for route in routes:
+        for caller in callers(service):
+            if may(caller, route):
+                continue
+            for how, method, target in attacks(route):
+                answer = send(raw, route, caller, method, target)
+                tried += 1
+                if not is_refused(answer, caller, how):
+                    holes.append(f"{route.call} as {caller.name}, {how} ({method} {target}): {shown(answer)}")
+    assert not holes, "\n".join(holes)
+    assert tried > 20 * len(routes)
+    assert service.contents() == before
+
+    blocked = []
+    for route in ordered(routes):
+        for caller in callers(service):
+            if not may(caller, route):
+                continue
+            answer = send(raw, route, caller, route.method, PATHS["plain"](filled(route.path)))
+            if answer.status in (401, 403, 405) or answer.status >= 500 or is_unrouted(answer):
+                blocked.append(f"{route.call} as {caller.name}: {shown(answer)}")
+    assert not blocked, "\n".join(blocked)
+
+
+def test_whoever_may_call_a_route_finds_no_error_of_the_service_behind_another_way_to_write_it(
+    service: Guarded, routes: list[Route], raw: Raw
+) -> None:
+    errors = []
+    for route in ordered(routes):
+        admin = CallerCase("the admin", "admin", TOKENS["admin"])
+        for how, method, target in attacks(route):
+            answer = send(raw, route, admin, method, target)
+            if answer.status >= 500:
+                errors.append(f"{route.call}, {how} ({method} {target}): {shown(answer)}")
+    assert not errors, "\n".join(errors)
+
+
+def roles_of(marks: dict[str, str]) -> frozenset[str]:
+    """Of a row; a route that anyone may call declares none."""
+    return frozenset() if marks["nobody"] == "yes" else frozenset(role for role in ROLES if marks[role] != "-")
+
+
+def may(caller: CallerCase, route: Route) -> bool:
+    """Whether a caller may call a route; no node has a task here."""
+    if not route.roles:
+        return True
+    if caller.role != "node":
+        return caller.role in route.roles
+    mark = documented_roles()[route.method, without_version(route.path)]["node"]
+    if mark == "own":
+        return caller.node == NODE
+    return mark == "join" and caller.node is None  # the body of a join names a node of its own
+
+
+def attacks(route: Route) -> Iterator[tuple[str, str, str]]:
+    """(how, method, target), with a good query."""
+    query = f"?{QUERIES[route.call]}" if route.call in QUERIES else ""
+    path = filled(route.path)
+    for how, write in PATHS.items():
+        yield how, route.method, write(path) + query
+    for how, change in METHODS.items():
+        yield how, change(route.method), path + query
+
+
+def filled(path: str) -> str:
+    known = {**KNOWN, "job_uuid": "ended"} if "/checkpoints" in path else KNOWN
+    return path.format(**known)
+
+
+def ordered(routes: list[Route]) -> list[Route]:
+    """What deletes comes last."""
+    return sorted(routes, key=lambda route: route.method == "DELETE")
+
+
+def send(raw: Raw, route: Route, caller: CallerCase, method: str, target: str) -> Answer:
+    body = BODIES.get(route.call)
+    data = None if body is None else json.dumps(body).encode()
+    if data is None and route.method in ("PUT", "POST"):
+        data = b"{}" if route.method == "POST" else b"x"
+    kind = "application/json" if route.method == "POST" else "application/octet-stream"
+    return raw.send(method, target, caller.token, data, Content_Type=kind)
+
+
+def is_refused(answer: Answer, caller: CallerCase, how: str) -> bool:
+    """Whether an answer is one that no handler gave."""
+    if caller.role is None and answer.status == 429:  # an address that guesses tokens is slowed
+        return True
+    if how == "plain":
+        return answer.status == (401 if caller.role is None else 403)
+    if answer.status == 400:
+        return any(text in answer.body.decode() for text in FORM) or (not answer.body and how in CONTROL)
+    return answer.status in (401, 403, 405) or is_unrouted(answer)
+
+
+def is_unrouted(answer: Answer) -> bool:
+    """The framework's own words: no handler has looked."""
+    return answer.status == 404 and answer.body in (b'{"detail":"Not Found"}', b"")
+
+
+def shown(answer: Answer) -> str:
+    return f"{answer.status} {answer.body[:200]!r}"
