@@ -719,9 +719,11 @@ class Store:
                 _use_wal(connection)
                 with _lock(self.path):
                     (version,) = connection.execute("PRAGMA user_version").fetchone()
-                    for old in range(version, SCHEMA_VERSION) if version else ():
-                        connection.executescript(_sql(f"upgrade-{old}.sql"))
-                    connection.executescript(_sql("schema.sql"))
+                    upgrades = range(version, SCHEMA_VERSION) if version else ()
+                    try:
+                        connection.executescript(_as_one([*(f"upgrade-{old}.sql" for old in upgrades), "schema.sql"]))
+                    finally:
+                        connection.rollback()  # does nothing once it is committed
 
 
 def private_data_dir(data_dir: Path) -> None:
@@ -950,6 +952,12 @@ def _queries() -> dict[str, str]:
     """Name -> statement, from `queries.sql`."""
     parts = _sql("queries.sql").split("-- name: ")[1:]
     return {name.strip(): text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _as_one(names: Iterable[str]) -> str:
+    """Scripts as one transaction: a process that is killed in between leaves the database as it was."""
+    scripts = "".join(_sql(name) for name in names)
+    return f"BEGIN IMMEDIATE;\n{scripts.replace('BEGIN IMMEDIATE;', '').replace('COMMIT;', '')}\nCOMMIT;\n"
 
 
 def _sql(name: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, JobNotFound, StoreError
+from llama_stack_provider_trl.jobs import store as store_module
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
 from llama_stack_provider_trl.jobs.store import Store, _queries
@@ -460,6 +461,25 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: in
     assert columns(path) == tables
     with pytest.raises(JobConflict, match="in the way of job 'a'"):
         upgraded.add_job(job_spec("c", checkpoint_dir=job_spec("a").checkpoint_dir), "digest")
+    upgraded.close()
+
+
+def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "jobs.sqlite3"
+    store = Store(path)
+    store.add_job(job_spec("a"), "digest")
+    store.close()
+    with closing(sqlite3.connect(path)) as old:
+        rewind(old, 4)
+    original = store_module._sql
+    monkeypatch.setattr(store_module, "_sql", lambda name: original(name) if name != "schema.sql" else "SELECT oops;")
+    with pytest.raises(StoreError, match="oops"):
+        Store(path)
+    monkeypatch.undo()
+    upgraded = Store(path)
+    assert upgraded.get("a").created_by == ""
     upgraded.close()
 
 
