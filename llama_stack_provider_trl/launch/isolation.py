@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,9 +44,11 @@ _CACHES = (
 """Environment variables that name a directory which a training may write."""
 _HOME_CACHES = (".cache", ".triton", ".nv")
 """Where libraries keep what they compile and download, below the home directory."""
+_LINKED_CACHES = ("huggingface", "huggingface/hub", "huggingface/datasets", "huggingface/xet", "torch", "triton")
 _CONTROL_SOCKETS = (
     *("/run/user", "/run/dbus", "/run/systemd/private", "/run/docker.sock", "/run/containerd", "/run/crio"),
     *("/run/podman", "/run/snapd.socket", "/run/libvirt", "/run/incus", "/run/lxd", "/run/tmux", "/run/screen"),
+    *("/run/k3s", "/run/docker", "/run/buildkit", "/run/cri-dockerd.sock", "/var/snap/lxd/common/lxd"),
 )
 _PROBE_TIMEOUT = 20.0
 _DEPTH = 40
@@ -111,8 +115,9 @@ class Isolation:
         gpus: bool = False,
     ) -> View:
         locks = environ.get(LOCK_DIRECTORY) or f"/tmp/llama-stack-trl-{os.getuid()}"
-        sockets = [Path(path) for path in (*_CONTROL_SOCKETS, environ.get("XDG_RUNTIME_DIR") or "/run/user")]
-        hidden = [*self.directories, Path(locks), *(path for path in sockets if path.is_dir())]
+        # Of this process: the allow-list of a training's environment leaves the variable out.
+        sockets = [Path(path) for path in (*_CONTROL_SOCKETS, os.environ.get("XDG_RUNTIME_DIR") or "/run/user")]
+        hidden = [*self.directories, Path(locks), *_lock_directories(), *(path for path in sockets if path.is_dir())]
         found = _Resolver(_outermost(_with_linked(hidden)))
         for path in (*read, *_interpreter(python), *_named(environ)):
             found.add(path, found.read)
@@ -122,7 +127,8 @@ class Isolation:
         return View(
             covers=tuple(sorted(map(str, found.covers))),
             blanks=tuple(sorted(str(path.resolve()) for path in files if path.exists())),
-            read=tuple(sorted(found.read - found.write)),
+            # A mount point cannot be renamed: a damaged checkpoint in a writable directory has to be set aside.
+            read=tuple(sorted(path for path in found.read if not found.is_writable(path))),
             write=tuple(sorted(found.write)),
             links=tuple(sorted(found.links.items())),
             cwd=str(cwd.resolve()),
@@ -212,8 +218,20 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
     for model in _paths(job.get("model"), reference.get("model")):
         if _is_model(model, directories):
-            found.read += [model, *(path for path in model.iterdir() if path.is_symlink())]
+            found.read += [model, *_links_of(model, directories)]
     return found
+
+
+def _links_of(model: Path, directories: Sequence[Path]) -> Iterator[Path]:
+    """Symbolic links in a model's directory, as a hub's cache consists of. A link in a data directory, or to one, is
+    not followed: a training may have written it."""
+    homes = [home.resolve() for home in directories]
+    if any(model.resolve().is_relative_to(home) for home in homes):
+        return
+    with suppress(OSError):
+        for path in model.iterdir():
+            if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in homes):
+                yield path
 
 
 def _paths(*texts: Any) -> list[Path]:
@@ -261,13 +279,42 @@ def _named(environ: Mapping[str, str]) -> Iterator[Path]:
 
 def _caches(environ: Mapping[str, str], gpus: bool) -> Iterator[Path]:
     yield from _paths(*(environ.get(name) for name in _CACHES))
-    for home in _paths(environ.get("HOME")):
+    for home in _paths(environ.get("HOME") or _home()):
         for name in _HOME_CACHES[: None if gpus else 1]:
             try:
                 (home / name).mkdir(mode=0o700, exist_ok=True)
             except OSError:
                 continue
         yield from (home / name for name in _HOME_CACHES)
+        # Each may be a symbolic link to another disk. Others are not followed: a training may have left them there.
+        yield from _elsewhere(home / ".cache", *_LINKED_CACHES)
+    for cache in _paths(environ.get("HF_HOME")):
+        yield from _elsewhere(cache, "hub")
+
+
+def _elsewhere(cache: Path, *names: str) -> Iterator[Path]:
+    """What has these names in a cache and lies outside of it."""
+    with suppress(OSError, RuntimeError):
+        real = cache.resolve()
+        yield from (path for name in names if not (path := (cache / name).resolve()).is_relative_to(real))
+
+
+def _home() -> str | None:
+    """The home directory, as `expanduser` finds it without HOME."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+
+
+def _lock_directories() -> Iterator[Path]:
+    """Where device locks are kept when /tmp is of no use (`runner.device_locks`), below a cache that a training may
+    write. It is created here, since only what exists can be covered."""
+    for home in _paths(_home()):
+        directory = home / ".cache" / "llama-stack-trl"
+        with suppress(OSError):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            yield directory
 
 
 def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
@@ -307,6 +354,13 @@ class _Resolver:
         if self._is_hidden(real) or to is self.write:
             to.add(str(real))
         self.links.update(links)
+
+    def is_writable(self, path: str) -> bool:
+        """Whether a directory that may be written holds this path, and no cover hides it there."""
+        above = {str(path), *map(str, Path(path).parents)}
+        written = [place for place in self.write if place in above]
+        covered = [str(place) for place in self.covers if str(place) in above]
+        return max(map(len, written), default=0) > max(map(len, covered), default=0)
 
     def _is_hidden(self, path: Path) -> bool:
         return any(path.is_relative_to(cover) for cover in self.covers)

@@ -52,9 +52,38 @@ def test_below_the_data_directory_only_what_the_specification_names_is_seen(data
     found = view(data, {"job": job, "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
     assert str(data) in found.covers
     assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference"]
-    assert below(data, found.read) == [
-        *("checkpoints/first/final", "checkpoints/mine/checkpoint-3", "datasets/rows.jsonl")
-    ]
+    # The checkpoint is in a directory that is writable: as a mount of its own it could not be renamed.
+    assert below(data, found.read) == ["checkpoints/first/final", "datasets/rows.jsonl"]
+
+
+def test_links_that_a_training_may_have_left_in_its_checkpoint_open_nothing_to_the_next_one(data: Path) -> None:
+    model, cached = data / "checkpoints/first/final", data.with_name("models")
+    for directory in (model, cached, data / "jobs/other"):
+        directory.mkdir(parents=True)
+    (data / "jobs.sqlite3").touch()
+    for directory in (model, cached):
+        (directory / "config.json").write_text("{}")
+        (directory / "database").symlink_to(data / "jobs.sqlite3")
+        (directory / "runs").symlink_to(data / "jobs/other")
+    for path in (model, cached):
+        found = view(data, {"job": {"model": str(path)}})
+        assert not {"jobs.sqlite3", "jobs/other"} & set(below(data, found.read))
+
+
+def test_a_cache_behind_a_symbolic_link_is_writable(data: Path) -> None:
+    home, disk = data.with_name("home"), data.with_name("disk")
+    (home / ".cache").mkdir(parents=True)
+    disk.mkdir()
+    (home / ".cache" / "huggingface").symlink_to(disk)
+    assert str(disk) in view(data, {}, HOME=str(home)).write
+
+
+def test_without_home_the_cache_of_the_user_is_writable(data: Path) -> None:
+    assert str(Path("~/.cache").expanduser().resolve()) in view(data, {}).write
+
+
+def test_what_keeps_device_locks_in_the_cache_is_covered(data: Path) -> None:
+    assert str(Path("~/.cache/llama-stack-trl").expanduser().resolve()) in view(data, {}).covers
 
 
 def test_a_preflight_neither_creates_nor_sees_the_checkpoint_directory(data: Path) -> None:
