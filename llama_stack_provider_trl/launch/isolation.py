@@ -24,7 +24,8 @@ from ..errors import InvalidRequest
 from ..files import RunDir
 from ..process import child_environment
 from .base import TaskSpec
-from .namespaces import View
+from .namespaces import KEEP, View
+from .runner import lock_places
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Isolation:
         *,
         read: Iterable[Path] = (),
         write: Iterable[Path] = (),
+        keep: Iterable[int] = (),
     ) -> list[str]:
         """A command line that runs another one isolated, or that itself where nothing is.
 
@@ -98,11 +100,13 @@ class Isolation:
             environ: its environment.
             read: files and directories below a hidden one that it reads; what else it may, as a training may.
             write: directories that it writes.
+            keep: open files that it gets from its caller.
         """
         if not self.how:
             return list(argv)
         view = self._view(cwd, argv[0], environ, read, write)
-        return [sys.executable, "-m", NAMESPACES, json.dumps(view.to_json()), *argv]
+        kept = f"{KEEP}{','.join(map(str, keep))}"
+        return [sys.executable, "-m", NAMESPACES, kept, json.dumps(view.to_json()), *argv]
 
     def _view(
         self,
@@ -114,10 +118,10 @@ class Isolation:
         *,
         gpus: bool = False,
     ) -> View:
-        locks = environ.get(LOCK_DIRECTORY) or f"/tmp/llama-stack-trl-{os.getuid()}"
+        locks = lock_places(environ.get(LOCK_DIRECTORY))
         # Of this process: the allow-list of a training's environment leaves the variable out.
         sockets = [Path(path) for path in (*_CONTROL_SOCKETS, os.environ.get("XDG_RUNTIME_DIR") or "/run/user")]
-        hidden = [*self.directories, Path(locks), *_lock_directories(), *(path for path in sockets if path.is_dir())]
+        hidden = [*self.directories, *locks, *_lock_directories(), *(path for path in sockets if path.is_dir())]
         found = _Resolver(_outermost(_with_linked(hidden)))
         for path in (*read, *_interpreter(python), *_named(environ)):
             found.add(path, found.read)
@@ -181,7 +185,7 @@ def probe() -> Isolation:
     view = View(write=_SCRATCH)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", NAMESPACES, json.dumps(view.to_json())],
+            [sys.executable, "-m", NAMESPACES, KEEP, json.dumps(view.to_json())],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,6 +1,6 @@
 """Runs a program in mount and process namespaces of its own, in which it sees no more than a `View` lets it.
 
-    python -m llama_stack_provider_trl.launch.namespaces VIEW [COMMAND ...]
+    python -m llama_stack_provider_trl.launch.namespaces --keep=DESCRIPTORS VIEW [COMMAND ...]
 
 The program becomes a child of a small init, process 1 of its namespace: when the init ends, the kernel ends the rest.
 Root creates the namespaces directly; another user creates a user namespace first. Linux, standard library and ctypes
@@ -75,6 +75,10 @@ _KERNEL_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Entries of /proc that change the machine for a process of root: read-only, as in containers."""
 
 
+KEEP = "--keep="
+"""Before the numbers of open files that the command gets, with commas between them."""
+
+
 class NotIsolated(OSError):
     """Raised when the machine, or the user's rights on it, do not allow the namespaces; names the step that failed."""
 
@@ -114,7 +118,14 @@ class Confined:
         OSError: the program cannot be started.
     """
 
-    def __init__(self, view: View, argv: Sequence[str], prepare: Callable[[], None], output: int | None = None) -> None:
+    def __init__(
+        self,
+        view: View,
+        argv: Sequence[str],
+        prepare: Callable[[], None],
+        output: int | None = None,
+        keep: Sequence[int] = (),
+    ) -> None:
         self.privileged = _allow_namespaces()
         """Whether no user namespace was needed."""
         self.returncode: int | None = None
@@ -122,7 +133,7 @@ class Confined:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.init = os.fork()
         if self.init == 0:
-            _Init(view, argv, prepare, output, theirs).run(self.privileged)
+            _Init(view, argv, prepare, output, keep, theirs).run(self.privileged)
         theirs.close()
         self._channel = ours
         first = self._receive()
@@ -187,6 +198,7 @@ class _Init:
     argv: Sequence[str]
     prepare: Callable[[], None]
     output: int | None
+    keep: Sequence[int]
     channel: socket.socket
 
     def run(self, privileged: bool) -> NoReturn:
@@ -210,7 +222,7 @@ class _Init:
         # SIGTERM is for the program: the kernel keeps it from a process 1 without a handler.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        kept = sorted({0, 1, 2, self.channel.fileno(), *([] if self.output is None else [self.output])})
+        kept = sorted({0, 1, 2, *self.keep, self.channel.fileno(), *([] if self.output is None else [self.output])})
         for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
             os.closerange(low + 1, high)
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -226,7 +238,7 @@ class _Init:
         if self.output is not None:
             streams = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": subprocess.STDOUT}
         try:
-            program = subprocess.Popen(self.argv, start_new_session=True, **streams)  # type: ignore[call-overload]
+            program = subprocess.Popen(self.argv, start_new_session=True, pass_fds=self.keep, **streams)  # type: ignore[call-overload]
         except OSError as error:
             self._send(error=error.strerror, errno=error.errno)
             return 1
@@ -426,17 +438,18 @@ def _libc() -> ctypes.CDLL:
 def main(arguments: Sequence[str]) -> int:
     """Run COMMAND in a view and return its exit status, or 128 and the signal that ended it. Without a command, build
     the view and print how: `root` or `user namespace`."""
-    view = View.from_json(json.loads(arguments[0]))
+    keep = [int(number) for number in arguments[0].removeprefix(KEEP).split(",") if number]
+    view, argv = View.from_json(json.loads(arguments[1])), arguments[2:]
     die_with_parent(os.getppid())
     try:
-        program = Confined(view, arguments[1:], lambda: None)
+        program = Confined(view, argv, lambda: None, keep=keep)
     except NotIsolated as error:
         print(f"not isolated: {error.strerror or error}", file=sys.stderr)
         return 125
     except OSError as error:
-        print(f"{arguments[1]}: {error.strerror or error}", file=sys.stderr)
+        print(f"{argv[0]}: {error.strerror or error}", file=sys.stderr)
         return 127
-    if not arguments[1:]:
+    if not argv:
         print("root" if program.privileged else "user namespace")
         return 0
     while (exit_code := program.poll_report()) is None:

@@ -486,6 +486,11 @@ def device_locks() -> list[Path]:
     return usable
 
 
+def lock_places(chosen: str | None) -> list[Path]:
+    """Every directory in which device locks of this user may be; `chosen` is TRL_LOCK_DIR."""
+    return [Path(chosen)] if chosen else [LOCKS / f"llama-stack-trl-{os.getuid()}", *_own_places()]
+
+
 def _own_places() -> list[Path]:
     """Directories for device locks that no other user can make: they are below some that only we can write."""
     session = RUNTIME / str(os.getuid())

@@ -185,7 +185,7 @@ class Blobs:
         async with self._children:
             child = await asyncio.create_subprocess_exec(
                 *self._isolation.command(
-                    [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write
+                    [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write, keep=given
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,8 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.namespaces import Confined, NotIsolated, View
 from llama_stack_provider_trl.launch.runner import Limits, RunnerStatus
 from llama_stack_provider_trl.recipes.spec import ShardingSpec
+from llama_stack_provider_trl_remote.service.blobs import Blobs
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import SHEBANG
 from tests.isolated import isolation
 from tests.process.test_recovery import World
@@ -315,6 +319,25 @@ def test_a_command_that_is_isolated_keeps_its_output_and_its_exit_status(site: S
     assert (done.returncode, done.stdout) == (7, '{"prompt": "rows"}')
     argv = isolated.command(["/bin/sh", "-c", "kill -9 $$"], Path("/"), os.environ)
     assert subprocess.run(argv, timeout=60).returncode == 128 + signal.SIGKILL
+    with open(site.data / "jobs.sqlite3", "rb") as file:
+        given = (file.fileno(),)
+        reader = [sys.executable, "-c", f"import os; os.write(1, os.read({given[0]}, 100))"]
+        argv = isolated.command(reader, Path("/"), os.environ, keep=given)
+        assert subprocess.run(argv, stdout=subprocess.PIPE, pass_fds=given, timeout=60).stdout == b"jobs"
+
+
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_a_reader_converts_the_file_that_it_was_given(site: Site, is_isolated: bool) -> None:
+    files = site.root / "files"
+    files.mkdir()
+    (files / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    settings = ServiceSettings(data_dir=site.data, dataset_roots=(files,), device="cpu")
+    blobs = Blobs(settings, isolation(site.data) if is_isolated else NO_ISOLATION)
+    blobs.prepare()
+    with open(files / "rows.jsonl", "rb") as file:
+        sha256, num_rows = asyncio.run(blobs.convert(str(files / "rows.jsonl"), file.fileno()))
+    assert num_rows == 1
+    assert blobs.holds(sha256)
 
 
 # Limits
