@@ -127,6 +127,7 @@ BODIES: dict[str, Json] = {
         "source": {"type": "rows", "rows": QUESTIONS},
     },
     "POST /nodes": report("new"),
+    "POST /tokens": {"name": "new"},
     "POST /nodes/{name}/poll": {"boot_id": f"boot of {NODE}", "tasks": [], "seen": -1},
     "POST /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}": {"kind": "final", "files": []},
 }
