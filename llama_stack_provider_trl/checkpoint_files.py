@@ -9,7 +9,9 @@ write the present format, and accepted from the service: `recipes.legacy_checkpo
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 
 from .errors import InvalidRequest
 
@@ -21,6 +23,44 @@ _DATA = re.compile(
 )
 _CODE = re.compile(r"[^/]+\.py")
 _LEGACY = re.compile(r"optimizer/(\.metadata|__\d+_\d+\.distcp)|scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth")
+
+_DIRECTORIES = {
+    "step": re.compile(r"checkpoint-\d{1,12}"),
+    "final": re.compile("final"),
+    "merged": re.compile("merged"),
+}
+
+
+def is_checkpoint_name(name: str, kind: str | None = None) -> bool:
+    """Whether a checkpoint's directory may have this name.
+
+    Args:
+        kind: step, final or merged; None: any of them.
+    """
+    patterns = _DIRECTORIES.values() if kind is None else [_DIRECTORIES[kind]]
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def misplaced(path: Path, kind: str, directory: Path) -> str | None:
+    """Why `path` cannot be a checkpoint of the job whose checkpoint directory is `directory`; None: it can.
+
+    A training chooses the paths that its events name, and checkpoints are served and deleted by those paths.
+    """
+    if path.parent != directory or ".." in path.parts:  # as text: a symbolic link may lead elsewhere the next time
+        return f"a checkpoint of this job lies in {directory}"
+    if not is_checkpoint_name(path.name, kind):
+        return f"a checkpoint of the kind {kind} has another name"
+    if not is_directory(path, or_absent=True):
+        return "it is not a directory: symbolic links and files are not accepted"
+    return None
+
+
+def is_directory(path: Path, *, or_absent: bool = False) -> bool:
+    """Whether `path` is a directory itself, and not a symbolic link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return or_absent
 
 
 def check_names(names: Iterable[str], field: str, *, code: bool = False, legacy: bool = False) -> None:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
+from ..checkpoint_files import misplaced
 from ..errors import JobConflict, StoreError, is_exhausted
 from ..files import RunDir, atomic_write, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
@@ -29,6 +30,7 @@ from ..process import FileLock
 from ..recipes.evaluations import best_step
 from ..recipes.events import CheckpointSaved, Reason, read_events
 from ..resolve import derive
+from .announced import accepted
 from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership
 from .placement import Node, Queued, place, why_waits
@@ -365,6 +367,7 @@ class Supervisor:
             events, after = read_events(RunDir(job.run_dir).events, offset, _EVENT_BYTES)
             if after == offset:
                 return self._store.get(job.job_uuid)
+            events = list(accepted(events, job.spec))
             self._store.apply_events(job.job_uuid, job.attempt, events, after)
             offset = after
             if any(isinstance(event, CheckpointSaved) for event in events):
@@ -382,7 +385,9 @@ class Supervisor:
         best = best_step(metric, seen) if metric else None
         for checkpoint in superfluous(steps, job, best):
             self._store.remove_checkpoint(checkpoint)
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            # Again: an earlier release may have listed it unchecked, and the training may have replaced it since.
+            if misplaced(checkpoint.path, checkpoint.kind, job.spec.checkpoint_dir) is None:
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def _place(self) -> None:
         """Give free devices to waiting jobs and launch those; tell the others what they wait for. Where all is as it

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.checkpoint_files import check_names
+from llama_stack_provider_trl.checkpoint_files import check_names, is_checkpoint_name
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.files import (
     MANIFEST,
@@ -32,6 +32,7 @@ from llama_stack_provider_trl.files import (
     put_in_place,
     resolve_under,
 )
+from llama_stack_provider_trl.jobs.announced import named_path, refusal
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.recipes.events import CheckpointSaved, EventWriter, event_lines, parse_event
@@ -42,7 +43,6 @@ from .errors import Gone, NotFound, WrongOffset
 from .node_logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
-_NAMES = {"step": re.compile(r"checkpoint-\d{1,12}"), "final": re.compile("final"), "merged": re.compile("merged")}
 _LOOK_BYTES = 8 << 20
 """Bytes of an upload between two checks of the free space."""
 _LONGEST = 240
@@ -100,19 +100,16 @@ class Shipping:
     def _check_events(self, task: NodeTaskRecord, lines: bytes) -> None:
         """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
         its event says that it is."""
-        directory = self._store.get(task.job_uuid).spec.checkpoint_dir
+        spec = self._store.get(task.job_uuid).spec
         for line in event_lines(lines):
             try:
                 event = parse_event(line)
             except ValueError as error:
                 raise InvalidRequest("body", f"{line[:100]!r}", f"it is no event: {error}") from error
-            if not isinstance(event, CheckpointSaved):
-                continue
-            path = event.path
-            if path.parent != directory or not _NAMES[event.kind].fullmatch(path.name):
-                raise InvalidRequest("path", str(path), f"a checkpoint of this job lies in {directory}")
-            if not (path / MANIFEST).is_file():
-                raise InvalidRequest("path", str(path), "it is not there: bring its files before its event")
+            if (why := refusal(event, spec)) is not None:
+                raise InvalidRequest("path", str(named_path(event)), why)
+            if isinstance(event, CheckpointSaved) and not (event.path / MANIFEST).is_file():
+                raise InvalidRequest("path", str(event.path), "it is not there: bring its files before its event")
 
     def append_event(self, path: Path, event: BaseModel) -> None:
         """A last word of the service's own."""
@@ -158,7 +155,7 @@ class Shipping:
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
-        if not _NAMES[report.kind].fullmatch(name):
+        if not is_checkpoint_name(name, report.kind):
             raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
         _check_files(report, code=job.spec.trust_remote_code)
         staging = _staging(job, task, name)
@@ -190,7 +187,7 @@ class Shipping:
             WrongOffset: it does not begin where what is here ends.
         """
         task = self.first(task_id, node)
-        if not any(pattern.fullmatch(name) for pattern in _NAMES.values()):
+        if not is_checkpoint_name(name):
             raise NotFound(f"{name!r} is not the name of a checkpoint: checkpoint-NUMBER, final and merged are")
         job = self._store.get(task.job_uuid)
         staging = _staging(job, task, name)
