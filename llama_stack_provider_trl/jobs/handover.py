@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from uuid import uuid4
 
@@ -54,10 +55,15 @@ def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     path = home / "resume" / uuid4().hex / fitting[-1].name
     try:
         path.parent.mkdir(parents=True)
-        shutil.copytree(fitting[-1], path, copy_function=_link)
+        _refuse_links(asked, fitting[-1])
+        shutil.copytree(fitting[-1], path, symlinks=True, copy_function=_link)
+        _refuse_links(asked, path)  # what was replaced meanwhile
         if not is_whole(path):
             raise FileNotFoundError("it was removed meanwhile, send the request again")
         fsync_tree(path.parent.parent)
+    except InvalidRequest:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise
     except OSError as error:  # shutil.Error too
         shutil.rmtree(path.parent, ignore_errors=True)
         raise StoreError(f"checkpoint {fitting[-1]} cannot be kept for job {spec.job_uuid!r}: {error}") from error
@@ -68,6 +74,20 @@ def take_back(spec: JobSpec) -> None:
     """Remove what `hand_over` has copied for a job that was not added."""
     if spec.resume_from is not None and spec.resume_from.path is not None:
         shutil.rmtree(spec.resume_from.path.parent, ignore_errors=True)
+
+
+def _refuse_links(asked: str, checkpoint: Path) -> None:
+    """Refuse a checkpoint that holds anything but directories and regular files: its training may have put a symbolic
+    link to other jobs' files there, or a FIFO, which would block whoever opens it."""
+    for found in list(checkpoint.rglob("*")):
+        mode = found.lstat().st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            continue
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+        relative = str(found.relative_to(checkpoint))
+        raise InvalidRequest(
+            FIELD, asked, f"{relative!r} in that checkpoint is {kind}; a checkpoint holds regular files only"
+        )
 
 
 def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
@@ -93,7 +113,7 @@ def _text(value: object) -> str:
 
 def _link(source: str, target: str) -> str:
     try:
-        os.link(source, target)
+        os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
+        shutil.copy2(source, target, follow_symlinks=False)
     return target

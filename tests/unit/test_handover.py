@@ -137,7 +137,7 @@ def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
 
 
 def test_without_links_the_checkpoint_is_copied(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, target: str) -> None:
+    def refuse(source: str, target: str, **options: bool) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_not_taken(
 ) -> None:
     link = os.link
 
-    def late(source: str, target: str) -> None:
+    def late(source: str, target: str, **options: bool) -> None:
         (tmp_path / "first" / "checkpoint-4" / "optimizer" / "shard").unlink(missing_ok=True)
         link(source, target)
 
