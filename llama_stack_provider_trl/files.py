@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -11,9 +12,11 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from .beneath import NotAFile, open_beneath
 from .errors import InvalidRequest, InvalidRows, is_exhausted
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,8 @@ LATEST = "latest"
 """In a job's checkpoint directory: the name of the step checkpoint that was put in place last."""
 _STEP = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
+_SMALL = 16 << 20
+"""Bytes of a small file that a training may have written; the largest manifests have 1 MiB."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
@@ -66,6 +71,58 @@ class Blob(NamedTuple):
     path: Path
     num_rows: int
     num_bytes: int
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading whose name belongs to a training: no symbolic link is followed, no FIFO waited for.
+
+    Raises:
+        FileNotFoundError: nothing has the name.
+        NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotAFile(errno.EINVAL, "it is a symbolic link or a socket, not a file", str(path)) from error
+        raise
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return os.fdopen(file, "rb")
+    os.close(file)
+    raise NotAFile(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def open_in(directory: Path, relative: str | Path) -> BufferedReader:
+    """Open a regular file below a directory in which a training writes; no symbolic link leads out of it.
+
+    Raises:
+        NotAFile: it is something else.
+        OSError: it cannot be opened. EXDEV or ELOOP: a symbolic link on the path leads out of `directory`.
+    """
+    return os.fdopen(open_beneath(directory, Path(relative)), "rb")
+
+
+def read_regular(path: Path, limit: int = _SMALL) -> bytes:
+    """The content of a small file, opened as by `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`. EFBIG: it has more than `limit` bytes.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return data
+
+
+def is_regular(path: Path) -> bool:
+    """Whether `path` is a regular file itself, and not a symbolic link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def private_directory(directory: Path) -> None:
@@ -187,13 +244,14 @@ def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
         OSError: this process has no descriptor or no memory left to find out.
     """
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json.loads(read_regular(directory / MANIFEST))
         for name, size in manifest["files"].items():
-            found = (directory / name).stat().st_size
+            with open_in(directory, name) as file:
+                found = os.fstat(file.fileno()).st_size
             if found != size:
                 return f"{name} has {found} bytes, its manifest says {size}"
         for name, digest in manifest.get("sha256", {}).items():
-            if (of is None or name in of) and sha256_of(directory / name) != digest:
+            if (of is None or name in of) and sha256_in(directory, name) != digest:
                 return f"{name} does not have the sha256 that its manifest says"
     except OSError as error:
         if is_exhausted(error):
@@ -215,10 +273,17 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_in(directory: Path, name: str) -> str:
+    """As `sha256_of`, of a file that is opened as by `open_in`."""
+    with open_in(directory, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def point_latest(directory: Path, name: str) -> None:
     """Have the file `latest` name a checkpoint of its directory. A reader finds the old name or the new one."""
     temporary = directory / f"{LATEST}.tmp"
-    with open(temporary, "wb") as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:  # follows no symbolic link
         file.write(name.encode() + b"\n")
         _flush(file)
     os.replace(temporary, directory / LATEST)
@@ -262,12 +327,19 @@ def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
         elif _STAGED.fullmatch(path.name) or (_STEP.fullmatch(path.name) and path.name not in listed):
             shutil.rmtree(path, ignore_errors=True)
     latest = directory / LATEST
-    if latest.exists() and latest.read_text().strip() not in listed:  # it was put in place and not announced
+    if os.path.lexists(latest) and _named_by(latest) not in listed:  # it was put in place and not announced
         steps = [name for name in listed if _STEP.fullmatch(name)]
         if steps:
             point_latest(directory, max(steps, key=lambda name: int(name.rpartition("-")[2])))
         else:
             latest.unlink()
+
+
+def _named_by(latest: Path) -> str | None:
+    try:
+        return read_regular(latest).decode(errors="replace").strip()
+    except NotAFile:
+        return None
 
 
 def free_bytes(path: Path) -> int:
@@ -307,13 +379,18 @@ def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path
 
 
 def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
-    """The last lines of a text file, at most `limit` bytes of them; empty where there is no such file."""
+    """The last lines of a text file, at most `limit` bytes of them; empty where there is no such regular file."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
-            text = file.read(limit).decode(errors="replace")
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            return tail_of(file, lines, limit)
+    except (FileNotFoundError, NotAFile):
         return ""
+
+
+def tail_of(file: BinaryIO, lines: int, limit: int) -> str:
+    """As `tail`, of an open file."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+    text = file.read(limit).decode(errors="replace")
     return "\n".join(text.splitlines()[-lines:]).strip()
 
 
@@ -339,7 +416,7 @@ def _encoded(row: dict[str, Any], number: int) -> bytes:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_file())
+    return (path for path in directory.rglob("*") if is_regular(path))
 
 
 def _flush(file: BinaryIO) -> None:
@@ -348,7 +425,7 @@ def _flush(file: BinaryIO) -> None:
 
 
 def _fsync_path(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:

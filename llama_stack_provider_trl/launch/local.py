@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from ..beneath import NotAFile
 from ..files import RunDir, atomic_write_json, tail
 from ..process import RUN_DIR_MARK, FileLock, ProcessId, alive, carries, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
@@ -78,7 +80,7 @@ class LocalLauncher:
             if left := kill_marked(task):  # somebody removed the run directory
                 return Observation(TaskState.running, detail=f"its run directory is gone; ending {left} processes")
             return Observation(TaskState.unknown)
-        if status.state is TaskState.exited or _lives(status):
+        if status.state is TaskState.exited or _lives(status, task_marks(task)):
             return _observed(status)
         status = RunnerStatus.read(RunDir(task.run_dir).runner_status)  # its last words, if it just ended
         if status is not None and status.state is TaskState.exited:
@@ -140,15 +142,15 @@ class LocalLauncher:
 
 def _private(path: str, flags: int) -> int:
     """An opener: of files that no other user can read."""
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _seconds_since_first(mark: Path) -> float:
     """Seconds since this was first called with `mark`, a file that it leaves."""
     try:
-        if not mark.exists():
-            mark.touch()
-        return time.time() - mark.stat().st_mtime
+        with suppress(FileExistsError):  # O_EXCL follows no symbolic link
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        return time.time() - mark.lstat().st_mtime
     except OSError:  # a full disk, a removed directory
         return 0.0
 
@@ -157,7 +159,7 @@ def given_port(run_dir: Path) -> int | None:
     """The port at which the ranks of a task meet, whether it is open yet or not; None: there is none."""
     try:
         arguments = RunnerTask.read(RunDir(run_dir).task).argv
-    except FileNotFoundError:
+    except (FileNotFoundError, NotAFile):
         return None
     return next((int(part.removeprefix(MASTER_PORT)) for part in arguments if part.startswith(MASTER_PORT)), None)
 
@@ -176,11 +178,12 @@ def _told_to_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:
     return runner is not None and carries(runner, marks) and send_signal(runner, signal.SIGTERM)
 
 
-def _lives(status: RunnerStatus) -> bool:
+def _lives(status: RunnerStatus, marks: Mapping[str, str]) -> bool:
+    """Whether a task's runner lives: a process without the task's marks is not it, whatever `runner.json` says."""
     if status.runner is None:
         return False
     if alive(status.runner):
-        return True
+        return carries(status.runner, marks)
     # A runner is nobody's child, unless we are process 1 of a container: then its corpse is ours to collect.
     reap(status.runner.pid)
     return False

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..files import RunDir, atomic_write_json, tail
+from ..beneath import NotAFile
+from ..files import RunDir, atomic_write_json, open_in, open_regular, read_regular, tail, tail_of
 from ..process import (
     FileLock,
     ProcessId,
@@ -66,6 +67,8 @@ _SAVING_TIME = 60.0
 """Seconds that a training which has reached its time limit gets to save a checkpoint."""
 _STACKS_TIME = 1.0
 _STACKS_BYTES = 16_384
+_EVENTS_READ = 8 << 20
+"""Bytes of events that are read at once: more than any event has."""
 _LIMITS_INTERVAL = 2.0
 """Seconds between two measurements of what a task takes. One takes 3 ms with 200 processes on the machine."""
 _OOM_SCORE = "500"
@@ -106,7 +109,7 @@ class RunnerTask:
 
     @classmethod
     def read(cls, path: Path) -> RunnerTask:
-        data = json.loads(path.read_text())
+        data = json.loads(read_regular(path))
         return cls(
             task_id=data["task_id"],
             run_dir=Path(data["run_dir"]),
@@ -142,8 +145,8 @@ class RunnerStatus:
     @classmethod
     def read(cls, path: Path) -> RunnerStatus | None:
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
-        except FileNotFoundError:
+            data: dict[str, Any] = json.loads(read_regular(path))
+        except (FileNotFoundError, NotAFile):  # the training has put something else there: its processes are ended
             return None
         for name in ("runner", "trainer"):
             data[name] = data[name] and ProcessId(**data[name])
@@ -338,13 +341,21 @@ class Runner:
     def collect_stacks(self) -> str:
         """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would be the
         end of any other."""
-        files = {process: self.paths.stacks / str(innermost_pid(process.pid)) for process in self.left_behind()}
-        asked = {process: path for process, path in files.items() if path.exists()}
+        # `stacks` may be anything: the training can replace it. Its own directory it cannot.
+        files = {process: f"{self.paths.stacks.name}/{innermost_pid(process.pid)}" for process in self.left_behind()}
+        asked = {process: name for process, name in files.items() if self._stack(name) is not None}
         for process in asked:
             send_signal(process, signal.SIGUSR1)
         time.sleep(_STACKS_TIME)
-        texts = [tail(path, 400, _STACKS_BYTES) for path in asked.values()]
+        texts = [self._stack(name) for name in asked.values()]
         return "\n\n".join(text for text in texts if text)
+
+    def _stack(self, name: str) -> str | None:
+        try:
+            with open_in(self.paths.root, name) as file:
+                return tail_of(file, 400, _STACKS_BYTES)
+        except OSError:
+            return None
 
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
@@ -405,7 +416,7 @@ class _EventFile:
     def seconds_still(self) -> float:
         """Since the file was last written or touched, or since we began to watch."""
         try:
-            stamp = self._path.stat().st_mtime_ns
+            stamp = self._path.lstat().st_mtime_ns
         except FileNotFoundError:
             stamp = 0
         if stamp != self._stamp:
@@ -414,12 +425,12 @@ class _EventFile:
 
     def _look(self) -> bool:
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
+                data = file.read(_EVENTS_READ)
+        except (FileNotFoundError, NotAFile):
             return False
-        end = data.rfind(b"\n") + 1
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _EVENTS_READ else 0)
         self._offset += end
         return any(_is_final(line) for line in data[:end].splitlines())
 

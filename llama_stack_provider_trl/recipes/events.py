@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from ..files import open_regular
+
 LINE_BYTES = 2 << 20
 """Bytes of the longest line that is read as an event; `prepared` with 18,000 adapted modules has 1.1 MiB."""
 LAST_TIME = 253_402_300_799.0
@@ -353,7 +355,7 @@ def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list
         The events and the offset after the last whole line.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             data = file.read(limit)
             while b"\n" not in data and len(data) <= LINE_BYTES and (more := file.read(limit)):

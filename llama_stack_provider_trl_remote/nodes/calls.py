@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
+from llama_stack_provider_trl.files import open_in
 
 from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
@@ -122,7 +124,13 @@ class NodeClient(ServiceClient):
             Behind: the service has more than there is, or does not take a part that begins where it says.
         """
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
-        size, have, whole = file.stat().st_size, 0, False
+        # Below the checkpoint, since its training may put symbolic links there.
+        parts = len(Path(name).parts)
+        relative = Path(name) if file.parts[-parts:] == Path(name).parts else Path(file.name)
+        root = file.parents[len(relative.parts) - 1]
+        with open_in(root, relative) as source:
+            size = os.fstat(source.fileno()).st_size
+        have, whole = 0, False
         while not whole:
             # Where it has all bytes it is sent none: it was ended, or its answer lost, before the file was in place.
             step = min(_PIECE, size - have)
@@ -133,7 +141,7 @@ class NodeClient(ServiceClient):
                     "PUT",
                     path,
                     params={"sha256": sha256, "offset": str(have)},
-                    data=self._bytes(file, have, step),
+                    data=self._bytes(root, relative, have, step),
                     headers={"Content-Type": "application/octet-stream"},
                     total=0,
                     # It forces the piece to its disk, and reads all of a file that is complete, before it answers.
@@ -193,8 +201,8 @@ class NodeClient(ServiceClient):
             return behind.size
         return int(answer.offset or 0)
 
-    async def _bytes(self, file: Path, start: int, size: int) -> AsyncIterator[bytes]:
-        with open(file, "rb") as source:
+    async def _bytes(self, root: Path, relative: Path, start: int, size: int) -> AsyncIterator[bytes]:
+        with open_in(root, relative) as source:
             source.seek(start)
             while size:
                 chunk = await asyncio.to_thread(source.read, min(_CHUNK, size))

@@ -17,11 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_stack_provider_trl.beneath import NotAFile
+from llama_stack_provider_trl.files import open_regular, read_regular
+
 from .localize import Places
 
 ORDER = "shipped.order"
 _FINAL = ("finished", "failed", "paused")
 _PIECE = 1 << 20
+_ORDER_BYTES = 1 << 30
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""The training may put a symbolic link or a FIFO in place of the order."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Outbox:
         """What the service's file lacks from byte `offset` on: about `limit` bytes, up to the end of an event."""
         index = bisect_right(self._ends, offset)
         found = bytearray()
-        with open(self._events, "rb") as file:
+        with open_regular(self._events) as file:
             while index < len(self._starts) and len(found) < limit:
                 line = self._places.event(os.pread(file.fileno(), self._lengths[index], self._starts[index]))
                 begin = self._ends[index] - len(line)
@@ -127,7 +133,7 @@ class Outbox:
 
     def _lines(self, offset: int) -> list[tuple[int, bytes]]:
         try:
-            with open(self._events, "rb") as file:
+            with open_regular(self._events) as file:
                 file.seek(offset)
                 data = file.read()
         except FileNotFoundError:
@@ -142,7 +148,7 @@ class Outbox:
         if not spans:
             return
         text = "".join(f"{start} {length}\n" for start, length in spans).encode()
-        fd = os.open(self._order, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._order, _APPEND | os.O_CREAT, 0o600)
         try:
             before = os.fstat(fd).st_size
             if os.write(fd, text) != len(text):
@@ -153,7 +159,7 @@ class Outbox:
         self._add(spans)
 
     def _add(self, spans: list[tuple[int, int]]) -> None:
-        with open(self._events, "rb") as file:
+        with open_regular(self._events) as file:
             for start, length in spans:
                 line = self._places.event(os.pread(file.fileno(), length, start))
                 self._starts.append(start)
@@ -163,12 +169,16 @@ class Outbox:
     def _recover(self) -> None:
         """Take up what was released before, and drop the half of a line with which the one before us died."""
         try:
-            data = self._order.read_bytes()
+            data = read_regular(self._order, _ORDER_BYTES)
         except FileNotFoundError:
             return
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
-            os.truncate(self._order, len(whole))
+            fd = os.open(self._order, _APPEND)
+            try:
+                os.ftruncate(fd, len(whole))
+            finally:
+                os.close(fd)
         spans = [(int(start), int(length)) for start, length in (line.split() for line in whole.splitlines())]
         self._known = {start for start, _ in spans}
         self._add(spans)
@@ -177,8 +187,9 @@ class Outbox:
 def first_failed(events: Path) -> dict[str, Any] | None:
     """The first `failed` event of a file, which is all that a node without rank 0 has to tell; None: there is none."""
     try:
-        lines = events.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+        with open_regular(events) as file:
+            lines = file.read().splitlines(keepends=True)
+    except (FileNotFoundError, NotAFile):
         return None
     for line in lines:
         if line.endswith(b"\n") and (event := json.loads(line)).get("type") == "failed":

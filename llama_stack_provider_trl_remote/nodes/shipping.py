@@ -9,14 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from llama_stack_provider_trl.checkpoint_files import misplaced
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import MANIFEST, atomic_write, damage, file_names, sha256_of
+from llama_stack_provider_trl.files import (
+    MANIFEST,
+    atomic_write,
+    damage,
+    file_names,
+    is_regular,
+    open_in,
+    open_regular,
+    read_regular,
+    sha256_in,
+)
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from .calls import is_gone
@@ -162,6 +174,8 @@ class Shipping:
 
     async def _ship_checkpoint(self, held: Held) -> None:
         path = Path(held.event["path"])
+        if (why := misplaced(path, str(held.event["kind"]), self._places.checkpoint_dir)) is not None:
+            raise Damaged(f"the training announced checkpoint {path}, which is not uploaded: {why}")
         report = await asyncio.to_thread(_reported, path, held)
         before: set[str] = set()
         while missing := (await self._offer(path.name, report)).missing:
@@ -198,6 +212,8 @@ class Shipping:
 
     async def _ship_logs(self, over: bool) -> bool:
         for path in sorted([*self._places.run_dir.glob("rank-*.log"), *self._places.run_dir.glob("torchrun.log")]):
+            if not is_regular(path):
+                continue
             await self._ship_log(path)
         return over
 
@@ -205,7 +221,7 @@ class Shipping:
         name = path.name
         if name not in self._log_sent:
             self._log_sent[name] = await self._calls.put_log(self._task_id, name, 0, b"")
-        while (rest := path.stat().st_size - self._log_sent[name]) > 0:
+        while (rest := path.lstat().st_size - self._log_sent[name]) > 0:
             if rest > _LOG_BEHIND:  # the service notes that something is missing
                 self._log_sent[name] += rest - _LOG_PIECE
             data = await asyncio.to_thread(_part, path, self._log_sent[name])
@@ -218,9 +234,14 @@ def _step(name: str) -> int | None:
 
 
 def _part(path: Path, start: int) -> bytes:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         return file.read(_LOG_PIECE)
+
+
+def _size(directory: Path, name: str) -> int:
+    with open_in(directory, name) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _reported(path: Path, held: Held) -> CheckpointReport:
@@ -232,11 +253,9 @@ def _reported(path: Path, held: Held) -> CheckpointReport:
     """
     if (wrong := damage(path)) is not None:
         raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
-    checked = json.loads((path / MANIFEST).read_text()).get("sha256", {})  # just now: nothing is read twice
+    checked = json.loads(read_regular(path / MANIFEST)).get("sha256", {})  # just now: nothing is read twice
     files = [
-        CheckpointFileReport(
-            path=name, size=(path / name).stat().st_size, sha256=checked.get(name) or sha256_of(path / name)
-        )
+        CheckpointFileReport(path=name, size=_size(path, name), sha256=checked.get(name) or sha256_in(path, name))
         for name in file_names(path)
     ]
     return CheckpointReport(kind=held.event["kind"], files=tuple(files))

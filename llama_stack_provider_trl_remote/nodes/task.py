@@ -17,7 +17,16 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.checkpoint_files import check_names
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
-from llama_stack_provider_trl.files import atomic_write_json, damage, put_in_place, resolve_under, sha256_of, touched
+from llama_stack_provider_trl.files import (
+    atomic_write_json,
+    damage,
+    put_in_place,
+    read_regular,
+    resolve_under,
+    sha256_in,
+    sha256_of,
+    touched,
+)
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
@@ -26,7 +35,7 @@ from ..pull import OtherBytes
 from ..wire import GIVEN, MOST_JSON, MOST_TEXT, Progress, Stage, TaskOrder, TaskReport
 from . import shipping
 from .calls import is_gone
-from .localize import Places, sees_the_services_disk
+from .localize import Places, check_order, sees_the_services_disk
 from .outbox import first_failed
 from .probe import Door, listen, probe
 from .shipping import Damaged, Shipping
@@ -384,6 +393,8 @@ class NodeTask:
         if await asyncio.to_thread(_is_the_same, target, files):
             return
         staging = target.with_name(f"{target.name}.tmp")
+        if staging.is_symlink():  # left by the job's earlier training: what is fetched would go where it leads
+            staging.unlink()
         for number, file in enumerate(files, 1):
             size = f"{file['size'] / (1 << 20):.1f} MiB"
             self._say(f"fetches {path.name}, file {number} of {len(files)}: {file['path']}, {size}")
@@ -442,9 +453,12 @@ def kept_tasks(node: Node) -> list[NodeTask]:
     found = []
     for record in sorted(node.data_dir.glob(f"jobs/*/attempts/*/{RECORD}")):
         try:
-            kept = json.loads(record.read_text())
+            kept = json.loads(read_regular(record))
             order = TaskOrder.model_validate(kept["order"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            check_order(order)  # its training can write it
+            if Places(order, node.data_dir).run_dir != record.parent:
+                raise ValueError("it is the order of another task")
+        except (OSError, ValueError, KeyError, TypeError, TrlError) as error:
             log.warning("%s cannot be read, and is left alone: %s", record, error)
             continue
         if kept["boot_id"] == node.boot_id:
@@ -470,8 +484,7 @@ def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:
     """Whether a checkpoint is here with exactly these bytes."""
     try:
         return bool(files) and all(
-            (target / file["path"]).stat().st_size == file["size"]
-            and sha256_of(target / file["path"]) == file["sha256"]
+            (target / file["path"]).stat().st_size == file["size"] and sha256_in(target, file["path"]) == file["sha256"]
             for file in files
         )
     except OSError:

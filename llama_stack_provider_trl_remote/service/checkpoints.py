@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from llama_stack_provider_trl.files import resolve_under
+from llama_stack_provider_trl.checkpoint_files import is_directory
+from llama_stack_provider_trl.files import file_names, open_in, open_regular, resolve_under
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.responses import checkpoint_response
 
@@ -19,6 +24,8 @@ from .errors import NotFound, OutOfRange
 
 _REMEMBERED = 10_000
 _PIECE = 1 << 20
+
+Opener = Callable[[], BinaryIO]
 
 
 class Digests:
@@ -33,13 +40,18 @@ class Digests:
 
     def of(self, path: Path) -> tuple[int, str]:
         """Size and sha256. Raises OSError."""
-        status = path.stat()
+        with open_regular(path) as file:
+            return self.of_file(file)
+
+    def of_file(self, file: BinaryIO) -> tuple[int, str]:
+        """As `of`, of an open file."""
+        status = os.fstat(file.fileno())
         # Not by its path: what was uploaded is read once, and then moved to its place.
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         with self._lock:
             known = self._known.get(key)
         if known is None:
-            known = self._sha256(path)
+            known = self._sha256(file)
             with self._lock:
                 self._known[key] = known
                 if len(self._known) > _REMEMBERED:
@@ -51,13 +63,12 @@ class Digests:
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _sha256(self, path: Path) -> str:
+    def _sha256(self, file: BinaryIO) -> str:
         digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                if self._closed:
-                    raise OSError("the service stops")
-                digest.update(piece)
+        while piece := file.read(_PIECE):
+            if self._closed:
+                raise OSError("the service stops")
+            digest.update(piece)
         return digest.hexdigest()
 
 
@@ -65,18 +76,20 @@ def list_files(store: Store, digests: Digests, job_uuid: str, identifier: str) -
     """Every file of a checkpoint. Raises NotFound."""
     shown_as, checkpoint = _find(store, job_uuid, identifier)
     files = []
-    for path in sorted(checkpoint.rglob("*")):
-        relative = str(path.relative_to(checkpoint))
-        if path.is_file() and path.resolve().is_relative_to(checkpoint.resolve()):
-            size, sha256 = digests.of(path)
-            files.append(CheckpointFile(path=relative, size=size, sha256=sha256))
+    for relative in file_names(checkpoint):
+        with open_in(checkpoint.parent, Path(checkpoint.name, relative)) as file:
+            size, sha256 = digests.of_file(file)
+        files.append(CheckpointFile(path=relative, size=size, sha256=sha256))
     if not files:
         raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {checkpoint}")
     return CheckpointFiles(identifier=shown_as, path=str(checkpoint), files=files)
 
 
-def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, relative: str) -> tuple[Path, int, str]:
-    """A file of a checkpoint with its size and sha256.
+def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, relative: str) -> tuple[Opener, int, str]:
+    """What opens a file of a checkpoint, its size and its sha256.
+
+    Whenever it is opened, no symbolic link that its training left leads out of the job's checkpoints: one could be put
+    there at any moment.
 
     Raises:
         InvalidRequest: the path leads out of the checkpoint.
@@ -84,10 +97,11 @@ def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, re
     """
     shown_as, checkpoint = _find(store, job_uuid, identifier)
     try:
-        path = resolve_under(checkpoint, relative)
-        if path.is_file():
-            return path, *digests.of(path)
-    except (OSError, RuntimeError):  # a name too long for the file system, a loop of links; removed this very moment
+        resolve_under(checkpoint, relative)
+        opener = partial(open_in, checkpoint.parent, Path(checkpoint.name, relative))
+        with opener() as file:
+            return opener, *digests.of_file(file)
+    except (OSError, RuntimeError):  # a name too long for the file system, a loop of links; no regular file, or gone
         pass
     raise NotFound(f"checkpoint {shown_as!r} has no file {relative!r}: GET .../checkpoints/{shown_as} lists its files")
 
@@ -123,6 +137,8 @@ def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, Path]:
     listed = {checkpoint_response(job, record).identifier: record for record in store.checkpoints(job_uuid)}
     for shown_as, record in listed.items():
         if identifier in (shown_as, record.path.name):
+            if not is_directory(record.path):  # the training may have put a symbolic link there
+                raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {record.path}")
             return shown_as, record.path
     names = ", ".join(listed) or "it has none yet"
     raise NotFound(f"job {job_uuid!r} has no checkpoint {identifier!r}; its checkpoints: {names}")

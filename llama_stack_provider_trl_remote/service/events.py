@@ -14,8 +14,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO, NamedTuple
 
+from llama_stack_provider_trl.beneath import NotAFile
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, TrlError
-from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.files import RunDir, open_regular
 from llama_stack_provider_trl.jobs.records import EventFile
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -212,8 +213,8 @@ def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line
     if start > file.end:
         raise _no_cursor(file, start)
     try:
-        events = open(RunDir(file.run_dir).events, "rb")  # noqa: SIM115
-    except FileNotFoundError:  # no event yet, or the run directory was removed
+        events = open_regular(RunDir(file.run_dir).events)
+    except (FileNotFoundError, NotAFile):  # no event yet, or the run directory was removed
         return [], start, True
     lines: list[Line] = []
     with events:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from starlette.responses import Response, StreamingResponse
 
-from .checkpoints import requested_range
+from .checkpoints import Opener, requested_range
 
 OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _PIECE = 1 << 18
 
 
-def file_response(path: Path, size: int, sha256: str, wanted: str | None, if_range: str | None = None) -> Response:
+def file_response(opener: Opener, size: int, sha256: str, wanted: str | None, if_range: str | None = None) -> Response:
     """A file; its ETag is its sha256.
 
     Args:
+        opener: opens it, once the answer begins.
         wanted: the header Range.
         if_range: an ETag: the range counts only if it is still the file's.
 
@@ -31,11 +31,13 @@ def file_response(path: Path, size: int, sha256: str, wanted: str | None, if_ran
     if part is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     status = 200 if part is None else 206
-    return StreamingResponse(_pieces(path, start, stop), status, headers=headers, media_type="application/octet-stream")
+    return StreamingResponse(
+        _pieces(opener, start, stop), status, headers=headers, media_type="application/octet-stream"
+    )
 
 
-async def _pieces(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
-    with open(path, "rb") as file:
+async def _pieces(opener: Opener, start: int, stop: int) -> AsyncIterator[bytes]:
+    with opener() as file:
         file.seek(start)
         while start < stop:
             piece = await asyncio.to_thread(file.read, min(_PIECE, stop - start))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
+
+from llama_stack_provider_trl.files import open_regular
 
 from .access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, CurrentCaller, GuardedRoute
 from .bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
@@ -77,7 +80,7 @@ async def get_blob(
     if not service.blobs.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
     path = service.blobs.path(sha256)
-    return file_response(path, path.stat().st_size, sha256, wanted)
+    return file_response(partial(open_regular, path), path.stat().st_size, sha256, wanted)
 
 
 @blobs.put(

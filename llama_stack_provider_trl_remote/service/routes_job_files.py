@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.responses import StreamingResponse
 
-from llama_stack_provider_trl.files import RunDir, tail
+from llama_stack_provider_trl.files import RunDir, is_regular, tail
 from llama_stack_provider_trl.responses import checkpoint_response
 
 from .access import TASK_JOB, USERS, GuardedRoute
@@ -154,7 +154,7 @@ def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | 
         raise NotFound(f"job {job_uuid!r} has not {wanted}: there is no log")
     run_dir = RunDir(chosen.run_dir)
     path = run_dir.root / "torchrun.log" if rank == LAUNCHER else run_dir.root / f"rank-{int(rank)}.log"
-    if not path.is_file():
+    if not is_regular(path):
         found = ", ".join(_ranks(run_dir.root)) or "none yet"
         raise NotFound(
             f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
@@ -166,5 +166,5 @@ def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | 
 
 def _ranks(directory: FilePath) -> Iterator[str]:
     yield from sorted((path.stem.removeprefix("rank-") for path in directory.glob("rank-*.log")), key=str)
-    if (directory / "torchrun.log").is_file():
+    if is_regular(directory / "torchrun.log"):
         yield LAUNCHER

@@ -1,16 +1,34 @@
-"""What a training writes into its run directory and its checkpoints is input: no path, link or FIFO of it is followed."""
+"""What a training writes into its run directory and its checkpoints is input: no link or FIFO of it is followed."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.files import RunDir, write_manifest
+from llama_stack_provider_trl.beneath import NotAFile
+from llama_stack_provider_trl.errors import InvalidRequest, TrlError
+from llama_stack_provider_trl.files import MANIFEST, RunDir, damage, point_latest, tail, write_manifest
+from llama_stack_provider_trl.jobs.handover import hand_over
+from llama_stack_provider_trl.jobs.records import EventFile
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.recipes.events import CheckpointDamaged, CheckpointSaved, Prepared, Started
+from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
+from llama_stack_provider_trl.launch.base import TaskState
+from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first, given_port
+from llama_stack_provider_trl.launch.runner import Runner, RunnerStatus, _EventFile
+from llama_stack_provider_trl.process import myself
+from llama_stack_provider_trl.recipes.events import CheckpointDamaged, CheckpointSaved, Prepared, Started, read_events
+from llama_stack_provider_trl.recipes.spec import ResumeFrom
+from llama_stack_provider_trl_remote.nodes.outbox import first_failed
+from llama_stack_provider_trl_remote.nodes.shipping import _part
+from llama_stack_provider_trl_remote.service.checkpoints import Digests, find_file, list_files
+from llama_stack_provider_trl_remote.service.errors import NotFound
+from llama_stack_provider_trl_remote.service.events import _read
 from tests.fakes import FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
@@ -47,8 +65,10 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.store.close()
 
 
 def saved(step: int, path: Path) -> CheckpointSaved:
@@ -95,3 +115,147 @@ def test_a_training_resumes_from_no_foreign_directory_on_record(world: World) ->
     effective = world.store.get("a").effective
     assert effective is not None
     assert effective["total_steps"] == 4
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "inside", "fifo"])
+def test_a_checkpoint_with_a_link_or_a_fifo_is_not_copied_for_another_job(world: World, kind: str) -> None:
+    own = world.out / "checkpoint-2"
+    own.mkdir(parents=True)
+    (own / "weights.safetensors").write_bytes(b"weights")
+    if kind == "fifo":
+        os.mkfifo(own / "odd")
+        write_sizes(own, "weights.safetensors")
+    else:
+        target = {"directory": world.data, "file": world.data / "jobs.sqlite3", "inside": "weights.safetensors"}[kind]
+        write_manifest(own)
+        (own / "odd").symlink_to(target)
+    world.say(saved(2, own))
+    spec = job_spec("b", resume_from=ResumeFrom(job_uuid="a"))
+    with pytest.raises(InvalidRequest, match="'odd' in that checkpoint"):
+        hand_over(spec, world.store, world.data)
+    assert not list((world.data / "jobs" / "b").rglob("odd"))
+
+
+def write_sizes(directory: Path, *names: str) -> None:
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    (directory / MANIFEST).write_text(json.dumps({"files": sizes}))
+
+
+def replaced(path: Path, kind: str, target: Path) -> None:
+    """Put a symbolic link to `target`, a FIFO or a directory at `path`."""
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+ODD = pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+
+
+@ODD
+def test_a_run_file_that_is_no_regular_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"secret": 1}\n')
+    paths = RunDir(tmp_path / "run")
+    paths.root.mkdir()
+    for path in (paths.log, paths.events, paths.runner_status, paths.task):
+        replaced(path, kind, secret)
+    assert tail(paths.log) == ""
+    assert RunnerStatus.read(paths.runner_status) is None
+    assert given_port(paths.root) is None
+    assert _read(EventFile(1, paths.root, 100), 0, 10, 1000) == ([], 0, True)
+    assert first_failed(paths.events) is None
+    assert _EventFile(paths.events).seconds_since_final() == 0.0
+    with pytest.raises(NotAFile):
+        read_events(paths.events)
+    with pytest.raises(NotAFile):
+        _part(paths.log, 0)
+
+
+@ODD
+def test_a_job_whose_event_file_was_replaced_does_not_stop_the_supervisor(world: World, kind: str) -> None:
+    replaced(RunDir(world.run_dir).events, kind, world.data / "jobs.sqlite3")
+    world.supervisor.tick()
+    world.store.add_job(job_spec("b", checkpoint_dir=world.root / "out" / "b"), "digest")
+    world.launcher.exit("a-1", 1)
+    for _ in range(PATIENCE + 1):
+        world.supervisor.tick()
+    assert world.store.get("a").state is JobState.failed
+    assert world.store.get("b").state is JobState.launching
+
+
+def test_a_cancel_creates_no_file_through_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "cancelled").symlink_to(tmp_path / "created")
+    _seconds_since_first(tmp_path / "cancelled")
+    assert not (tmp_path / "created").exists()
+
+
+def test_the_mark_of_the_latest_checkpoint_is_written_through_no_symbolic_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "latest.tmp").symlink_to(victim)
+    point_latest(tmp_path, "checkpoint-2")
+    assert victim.read_text() == "kept"
+    assert (tmp_path / "latest").read_text() == "checkpoint-2\n"
+
+
+def test_a_stack_directory_that_leads_elsewhere_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "7").write_text("secret")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stacks").symlink_to(tmp_path / "elsewhere")
+    runner = Runner.__new__(Runner)
+    runner.paths = RunDir(tmp_path / "run")
+    assert runner._stack("stacks/7") is None
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_checkpoint_does_not_hand_out_what_a_link_in_it_leads_to(world: World, kind: str) -> None:
+    own = checkpoint(world.out / "checkpoint-2")
+    replaced(own / "odd.txt", kind, world.data / "jobs.sqlite3")
+    world.say(saved(2, own))
+    digests = Digests()
+    try:
+        listed = list_files(world.store, digests, "a", "checkpoint-2")
+        assert [file.path for file in listed.files] == ["manifest.json", "weights.safetensors"]
+        with pytest.raises(TrlError):
+            find_file(world.store, digests, "a", "checkpoint-2", "odd.txt")
+    finally:
+        digests.close()
+
+
+def test_a_file_that_becomes_a_link_after_it_was_found_is_not_served(world: World) -> None:
+    own = checkpoint(world.out / "checkpoint-2")
+    world.say(saved(2, own))
+    digests = Digests()
+    opener, _, _ = find_file(world.store, digests, "a", "checkpoint-2", "weights.safetensors")
+    replaced(own / "weights.safetensors", "link", world.data / "jobs.sqlite3")
+    with pytest.raises(OSError, match=r"link|device"):
+        opener()
+    shutil.rmtree(own)
+    own.symlink_to(world.data)
+    with pytest.raises(NotFound):
+        find_file(world.store, digests, "a", "checkpoint-2", "jobs.sqlite3")
+    digests.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_what_a_manifest_names_is_opened_below_the_checkpoint_only(tmp_path: Path, kind: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    own = checkpoint(tmp_path / "checkpoint-2")
+    replaced(own / "weights.safetensors", kind, secret)
+    (own / MANIFEST).write_text(json.dumps({"files": {"weights.safetensors": 6}}))
+    assert damage(own) is not None
+    (own / MANIFEST).write_text(json.dumps({"files": {str(secret): 6}}))
+    assert damage(own) is not None
+    replaced(own / MANIFEST, kind, secret)
+    assert damage(own) is not None
+
+
+def test_a_process_without_the_tasks_marks_is_not_its_runner(tmp_path: Path) -> None:
+    status = RunnerStatus("a-1", myself(), TaskState.running)
+    assert not _lives(status, {"TRL_TASK_ID": "a-1", "TRL_RUN_DIR": str(tmp_path)})
