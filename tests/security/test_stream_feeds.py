@@ -20,7 +20,7 @@ def test_streams_of_a_job_have_one_poller_and_none_is_left_when_all_are_closed(t
     store.add_job(job_spec("streamed"), "digest")
 
     def pollers() -> int:
-        return sum("_poll" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        return sum("_Feed._poll" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
     async def run() -> tuple[int, int]:
         feeds, stopping = Feeds(store), asyncio.Event()
