@@ -92,6 +92,12 @@ def test_a_body_that_is_announced_too_large_for_its_route_is_not_read() -> None:
     assert call("POST", "/v1/nodes/a/tasks/t/events", "admin", b" " * (5 << 20)) == (413, False)
 
 
+@pytest.mark.parametrize("role", ["admin", ""])
+def test_a_body_with_two_lengths_is_refused(role: str) -> None:
+    headers = {"content_type": "application/json", "transfer_encoding": "chunked"}
+    assert call("POST", "/v1/post-training/job/cancel", role, b" ", **headers) == (400, False)
+
+
 def test_every_call_shows_its_roles_in_the_document() -> None:
     settings = ServiceSettings.model_validate({"api_token": "a"})
     document = make_app(fake_context(settings)).openapi()
