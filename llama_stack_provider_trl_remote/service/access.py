@@ -228,9 +228,9 @@ class GuardedRoute(APIRoute):
         service = request.app.state.service
         limit = self.access.bytes(service.settings)
         bodies: Bodies = service.bodies
-        return bodies.receive(
-            request, limit, of_node="node" in self.access.roles, has_rows=self.access.limit == "max_body_mb"
-        )
+        caller: Caller = request.scope[CALLER]
+        of_node, has_rows = "node" in self.access.roles, self.access.limit == "max_body_mb"
+        return bodies.receive(request, caller.name, limit, of_node=of_node, has_rows=has_rows)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]

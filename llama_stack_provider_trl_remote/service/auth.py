@@ -244,7 +244,7 @@ def _check_length(headers: Headers) -> None:
     if "content-length" in headers and "transfer-encoding" in headers:
         raise Refused(
             400,
-            "the request has both Content-Length and Transfer-Encoding, expected one of them: send Content-Length alone",
+            "the request has both Content-Length and Transfer-Encoding, expected one: send Content-Length alone",
             {"Connection": "close"},
         )
 

@@ -99,7 +99,7 @@ class Connection(H11Protocol):
     @property
     def is_draining(self) -> bool:
         """Whether its request was refused, and only the rest of the body is dropped."""
-        return self.cycle is not None and self.cycle.scope.get(DRAINING, False)
+        return self.cycle is not None and bool(self.cycle.scope.get(DRAINING))
 
     def data_received(self, data: bytes) -> None:
         self._received = self.loop.time()
