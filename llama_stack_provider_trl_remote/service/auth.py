@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, sender
+from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, Removed, sender
 from .audit import Refusal, Refusals
 from .connections import DRAINING
 from .errors import raw_answer
@@ -129,14 +129,20 @@ class Gate:
             else:
                 await _while_valid(caller, body, answer, self.app(scope, body.receive, draining))
         except Refused as refusal:
-            self._note(scope, refusal.status_code)
+            if isinstance(refusal, Removed):
+                scope[CALLER] = Caller(None, refusal.node, refusal.node, presented=True)
+            self._note(scope, refusal.status_code, always=isinstance(refusal, Removed))
             if not answer.begun:
                 await _drain(scope, body)
                 await _answer(send, refusal)
 
-    def _note(self, scope: Scope, status: int) -> None:
-        """Record a refusal."""
-        if self._refusals is None or status not in REFUSALS or RECORDED in scope:
+    def _note(self, scope: Scope, status: int, always: bool = False) -> None:
+        """Record a refusal.
+
+        Args:
+            always: whatever its status.
+        """
+        if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
 
