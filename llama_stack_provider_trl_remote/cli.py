@@ -195,7 +195,7 @@ def _datasets(group: argparse.ArgumentParser) -> None:
 def _tokens(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
     create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
-    create.add_argument("name", metavar="NAME", help="for records: created_by of jobs, the audit log")
+    create.add_argument("name", type=_token_name, metavar="NAME", help="for records: created_by of jobs, the audit log")
     create.add_argument("--role", choices=("submit", "admin", "node"), default="submit", help="(submit)")
     create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
     create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
@@ -205,7 +205,7 @@ def _tokens(group: argparse.ArgumentParser) -> None:
     listing = _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
     listing.add_argument("--json", action="store_true", help="the whole answer")
     revoke = _at_service(commands.add_parser("revoke", help="refuse a token from now on"))
-    revoke.add_argument("name", metavar="NAME")
+    revoke.add_argument("name", type=_token_name, metavar="NAME")
 
 
 def _audit(command: argparse.ArgumentParser) -> None:
@@ -234,6 +234,15 @@ def _seconds(text: str) -> float:
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
     return value
+
+
+def _token_name(text: str) -> str:
+    if text.startswith("trl_") and len(text) >= 36:
+        # Not repeated: terminals are recorded.
+        raise argparse.ArgumentTypeError(
+            "this looks like a token, expected the name of one: trl-remote tokens list shows the names"
+        )
+    return text
 
 
 def _span(text: str) -> float:

@@ -41,6 +41,14 @@ class Refused(HTTPException):
     """Raised when a request goes no further. FastAPI lets its own exceptions out of a body's reading."""
 
 
+class Removed(Refused):
+    """Raised when a call carries the credential of a node that was removed. -> 410"""
+
+    def __init__(self, node: str, detail: str) -> None:
+        self.node = node
+        super().__init__(410, detail)
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The authenticated sender of a request."""
@@ -228,9 +236,9 @@ class GuardedRoute(APIRoute):
         service = request.app.state.service
         limit = self.access.bytes(service.settings)
         bodies: Bodies = service.bodies
-        return bodies.receive(
-            request, limit, of_node="node" in self.access.roles, has_rows=self.access.limit == "max_body_mb"
-        )
+        caller: Caller = request.scope[CALLER]
+        of_node, has_rows = "node" in self.access.roles, self.access.limit == "max_body_mb"
+        return bodies.receive(request, caller.name, limit, of_node=of_node, has_rows=has_rows)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
@@ -238,6 +246,7 @@ class GuardedRoute(APIRoute):
         if scope["method"] not in (self.methods or ()):
             if self.access.roles:
                 caller.require_known()  # before the answer names the methods of a path
+                caller.take_request()
             return await super().handle(scope, receive, send)
         call = self._call(scope)
         try:

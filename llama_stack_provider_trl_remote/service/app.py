@@ -53,7 +53,9 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
-    scope[CALLER].require_known()
+    caller: Caller = scope[CALLER]
+    caller.require_known()
+    caller.take_request()
     raise HTTPException(404)
 
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.tokens import PREFIX
 
 from .limits import Bucket
 
@@ -59,6 +61,8 @@ class AuditLog:
         self._size = 0
         self._next = 1
         self._lost = 0
+        self._forcing: threading.Thread | None = None
+        """Forces the files to disk that were full."""
 
     def open(self) -> int:
         """Continue the newest file, without its torn or damaged end. Returns how many bytes of it were cut off.
@@ -72,6 +76,7 @@ class AuditLog:
         with self._lock:
             if not files:
                 self._begin_file()
+                self._force_directory()
                 return 0
             path = files[-1]
             end, self._next = _last_whole(path)
@@ -103,13 +108,14 @@ class AuditLog:
                 return None
 
     def sync(self) -> None:
-        """Force what was written to disk."""
+        """Force what was written to disk. Lines can be written meanwhile: an fsync may take seconds."""
         with self._lock:
-            if self._file is not None:
-                try:
-                    os.fsync(self._file)
-                except OSError as error:
-                    log.error("the audit log in %s cannot be forced to disk: %s", self.directory, error)
+            forcing = self._forcing
+            copy = None if self._file is None else os.dup(self._file)
+        if forcing is not None:
+            forcing.join()
+        if copy is not None:
+            self._force(copy)
 
     @property
     def last(self) -> int:
@@ -169,9 +175,10 @@ class AuditLog:
         """Begin the next file. Nothing is renamed: whatever a crash leaves of this is a complete log."""
         assert self._file is not None
         full = self._file
-        os.fsync(full)
         self._begin_file()
-        os.close(full)
+        # A thread, since lines are written on the event loop.
+        self._forcing = threading.Thread(target=self._force_full, args=(full, self._forcing), name="trl-audit")
+        self._forcing.start()
         for path in self._files()[: -self._max_files]:
             path.unlink(missing_ok=True)
 
@@ -180,6 +187,27 @@ class AuditLog:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         self._size = 0
+
+    def _force_full(self, file: int, before: threading.Thread | None) -> None:
+        """Force a full file and the name of its successor to disk, after the files before it."""
+        if before is not None:
+            before.join()
+        self._force(file)
+        try:
+            self._force_directory()
+        except OSError as error:
+            log.error("the audit log in %s cannot be forced to disk: %s", self.directory, error)
+
+    def _force(self, file: int) -> None:
+        """Force a file to disk, and close it."""
+        try:
+            os.fsync(file)
+        except OSError as error:
+            log.error("the audit log in %s cannot be forced to disk: %s", self.directory, error)
+        finally:
+            os.close(file)
+
+    def _force_directory(self) -> None:
         directory = os.open(self.directory, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -329,10 +357,14 @@ def _offset_behind(file: BinaryIO, after: int) -> int:
     return low
 
 
+_TOKEN = re.compile(re.escape(PREFIX) + r"[A-Za-z0-9_-]{32,}")
+
+
 def shortened(values: dict[str, Any], limit: int = 200) -> dict[str, Any]:
-    """Names as a line holds them: what a client has chosen is cut, so that no line grows beyond a few KiB."""
+    """Names as a line holds them: what a client has chosen is cut, so that no line grows beyond a few KiB, and a token
+    in the place of a name is masked."""
     return {
-        name: value if isinstance(value, bool) else str(value)[:limit]
+        name: value if isinstance(value, bool) else _TOKEN.sub(f"{PREFIX}[masked]", str(value))[:limit]
         for name, value in values.items()
         if value is not None
     }

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, sender
+from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, Removed, sender
 from .audit import Refusal, Refusals
+from .connections import DRAINING
 from .errors import raw_answer
 from .limits import Bucket, Failures
 from .recording import RECORDED
@@ -29,6 +30,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SPARE = 64 << 20
 """Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
 _DRAIN_SECONDS = 10.0
+_UNKNOWN_DRAIN_SECONDS = 1.0
+"""For a caller without a known token."""
 _CHECK_SECONDS = 0.5
 """How often a running answer looks whether its token is still valid."""
 _BEARER = {"WWW-Authenticate": "Bearer"}
@@ -113,11 +116,12 @@ class Gate:
             if message["type"] == "http.response.start":
                 self._note(scope, message["status"])
                 if message["status"] >= 400:
-                    await _drain(body)
+                    await _drain(scope, body)
             await answer.send(message)
 
         try:
             _check_path(scope)
+            _check_length(headers)
             self._check_origin(headers)
             scope[CALLER] = caller = self._caller(scope, headers)
             if caller.check is None:
@@ -125,14 +129,20 @@ class Gate:
             else:
                 await _while_valid(caller, body, answer, self.app(scope, body.receive, draining))
         except Refused as refusal:
-            self._note(scope, refusal.status_code)
+            if isinstance(refusal, Removed):
+                scope[CALLER] = Caller(None, refusal.node, refusal.node, presented=True)
+            self._note(scope, refusal.status_code, always=isinstance(refusal, Removed))
             if not answer.begun:
-                await _drain(body)
+                await _drain(scope, body)
                 await _answer(send, refusal)
 
-    def _note(self, scope: Scope, status: int) -> None:
-        """Record a refusal."""
-        if self._refusals is None or status not in REFUSALS or RECORDED in scope:
+    def _note(self, scope: Scope, status: int, always: bool = False) -> None:
+        """Record a refusal.
+
+        Args:
+            always: whatever its status.
+        """
+        if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
 
@@ -231,16 +241,36 @@ def _check_path(scope: Scope) -> None:
         raise Refused(400, f"the path has the control character {found[0]!r}: send a path without any")
 
 
-async def _drain(body: Body) -> None:
+def _check_length(headers: Headers) -> None:
+    """Refuse a body with two lengths: what is reserved for it goes by one, and what is received by the other.
+
+    Raises:
+        Refused: 400.
+    """
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise Refused(
+            400,
+            "the request has both Content-Length and Transfer-Encoding, expected one: send Content-Length alone",
+            {"Connection": "close"},
+        )
+
+
+async def _drain(scope: Scope, body: Body) -> None:
     """Read and drop what is still being sent, within bounds: a connection that is closed on unread data is reset, and
     the sender never sees the answer."""
     if body.whole or (body.waits_for_continue and not body.count) or body.announced - body.count > _SPARE:
         return
+    caller: Caller | None = scope.get(CALLER)
+    seconds = _UNKNOWN_DRAIN_SECONDS if caller is None or caller.role is None else _DRAIN_SECONDS
     dropped = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            while dropped <= _SPARE and not body.whole:
-                dropped += await body.discard()
+    scope[DRAINING] = True
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while dropped <= _SPARE and not body.whole:
+                    dropped += await body.discard()
+    finally:
+        scope[DRAINING] = False
 
 
 def _authority(origin: str) -> str:

@@ -39,6 +39,9 @@ _SWEEP = 1.0
 _SPARE = 64 << 20
 """Bytes of a body that are dropped after its answer, for a sender that reads only when it has sent everything."""
 
+DRAINING = "trl_draining"
+"""Key of an ASGI scope: true while the rest of a refused body is dropped before its answer is sent."""
+
 
 @dataclass(frozen=True)
 class Deadlines:
@@ -92,6 +95,11 @@ class Connection(H11Protocol):
     def is_idle(self) -> bool:
         """Whether no request is being received or answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether its request was refused, and only the rest of the body is dropped."""
+        return self.cycle is not None and bool(self.cycle.scope.get(DRAINING))
 
     def data_received(self, data: bytes) -> None:
         self._received = self.loop.time()
@@ -238,13 +246,15 @@ class Acceptor:
             self._forget(connection)
 
     def _make_room(self) -> bool:
-        """End the oldest connection without a request, of those that never had one first. Returns whether there was
-        one."""
+        """End the oldest connection that has no request, or else the oldest whose request was refused. Returns whether
+        there was one. Of those without a request, one that never had any goes first."""
         young = self._loop.time() - _LEAST_AGE
-        idle = [connection for connection in self._open if connection.is_idle and connection.accepted < young]
-        if not idle:
+        old = [connection for connection in self._open if connection.accepted < young]
+        idle = [connection for connection in old if connection.is_idle]
+        candidates = idle or [connection for connection in old if connection.is_draining]
+        if not candidates:
             return False
-        oldest = next((connection for connection in idle if not connection.has_served), idle[0])
+        oldest = next((connection for connection in idle if not connection.has_served), candidates[0])
         task = self._open[oldest]
         self._forget(oldest)
         task.cancel()

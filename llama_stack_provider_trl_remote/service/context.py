@@ -75,7 +75,10 @@ class Service:
         self.refusals = Refusals(self.audit)
         self.blobs = Blobs(settings, self.isolation)
         self.datasets = Datasets(settings, self.blobs)
-        self.bodies = Bodies(Registration(self.blobs.directory, settings.max_rows, settings.convert_timeout))
+        registration = Registration(
+            self.blobs.directory, settings.max_rows, settings.convert_timeout, self.blobs.check_space
+        )
+        self.bodies = Bodies(registration)
         self.digests = Digests()
         self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()

@@ -167,7 +167,7 @@ class Datasets:
         match body.source:
             case RowsSource() if stored is not None:
                 sha256, num_rows = stored.sha256, stored.num_rows
-                await asyncio.to_thread(self._blobs.keep, stored.path, sha256)
+                await asyncio.to_thread(self._keep, body.dataset_id, stored)
                 source = RowsSource(type="rows", rows=[])
             case RowsSource(rows=rows):
                 self._blobs.check_count(len(rows))
@@ -188,6 +188,13 @@ class Datasets:
             metadata=metadata,
         )
         return Entry(dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=num_rows)
+
+    def _keep(self, dataset_id: str, stored: Stored) -> None:
+        try:
+            self._blobs.check_space(0)
+            self._blobs.keep(stored.path, stored.sha256)
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
     def _put(self, dataset_id: str, rows: list[dict[str, Any]]) -> tuple[str, int]:
         try:

@@ -91,6 +91,7 @@ _MEANING = {
     401: "No token, or a wrong one",
     403: "Wrong Host or Origin header, or the token's role is too low",
     404: "There is no such thing",
+    408: "The body came too slowly",
     409: "Its name is taken, or its state forbids the call",
     410: "The task is not this node's, not current, or was told to stop: end it",
     413: "Over a limit of size",
@@ -106,7 +107,7 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: the error answers that it can give; those of every route are included."""
     return {
         code: {"model": ErrorAnswer, "description": _MEANING[code]}
-        for code in sorted({400, 401, 403, 413, 429, 500, 503, *codes})
+        for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, *codes})
     }
 
 

@@ -106,7 +106,9 @@ class Feeds:
 
         In pieces of at most 64 KiB, each of which is sent when the reader has taken most of those before.
         """
-        feed = self._feeds.setdefault(job_uuid, _Feed(self._store, job_uuid))
+        feed = self._feeds.get(job_uuid)
+        if feed is None:  # not setdefault: a feed that nothing closes polls for ever
+            feed = self._feeds[job_uuid] = _Feed(self._store, job_uuid)
         feed.streams += 1
         try:
             async for text in _stream(feed, after, stopping):

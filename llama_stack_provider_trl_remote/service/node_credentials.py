@@ -10,7 +10,7 @@ import secrets
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store import Store
 
-from .access import Caller, Refused
+from .access import Caller, Refused, Removed
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ class NodeCredentials:
     """Credential -> the node that calls. Reads the job store every time: a removed node is refused with its next call.
 
     Raises:
-        Refused: 410, the node was removed; 500, the store cannot be read.
+        Removed: the node was removed.
+        Refused: 500, the store cannot be read.
     """
 
     def __init__(self, store: Store) -> None:
@@ -35,7 +36,7 @@ class NodeCredentials:
         if found is None:
             return None
         if found.revoked:
-            raise Refused(410, removed(found.node))
+            raise Removed(found.node, removed(found.node))
         return Caller("node", found.node, found.node, presented=True, unused_credential="" if found.used else sha256)
 
 

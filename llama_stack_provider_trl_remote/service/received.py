@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -30,11 +31,18 @@ _WAITING = 100
 """Requests that wait for room. Each may have 320 KiB in the buffers of its connection."""
 _PATIENCE = 10.0
 """Seconds that a request waits for room, unread."""
-_BUSY = "the service is receiving as many large bodies as it has memory for: send it again in a few seconds"
+_SHARE = 4
+"""One caller may hold this part of the room, and of the places of those that wait for it."""
+_GRACE, _BYTES_PER_SECOND = 30.0, 64 << 10
+"""Seconds after which a body that occupies room has to have come, and how many bytes of it prolong that by a second."""
+_BUSY = (
+    "the service is receiving as many large bodies as it has memory for, in all or of this caller: send it again in a "
+    "few seconds"
+)
 
 
 class Memory:
-    """Bytes of bodies that may be held at a time.
+    """Bytes of bodies that may be held at a time, and a quarter of them by one caller.
 
     Args:
         patience: seconds to wait for room.
@@ -44,43 +52,57 @@ class Memory:
         self._free = self._total = total
         self._patience = patience
         self._changed = asyncio.Condition()
-        self._waiting = 0
+        self._held: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def reserved(self, size: int) -> AsyncIterator[None]:
+    async def reserved(self, size: int, caller: str = "") -> AsyncIterator[None]:
         """Room for a body, while the block lasts.
 
         Raises:
             HTTPException: 503, there was none in time.
         """
         size = min(size, self._total)
-        await self._take(size)
+        await self._take(size, caller)
         try:
             yield
         finally:
             async with self._changed:
                 self._free += size
+                _subtract(self._held, caller, size)
                 self._changed.notify_all()
 
-    async def _take(self, size: int) -> None:
-        if self._waiting >= _WAITING:
+    async def _take(self, size: int, caller: str) -> None:
+        if self._waiting.total() >= _WAITING or self._waiting[caller] >= _WAITING // _SHARE:
             raise busy()
-        self._waiting += 1
+        self._waiting[caller] += 1
         try:
             async with asyncio.timeout(self._patience), self._changed:
-                await self._changed.wait_for(lambda: self._free >= size)
+                await self._changed.wait_for(lambda: self._has_room(size, caller))
                 self._free -= size
+                self._held[caller] += size
         except TimeoutError:
             raise busy() from None
         finally:
-            self._waiting -= 1
+            _subtract(self._waiting, caller, 1)
+
+    def _has_room(self, size: int, caller: str) -> bool:
+        held = self._held[caller]
+        # A single body may be larger than the share of its caller.
+        return self._free >= size and (not held or held + size <= self._total // _SHARE)
+
+
+def _subtract(counts: Counter[str], key: str, count: int) -> None:
+    counts[key] -= count
+    if not counts[key]:
+        del counts[key]
 
 
 class Rows(Protocol):
     """Takes bodies that hold too many rows to be parsed here."""
 
-    def spool(self) -> AbstractAsyncContextManager[BinaryIO]:
-        """A file to write a body to; one of few at a time. Raises HTTPException."""
+    def spool(self, size: int, caller: str) -> AbstractAsyncContextManager[BinaryIO]:
+        """A file to write a body of at most `size` bytes to; one of few at a time. Raises HTTPException."""
 
     async def parse(self, file: Path) -> tuple[Any, Any]:
         """Parse a spooled body. Returns it without its rows, and where these are. Raises HTTPException."""
@@ -90,30 +112,37 @@ class Received(Request):
     """A request whose body is bounded.
 
     Args:
+        caller: name of its sender.
         limit: bytes of its body.
         rows: takes the body where it is large; None: it never is.
         stack: closed when the request has been answered.
     """
 
     def __init__(
-        self, request: Request, limit: int, memory: Memory, parser: ThreadPoolExecutor, rows: Rows | None
+        self, request: Request, caller: str, limit: int, memory: Memory, parser: ThreadPoolExecutor, rows: Rows | None
     ) -> None:
         super().__init__(request.scope, request.receive, request._send)
+        self._caller = caller
         self._limit, self._memory, self._parser, self._rows = limit, memory, parser, rows
         self.stack = AsyncExitStack()
         self._spooled: Path | None = None
 
     async def body(self) -> bytes:
-        """Receive all of it. Raises HTTPException: 503."""
+        """Receive all of it. Raises HTTPException: 408, 503, 507."""
         if not hasattr(self, "_body"):
-            announced = self.headers.get("content-length", "")
-            size = min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
-            if self._rows is not None:
-                size = min(size, _IN_MEMORY)
+            size = self._size if self._rows is None else min(self._size, _IN_MEMORY)
             if size > SMALL:
-                await self.stack.enter_async_context(self._memory.reserved(size))
-            self._body = await self._receive_all()
+                await self.stack.enter_async_context(self._memory.reserved(size, self._caller))
+                self._body = await self._receive_in_time()
+            else:
+                self._body = await self._receive_all(lambda count: None)
         return self._body
+
+    @property
+    def _size(self) -> int:
+        """Bytes that the body may have: as announced, or the limit."""
+        announced = self.headers.get("content-length", "")
+        return min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
 
     async def json(self) -> Any:
         """The body as objects; it is not kept.
@@ -124,7 +153,7 @@ class Received(Request):
         """
         data = await self.body()
         if self._spooled is None and self._rows is not None and _values(data) > _VALUES_PER_MIB:
-            file = await self.stack.enter_async_context(self._rows.spool())
+            file = await self.stack.enter_async_context(self._rows.spool(len(data), self._caller))
             await asyncio.to_thread(_fill, file, data)
             self._spooled = Path(file.name)
         self._body = b""
@@ -137,15 +166,44 @@ class Received(Request):
             return parse(data, most)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, data, most)
 
-    async def _receive_all(self) -> bytes:
-        """The body; what is too large for memory goes to a file, and a byte stands for it."""
+    async def _receive_in_time(self) -> bytes:
+        """As `_receive_all`, within `_GRACE` seconds and one more for every `_BYTES_PER_SECOND` that were received.
+
+        Raises:
+            HTTPException: 408.
+        """
+        begun = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(_GRACE) as bound:
+                return await self._receive_all(
+                    lambda count: bound.reschedule(begun + _GRACE + count / _BYTES_PER_SECOND)
+                )
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise HTTPException(
+                408,
+                f"the body came too slowly: expected {_BYTES_PER_SECOND >> 10} KiB per second after {_GRACE:.0f} s; "
+                "send it again over a faster connection, or a smaller one",
+                {"Connection": "close"},
+            ) from None
+
+    async def _receive_all(self, note: Callable[[int], None]) -> bytes:
+        """The body; what is too large for memory goes to a file, and a byte stands for it.
+
+        Args:
+            note: called with the number of bytes received so far.
+        """
         data = bytearray()
+        count = 0
         file: BinaryIO | None = None
         async for piece in self.stream():
             data += piece
+            count += len(piece)
+            note(count)
             if self._rows is not None and len(data) > _IN_MEMORY:
                 if file is None:
-                    file = await self.stack.enter_async_context(self._rows.spool())
+                    file = await self.stack.enter_async_context(self._rows.spool(self._size, self._caller))
                 await asyncio.to_thread(file.write, bytes(data))
                 data.clear()
         if file is None:
@@ -168,10 +226,10 @@ class Bodies:
         self._of_users, self._of_nodes = Memory(), Memory()
         self._parser = ThreadPoolExecutor(1, "trl-json")
 
-    def receive(self, request: Request, limit: int, *, of_node: bool, has_rows: bool) -> Received:
+    def receive(self, request: Request, caller: str, limit: int, *, of_node: bool, has_rows: bool) -> Received:
         """A request with a body of at most `limit` bytes."""
         memory = self._of_nodes if of_node else self._of_users
-        return Received(request, limit, memory, self._parser, self._rows if has_rows else None)
+        return Received(request, caller, limit, memory, self._parser, self._rows if has_rows else None)
 
     def close(self) -> None:
         self._parser.shutdown(wait=False)
@@ -218,6 +276,11 @@ def parse(data: bytes, most: int) -> Any:
 def busy() -> HTTPException:
     """The answer to a request for which there is no room."""
     return HTTPException(503, _BUSY, {"Retry-After": "5", "Connection": "close"})
+
+
+def disk_full(error: OSError) -> HTTPException:
+    """The answer to a body for which the disk has no space."""
+    return HTTPException(507, f"the disk is full: {error}; free some space and send it again", {"Connection": "close"})
 
 
 def _items(value: Any) -> Any:

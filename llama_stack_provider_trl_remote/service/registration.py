@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,7 +30,7 @@ from llama_stack_provider_trl.process import child_environment, die_with_parent
 
 from .bodies import RegisterDataset, RowsSource
 from .errors import sentence
-from .received import busy
+from .received import Memory, disk_full
 
 log = logging.getLogger(__name__)
 MODULE = "llama_stack_provider_trl_remote.service.registration"
@@ -40,7 +40,6 @@ _CHILDREN = 2
 """Processes that parse at once."""
 _SPOOLED = 16
 """Bodies that are received into files at once."""
-_PATIENCE = 10.0
 _OVERHEAD = 256 << 20
 _BYTES_PER_BYTE = 24
 """Of memory, for each byte of a body: `[[],[],` takes 20."""
@@ -60,40 +59,40 @@ class Registration:
 
     Args:
         directory: where they are spooled, on the file system of the stored rows.
+        check_space: raises OSError where so many more bytes would leave too little of it free.
     """
 
-    def __init__(self, directory: Path, max_rows: int, timeout: float) -> None:
+    def __init__(self, directory: Path, max_rows: int, timeout: float, check_space: Callable[[int], None]) -> None:
         self._directory, self._max_rows, self._timeout = directory, max_rows, timeout
+        self._check_space = check_space
         self._children = asyncio.Semaphore(_CHILDREN)
-        self._spools = asyncio.Semaphore(_SPOOLED)
+        self._spools = Memory(_SPOOLED)
 
     @asynccontextmanager
-    async def spool(self) -> AsyncIterator[BinaryIO]:
+    async def spool(self, size: int, caller: str) -> AsyncIterator[BinaryIO]:
         """A file for a body; it goes with all that is beside it when the request has been answered.
 
+        Args:
+            size: bytes that the body may have.
+
         Raises:
-            HTTPException: 503, there are as many as may be.
+            HTTPException: 503, there are as many as may be; 507, the disk is full.
         """
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                await self._spools.acquire()
-        except TimeoutError:
-            raise busy() from None
-        try:
+        async with self._spools.reserved(1, caller):
+            self._require_space(size)
             staging = tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True)
             with staging as home, open(Path(home) / "body", "wb") as file:
                 yield file
-        finally:
-            self._spools.release()
 
     async def parse(self, file: Path) -> tuple[Any, Stored]:
         """Parse a spooled body. Returns it without its rows, and these.
 
         Raises:
-            HTTPException: what is wrong with it, in the words that a small body would get.
+            HTTPException: what is wrong with it, in the words that a small body would get; 507, the disk is full.
             JSONDecodeError.
         """
         async with self._children:
+            self._require_space(file.stat().st_size)  # its rows take about as much once more
             found = await self._child(file)
         if "not_json" in found:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
@@ -101,6 +100,13 @@ class Registration:
             raise HTTPException(found["status"], found["detail"])
         stored = Stored(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
         return found["body"], stored
+
+    def _require_space(self, size: int) -> None:
+        """Raises HTTPException: 507."""
+        try:
+            self._check_space(size)
+        except OSError as error:
+            raise disk_full(error) from error
 
     async def _child(self, file: Path) -> dict[str, Any]:
         child = await asyncio.create_subprocess_exec(

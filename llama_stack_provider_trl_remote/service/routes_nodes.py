@@ -72,6 +72,8 @@ Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
+_MOST_NODES = 1024
+"""That tokens of agents may add; each is a row, and a part of every placement."""
 _JOINING = threading.Lock()
 """Held from the check of a name until it is taken."""
 _BYTES = {
@@ -267,6 +269,11 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
     with _JOINING:
         known = service.store.node(report.name)
         _check_name(service, caller, report, known)
+        if known is None and caller.node is None and len(service.store.nodes()) >= _MOST_NODES:
+            raise Conflict(
+                f"there are {_MOST_NODES} nodes already: remove those that are gone (trl-remote nodes remove NAME), "
+                f"and start the agent of {report.name!r} again"
+            )
         _note_used(service, caller)
         service.removed.pop(report.name, None)
         service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ class CreatedTokens:
         self._configured = {entry.name: entry for entry in settings.configured_tokens}
         self._clock = clock
         self._known: dict[str, _Known] = {}
+        self._changing = threading.Lock()
+        """Held while the database and the memory change together: requests run `create` and `revoke` in threads."""
         self._writes: set[asyncio.Future[None]] = set()
         for record in tokens.all():
             self._remember(record)
@@ -70,11 +73,12 @@ class CreatedTokens:
         """
         if name in self._configured or RESERVED.fullmatch(name):
             raise Conflict(f"the name {name!r} belongs to a token of the service's configuration: choose another")
-        token = self._tokens.create(name, role, created_by, expires_in, limits)
-        if token is None:
-            raise Conflict(f"there is a token {name!r} already: revoke it first, or choose another name")
-        record = next(record for record in self._tokens.all() if record.name == name)
-        self._remember(record)
+        with self._changing:
+            token = self._tokens.create(name, role, created_by, expires_in, limits)
+            if token is None:
+                raise Conflict(f"there is a token {name!r} already: revoke it first, or choose another name")
+            record = next(record for record in self._tokens.all() if record.name == name)
+            self._remember(record)
         log.info("token %s (role %s) was created by %s", name, role, created_by)
         return token, record
 
@@ -89,9 +93,10 @@ class CreatedTokens:
             raise Conflict(
                 f"the token {name!r} is configured ({configured.setting}): remove it there, and start the service again"
             )
-        if not self._tokens.revoke(name):
-            raise NotFound(f"there is no token {name!r} here: GET /v1/tokens lists them")
-        self._known = {key: known for key, known in self._known.items() if known.record.name != name}
+        with self._changing:
+            if not self._tokens.revoke(name):
+                raise NotFound(f"there is no token {name!r} here: GET /v1/tokens lists them")
+            self._known = {key: known for key, known in self._known.items() if known.record.name != name}
         log.info("token %s was revoked", name)
 
     def _remember(self, record: TokenRecord) -> None:

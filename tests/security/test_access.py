@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 
 from llama_stack_provider_trl_remote.service.access import GuardedRoute
 from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.audit import Refusal
 from llama_stack_provider_trl_remote.service.errors import handle_errors
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import fake_context
@@ -90,6 +92,60 @@ def test_a_body_that_is_announced_too_large_for_its_route_is_not_read() -> None:
     assert call("POST", "/v1/post-training/job/cancel", "submit", b" " * 70_000, **json) == (413, False)
     assert call("POST", "/v1/post-training/preference-optimize", "submit", b" " * (2 << 20), **json) == (413, False)
     assert call("POST", "/v1/nodes/a/tasks/t/events", "admin", b" " * (5 << 20)) == (413, False)
+
+
+@pytest.mark.parametrize("role", ["admin", ""])
+def test_a_body_with_two_lengths_is_refused(role: str) -> None:
+    headers = {"content_type": "application/json", "transfer_encoding": "chunked"}
+    assert call("POST", "/v1/post-training/job/cancel", role, b" ", **headers) == (400, False)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/no-such-thing", 404), ("PUT", "/v1/nodes", 405)])
+def test_unknown_paths_and_methods_count_as_requests_of_a_token(method: str, path: str, status: int) -> None:
+    settings = ServiceSettings.model_validate({"api_token": "a", "tokens": [{"token": "s", "requests_per_second": 1}]})
+    app, statuses = make_app(fake_context(settings)), []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    for _ in range(3):
+        scope = {
+            **{"type": "http", "method": method, "path": path, "query_string": b""},
+            "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer s")],
+        }
+        asyncio.run(app(scope, receive, send))
+    assert statuses == [status, status, 429]
+
+
+def test_a_call_of_a_removed_node_is_recorded_with_its_name() -> None:
+    found = SimpleNamespace(node="gone", revoked=True, used=True)
+    kept: list[Refusal] = []
+    context = fake_context(
+        ServiceSettings.model_validate({"api_token": "a"}),
+        store=SimpleNamespace(credential=lambda sha256: found),
+        refusals=SimpleNamespace(add=kept.append),
+    )
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/v1/nodes/gone/poll", "query_string": b"", "client": ("::1", 1)},
+        "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer credential")],
+    }
+    asyncio.run(make_app(context)(scope, receive, send))
+    assert statuses == [410]
+    assert [(one.status, one.caller, one.node, one.address) for one in kept] == [(410, "gone", "gone", "::1")]
 
 
 def test_every_call_shows_its_roles_in_the_document() -> None:

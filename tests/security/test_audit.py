@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 import requests
 
+from llama_stack_provider_trl.jobs.tokens import PREFIX
 from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl_remote.service.audit import AuditLog, Refusal, Refusals
+from llama_stack_provider_trl_remote.service.audit import AuditLog, Refusal, Refusals, shortened
 from llama_stack_provider_trl_remote.service.recording import Call, record, recorded
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
@@ -162,6 +164,44 @@ def test_what_could_not_be_written_is_reported_by_the_next_line(
         (2, "lost", 2),
         (3, "end", None),
     ]
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["an admin's action", "a full file"])
+def test_lines_are_written_while_an_earlier_one_is_forced_to_disk(
+    audit: AuditLog, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    begun, slow, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def stands(file: int) -> None:
+        begun.set()
+        slow.wait(10)
+        fsync(file)
+
+    audit.write("started")
+    monkeypatch.setattr(os, "fsync", stands)
+    forcing = threading.Thread(target=audit.sync)
+    if sync:
+        forcing.start()
+        assert begun.wait(10)
+    lines = 2 if sync else 50
+    writing = threading.Thread(target=lambda: [audit.write("end", status=200) for _ in range(lines)])
+    writing.start()
+    writing.join(5)
+    was_slow = writing.is_alive()
+    slow.set()
+    writing.join()
+    if sync:
+        forcing.join()
+    audit.sync()
+    assert not was_slow
+    assert audit.last == lines + 1
+    monkeypatch.undo()
+
+
+def test_a_token_in_the_place_of_a_name_is_masked() -> None:
+    token = PREFIX + "aB3-_" * 8 + "xyz"
+    assert shortened({"name": token, "job_uuid": f"x{token}"}) == {"name": "trl_[masked]", "job_uuid": "xtrl_[masked]"}
+    assert shortened({"name": "trl_lib-ultrafeedback"}) == {"name": "trl_lib-ultrafeedback"}
 
 
 def test_a_flood_of_refusals_is_a_line_and_a_count(audit: AuditLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import threading
@@ -10,15 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from fastapi import HTTPException
+from starlette.requests import Request
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.resolve import _nearest
-from llama_stack_provider_trl_remote.service.received import Memory, parse
+from llama_stack_provider_trl_remote.service import received as module
+from llama_stack_provider_trl_remote.service.blobs import Blobs
+from llama_stack_provider_trl_remote.service.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.datasets import Datasets
+from llama_stack_provider_trl_remote.service.received import Memory, Received, parse
+from llama_stack_provider_trl_remote.service.registration import Registration, Stored
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running_service
 
@@ -72,6 +81,81 @@ def test_bodies_wait_for_room_and_are_refused_when_there_is_none_in_time() -> No
         return seen
 
     assert asyncio.run(run()) == ["first", "second", "third: 503 5", "larger than all"]
+
+
+def test_one_caller_holds_a_quarter_of_the_room_and_of_the_places_of_those_that_wait() -> None:
+    async def run() -> list[str]:
+        memory, seen = Memory(32, patience=0.2), []
+
+        async def hold(caller: str) -> None:
+            try:
+                async with memory.reserved(1, caller):
+                    seen.append(caller)
+                    await asyncio.sleep(0.5)
+            except HTTPException:
+                seen.append(f"{caller} refused")
+
+        await asyncio.gather(*(hold("greedy") for _ in range(150)), *(hold("other") for _ in range(8)))
+        return seen
+
+    seen = asyncio.run(run())
+    assert {name: seen.count(name) for name in set(seen)} == {"greedy": 8, "greedy refused": 142, "other": 8}
+
+
+def received(pieces: list[bytes], pause: float, announced: int, rows: Registration | None = None) -> Received:
+    """A body that comes in pieces, with a pause before each."""
+    coming = list(pieces)
+
+    async def receive() -> Any:
+        await asyncio.sleep(pause)
+        return {"type": "http.request", "body": coming.pop(0), "more_body": bool(coming)}
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"%d" % announced)]}
+    return Received(Request(scope, receive), "ci", 32 * MIB, Memory(), ThreadPoolExecutor(1), rows)
+
+
+def test_a_body_that_trickles_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE", 0.2)
+    with pytest.raises(HTTPException, match="too slowly") as refused:
+        asyncio.run(received([b" "] * 100, 0.05, MIB).body())
+    assert refused.value.status_code == 408
+
+
+def test_a_body_that_comes_at_the_least_rate_is_received_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE", 0.2)
+    monkeypatch.setattr(module, "_BYTES_PER_SECOND", 1)
+    assert len(asyncio.run(received([b" " * 10] * 10, 0.05, MIB).body())) == 100
+
+
+def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def check_space(size: int) -> None:
+        asked.append(size)
+        raise OSError(errno.ENOSPC, "4 MiB are free")
+
+    async def run() -> None:
+        rows = Registration(tmp_path, 1000, 10.0, check_space)
+        await received([b" " * MIB] * 3, 0.0, 3 * MIB, rows).body()
+
+    with pytest.raises(HTTPException, match="4 MiB are free") as refused:
+        asyncio.run(run())
+    assert (refused.value.status_code, asked, list(tmp_path.iterdir())) == (507, [3 * MIB], [])
+
+
+def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> None:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path})
+    blobs = Blobs(settings)
+    datasets = Datasets(settings, blobs)
+    blobs.prepare()
+    datasets.prepare()
+    stored = Stored(tmp_path / "datasets" / "rows", "0" * 64, 1)
+    stored.path.write_text("{}\n")
+    blobs._settings = settings.model_copy(update={"min_free_disk_mb": 1 << 40})
+    body = RegisterDataset.model_validate({"dataset_id": "a", "source": {"type": "rows", "rows": []}})
+    with pytest.raises(StoreError, match="are needed"):
+        asyncio.run(datasets.register(body, stored))
+    assert not blobs.holds("0" * 64)
 
 
 # Against a service

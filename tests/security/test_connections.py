@@ -24,6 +24,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from llama_stack_provider_trl.process import tasks_below
+from llama_stack_provider_trl_remote.service import auth
+from llama_stack_provider_trl_remote.service.access import BODY, CALLER, Caller, Refused
+from llama_stack_provider_trl_remote.service.auth import Gate
 from llama_stack_provider_trl_remote.service.connections import (
     Acceptor,
     Connection,
@@ -31,6 +34,7 @@ from llama_stack_provider_trl_remote.service.connections import (
     default_connections,
     raise_descriptor_limit,
 )
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, running
 from tests.contract.stack import poll
@@ -152,14 +156,20 @@ def test_a_connection_with_a_request_under_way_keeps_its_place(few: TrainingServ
 class Peer:
     """An acceptor with short deadlines and an application of the test's own."""
 
-    def __init__(self, app: Any, most: int = 100, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        most: int = 100,
+        tls: ssl.SSLContext | None = None,
+        deadlines: Deadlines = Deadlines(head=0.3, body=0.3, reader=0.3, close=0.3),  # noqa: B008
+    ) -> None:
         config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
         config.load()
         state = ServerState()
 
         def make() -> Connection:
             connection = Connection(config, state, {})
-            connection.deadlines = Deadlines(head=0.3, body=0.3, reader=0.3, close=0.3)
+            connection.deadlines = deadlines
             return connection
 
         self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -226,6 +236,61 @@ def test_what_does_not_come_is_not_waited_for(sent: bytes) -> None:
         writer.close()
 
     with_peer(test, reads_the_body)
+
+
+def posted(token: bytes) -> bytes:
+    """A request whose body does not come."""
+    return POST.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer " + token + b"\r\n\r\nx")
+
+
+def gated(app: Any) -> Gate:
+    return Gate(app, ServiceSettings.model_validate({}), {"known": Caller("submit", "ci", presented=True)}.get)
+
+
+@pytest.mark.parametrize("token", [b"unknown", b"known"])
+def test_at_the_cap_a_connection_whose_request_was_refused_makes_room(
+    token: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "_DRAIN_SECONDS", 1000.0)
+    monkeypatch.setattr(auth, "_UNKNOWN_DRAIN_SECONDS", 1000.0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope[BODY].set_limit(10_000, "")
+        if scope["method"] == "POST":
+            scope[CALLER].require_known()
+            raise Refused(403, "no")
+        await reads_the_body(scope, receive, send)
+
+    async def test(peer: Peer) -> None:
+        refused = [await peer.connect(posted(token)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        reader, writer = await peer.connect(GET)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert (await refused[0][0].read()) == b"", "the oldest has made room"
+        for _, one in [*refused, (reader, writer)]:
+            one.close()
+
+    with_peer(test, gated(app), most=4, deadlines=Deadlines())
+
+
+@pytest.mark.parametrize(("token", "seconds"), [(b"unknown", "_UNKNOWN_DRAIN_SECONDS"), (b"known", "_DRAIN_SECONDS")])
+def test_a_refused_body_is_dropped_for_longer_where_its_sender_is_known(
+    token: bytes, seconds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert auth._UNKNOWN_DRAIN_SECONDS < auth._DRAIN_SECONDS
+    for name in ("_UNKNOWN_DRAIN_SECONDS", "_DRAIN_SECONDS"):
+        monkeypatch.setattr(auth, name, 0.2 if name == seconds else 1000.0)
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        scope[CALLER].require_known()
+        raise Refused(403, "no")
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(posted(token))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 40")
+        writer.close()
+
+    with_peer(test, gated(refuse), deadlines=Deadlines())
 
 
 def test_a_body_that_comes_slowly_is_received() -> None:

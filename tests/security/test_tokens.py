@@ -17,7 +17,7 @@ import requests
 from llama_stack_provider_trl.errors import LimitReached
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.tokens import PREFIX, Limits, Tokens, digest
+from llama_stack_provider_trl.jobs.tokens import PREFIX, Limits, TokenRecord, Tokens, digest
 from llama_stack_provider_trl.process import FileLock
 from llama_stack_provider_trl_remote.service.access import Caller, Refused
 from llama_stack_provider_trl_remote.service.auth import AnyOf, ConfiguredTokens
@@ -94,6 +94,29 @@ def test_a_token_created_again_under_a_revoked_name_does_not_revive_the_old_one(
     assert not caller.still_valid()
     assert world.tokens(old) is None
     assert world.tokens(new) is not None
+
+
+def test_a_token_that_is_revoked_while_it_is_being_created_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember, revoked = world.tokens._remember, threading.Event()
+
+    def revoke() -> None:
+        world.tokens.revoke("laptop")
+        revoked.set()
+
+    revoking = threading.Thread(target=revoke)
+
+    def remember_late(record: TokenRecord) -> None:
+        revoking.start()
+        revoked.wait(0.5)
+        remember(record)
+
+    monkeypatch.setattr(world.tokens, "_remember", remember_late)
+    token, _ = world.tokens.create("laptop", "submit", "operator")
+    revoking.join()
+    assert world.tokens(token) is None
+    assert not world.tokens.all()
 
 
 def test_a_token_expires(world: World) -> None:

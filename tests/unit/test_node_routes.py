@@ -233,6 +233,17 @@ def test_of_many_joins_without_an_answer_few_credentials_are_kept(world: World) 
     assert [credential for credential in issued if world.authenticated(credential)] == issued[-4:]
 
 
+def test_the_nodes_that_a_token_may_add_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_nodes, "_MOST_NODES", 2)
+    world.join("a")
+    own, _ = world.join("b")
+    with pytest.raises(Conflict, match="there are 2 nodes already: remove those that are gone"):
+        world.join("c")
+    world.join("b", caller=own)
+    world.remove("a")
+    world.join("c")
+
+
 def test_a_removed_node_s_credentials_are_refused_for_as_long_as_its_agent_may_still_come(world: World) -> None:
     own, first = world.join()
     world.poll(caller=own)

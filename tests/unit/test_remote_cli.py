@@ -487,6 +487,18 @@ def test_a_token_is_one_line(
     assert "two" not in errors
 
 
+@pytest.mark.parametrize("command", ["create", "revoke"])
+def test_a_token_in_the_place_of_its_name_is_refused_and_not_sent(
+    run: Run, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    token = "trl_" + 43 * "x"
+    with pytest.raises(SystemExit):
+        run("tokens", command, token)
+    errors = capsys.readouterr().err
+    assert "looks like a token" in errors
+    assert token not in errors
+
+
 def test_the_end_of_a_tokens_line_is_not_sent(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_SERVICE_TOKEN", " secret\r\n")
     assert run("jobs", "list")[0] == 0
