@@ -160,6 +160,7 @@ class _Making:
         request.target = self._target(request.target)
         if request.method in ("POST", "PUT") or rng.random() < 0.03:
             self._fill_body()
+            request.body = request.body[:LARGEST]
         if rng.random() < 0.15:
             self._damage_headers()
         if rng.random() < 0.12:
@@ -258,13 +259,13 @@ class _Making:
             return self._sized(rng.randbytes(1 << 12))
         rows = [self._event() if kind == "events" else {"prompt": _text(rng), "completion": _text(rng)}]
         while rng.random() < 0.5:
-            rows.append(self._damaged(rows[-1]) if isinstance(rows[-1], dict) else self._event())
+            rows.append(self._damaged(copy.deepcopy(rows[-1])) if isinstance(rows[-1], dict) else self._event())
         text = b"".join(_bytes(_dumps(row)) + b"\n" for row in rows)
         return self._damaged_text(text) if rng.random() < 0.2 else text
 
     def _event(self) -> Any:
         rng = self.rng
-        event = dict(rng.choice(_EVENTS)) | {"time": rng.choice((1.7e9, 0, -1, 1e18, 1e308, 253402300800))}
+        event = copy.deepcopy(rng.choice(_EVENTS)) | {"time": rng.choice((1.7e9, 0, -1, 1e18, 1e308, 253402300800))}
         return self._damaged(event) if rng.random() < 0.7 else event
 
     def _damaged(self, value: Any) -> Any:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from tests.security.fuzz import MOST_MIB, fuzzed
+from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.security.fuzz import KNOWN, MOST_MIB, fuzzed
+from tests.security.generate import FuzzRequest, Generator
 from tests.security.monitor import Monitor
 
 pytestmark = pytest.mark.contract
@@ -28,3 +34,15 @@ def test_damaged_requests_to_every_route_break_nothing(tmp_path: Path) -> None:
         assert monitor.p99 < 1.0
         assert monitor.largest_rss >> 20 <= MOST_MIB
         assert service.get("/health").json()["supervising"]
+
+
+def test_the_same_seed_and_number_make_the_same_request() -> None:
+    settings = ServiceSettings.model_validate({"api_token": "a"})
+    document = make_app(MagicMock(settings=settings, node_name="head", node_token="n")).openapi()
+    generator = Generator(document, 7, KNOWN)
+    first = [digest(generator.request(number)) for number in range(1000)]
+    assert [digest(Generator(document, 7, KNOWN).request(number)) for number in range(1000)] == first
+
+
+def digest(request: FuzzRequest) -> bytes:
+    return hashlib.sha256(json.dumps(request.shown()).encode() + request.body).digest()
