@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ CHECKS = (
 OPTIONS = (
     *("--seed", "1", "--phases", "coverage,fuzzing", "--max-examples", "10", "--checks", ",".join(CHECKS)),
     *("--generation-database", "none", "--request-timeout", "10", "--continue-on-failure", "--warnings", "off"),
+    # They lead to the same handlers as the calls below /v1, and would take a third of the time.
+    *("--exclude-path-regex", "^/v1(alpha|beta)/"),
 )
 SECONDS = 170
 """Within which it must be through."""
@@ -59,7 +62,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
 def test_every_call_answers_as_the_document_says_whatever_it_is_sent(service: TrainingService, tmp_path: Path) -> None:
     address = f"{service.url}/openapi.json"
     document = service.session.get(address, timeout=30).json()
-    assert {path.split("/")[1] for path in document["paths"]} == {"v1", "v1alpha", "v1beta"}
+    twins = {path for path in document["paths"] if not path.startswith("/v1/")}
+    assert {path.split("/")[1] for path in twins} == {"v1alpha", "v1beta"}
+    for twin in twins:
+        path = re.sub("^/v1(alpha|beta)/", "/v1/", twin)
+        assert shape(document["paths"][twin]) == shape(document["paths"][path])
     (tmp_path / "schemathesis.toml").write_text(configuration())
     program = Path(sys.executable).with_name("schemathesis")
     done = subprocess.run(
@@ -71,12 +78,20 @@ def test_every_call_answers_as_the_document_says_whatever_it_is_sent(service: Tr
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Tested: {operations(document)}" in done.stdout, done.stdout
+    tested = {path: calls for path, calls in document["paths"].items() if path not in twins}
+    assert f"Tested: {operations(tested)}" in done.stdout, done.stdout
 
 
-def operations(document: Mapping[str, Mapping[str, Mapping[str, object]]]) -> int:
+def shape(calls: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """What a path takes and answers, without the ids of its calls."""
+    return {
+        method: {key: value for key, value in call.items() if key != "operationId"} for method, call in calls.items()
+    }
+
+
+def operations(paths: Mapping[str, Mapping[str, object]]) -> int:
     methods = {"get", "put", "post", "delete", "head", "patch", "options"}
-    return sum(len(methods & path.keys()) for path in document["paths"].values())
+    return sum(len(methods & path.keys()) for path in paths.values())
 
 
 def configuration() -> str:
