@@ -57,7 +57,7 @@ class World:
             removed={},
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
-            shipping=SimpleNamespace(receive=self.receive, current=self.current),
+            shipping=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
         )
 
     def current(self, task_id: str, node: str) -> None:
