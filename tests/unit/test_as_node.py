@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import ServiceRefusal
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION
+from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.start import NodeSettings
 from llama_stack_provider_trl_remote.service import as_node
@@ -138,9 +140,9 @@ def test_a_machine_that_cannot_take_part_says_so_once_and_tries_again(
     full, refused = OSError(28, "No space left on device"), ServiceRefusal("http://head", 409, "taken")
     troubles: list[Exception] = [full, full, refused, NodeError("no such address")]
     made: list[NodeSettings] = []
-    service: Any = SimpleNamespace(
-        settings=settings(master_addr="10.0.0.1", data_dir=tmp_path), node_token="t", node_name="head", devices=["cpu"]
-    )
+    configured = settings(master_addr="10.0.0.1", data_dir=tmp_path)
+    names = {"node_token": "t", "node_name": "head", "devices": ["cpu"]}
+    service: Any = SimpleNamespace(settings=configured, isolation=NO_ISOLATION, limits=Limits(), **names)
 
     async def run() -> None:
         takes_part = asyncio.Event()
