@@ -317,7 +317,7 @@ def test_an_event_counts_only_if_it_is_one_and_its_checkpoint_is_in_place(
     for path, kind, said in (
         (precious, "step", "a checkpoint of this job lies in"),
         (ours / ".." / "other" / "checkpoint-2", "step", "a checkpoint of this job lies in"),
-        (ours / "checkpoint-2", "final", "a checkpoint of this job lies in"),
+        (ours / "checkpoint-2", "final", "a checkpoint of the kind final has another name"),
         (ours / "checkpoint-2", "step", "bring its files before its event"),
     ):
         event = CheckpointSaved(kind=kind, step=2, epoch=1, path=path, train_loss=2.0)  # type: ignore[arg-type]
