@@ -32,6 +32,7 @@ machine may well hold jobs of the same name."""
 _LINUX = sys.platform == "linux"
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+_PF_EXITING = 0x4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 _PASSED_TO_CHILDREN = re.compile(
@@ -114,6 +115,17 @@ def carries(process: ProcessId, marks: Mapping[str, str]) -> bool:
         return _carries(psutil.Process(process.pid), marks) and alive(process)
     except psutil.NoSuchProcess:
         return False
+
+
+def exiting(process: ProcessId) -> bool:
+    """Whether this very process has begun to exit: its environment is gone, and it is no zombie yet. Linux only."""
+    if not _LINUX or not alive(process):
+        return False
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(stat[stat.rindex(b")") + 2 :].split()[6]) & _PF_EXITING)
 
 
 def marked(marks: Mapping[str, str]) -> list[ProcessId]:

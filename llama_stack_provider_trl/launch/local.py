@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..beneath import NotAFile
 from ..files import RunDir, atomic_write_json, tail
-from ..process import RUN_DIR_MARK, FileLock, ProcessId, alive, carries, marked, reap, send_signal, tasks_below
+from ..process import RUN_DIR_MARK, FileLock, ProcessId, alive, carries, exiting, marked, reap, send_signal, tasks_below
 from .base import Observation, TaskSpec, TaskState
 from .isolation import NO_ISOLATION, Isolation
 from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask
@@ -183,7 +183,8 @@ def _lives(status: RunnerStatus, marks: Mapping[str, str]) -> bool:
     if status.runner is None:
         return False
     if alive(status.runner):
-        return carries(status.runner, marks)
+        # One that exits has lost its environment: it is waited for, so that its corpse is collected below.
+        return carries(status.runner, marks) or exiting(status.runner)
     # A runner is nobody's child, unless we are process 1 of a container: then its corpse is ours to collect.
     reap(status.runner.pid)
     return False
