@@ -18,6 +18,7 @@ from .errors import InvalidRequest
 _DATA = re.compile(
     # Weights, configurations, indexes, states; vocabularies and merges; sentencepiece and tiktoken models; templates.
     r"[^/]+\.(safetensors|json|txt|md|jinja|model|spm|tiktoken|vocab|codes|tokenizer)"
+    r"|optimizer/state\.(safetensors|json)"
     r"|additional_chat_templates/[^/]+\.jinja"
     r"|LICENSE|NOTICE"
 )

@@ -4,7 +4,7 @@
 
 - the trained weights as `model.safetensors` or `adapter_model.safetensors`, with configuration and tokenizer: what
   transformers and peft load, however many ranks wrote it (`recipes.shards`);
-- `optimizer.safetensors` and `optimizer.json`: the optimizer's state by the names of the weights
+- `optimizer/state.safetensors` and `optimizer/state.json`: the optimizer's state by the names of the weights
   (`recipes.optimizer_state`);
 - `scheduler.json`, `scaler.json` (fp16) and `trainer_state.json`: schedule, loss scaling, counters;
 - `rng_state_N.json`: the random numbers of rank N (`recipes.random_state`);
@@ -205,6 +205,7 @@ class Saver:
                 without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
                 model.save_pretrained(staging, state_dict={}, **without)
                 tokenizer.save_pretrained(staging)
+                (staging / optimizer_state.VALUES).parent.mkdir(exist_ok=True)
                 (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)
                 for name, tensors in snapshot.tensors.items():
                     shards.reserve(staging / name, tensors)

@@ -1,8 +1,8 @@
 """The optimizer's state in a step checkpoint: tensors by the names of the weights, everything else as JSON.
 
-`optimizer.safetensors` holds the tensors (`<weight>/<key>`, such as `lm_head.weight/exp_avg`), each rank its own rows
-(`recipes.shards`); `optimizer.json` the parameter groups, with the names of their weights, and values that are no
-tensors. Any number of ranks reads its parts.
+`optimizer/state.safetensors` holds the tensors (`<weight>/<key>`, such as `lm_head.weight/exp_avg`), each rank its own
+rows (`recipes.shards`); `optimizer/state.json` the parameter groups, with the names of their weights, and values that
+are no tensors. Any number of ranks reads its parts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ..errors import JobFailure
 from . import shards
 from .events import Reason
 
-TENSORS = "optimizer.safetensors"
-VALUES = "optimizer.json"
+TENSORS = "optimizer/state.safetensors"
+VALUES = "optimizer/state.json"
+"""In a directory of their own: some readers take every safetensors file beside the model's for weights."""
 
 
 @dataclass(frozen=True)

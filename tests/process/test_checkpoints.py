@@ -181,9 +181,9 @@ def cut(path: Path) -> None:
     ("world", "harm", "victim"),
     [
         (1, flip_a_byte, "model.safetensors"),
-        (1, cut, "optimizer.safetensors"),
+        (1, cut, "optimizer/state.safetensors"),
         (1, Path.unlink, "model.safetensors"),
-        (2, flip_a_byte, "optimizer.safetensors"),
+        (2, flip_a_byte, "optimizer/state.safetensors"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
@@ -447,6 +447,7 @@ def test_the_state_of_any_optimizer_by_weights_is_read_as_it_was(
         step(first, saved)
     saved.state[next(first.parameters())]["note"] = 7  # a value that is no tensor
     state = optimizer_state.state_of(first, saved)
+    (tmp_path / optimizer_state.TENSORS).parent.mkdir()
     shards.reserve(tmp_path / optimizer_state.TENSORS, state.tensors)
     shards.fill(tmp_path / optimizer_state.TENSORS, shards.parts_of(state.tensors))
     (tmp_path / optimizer_state.VALUES).write_text(state.document)

@@ -227,9 +227,9 @@ def test_new_checkpoints_hold_data_only(undisturbed: Undisturbed, world: int) ->
     for saved in of_kind(events, CheckpointSaved):
         names = file_names(saved.path)
         assert {Path(name).suffix for name in names} <= DATA
-        assert all("/" not in name for name in names)
+        assert {name.partition("/")[0] for name in names if "/" in name} <= {"optimizer"}
         if saved.kind == "step":
-            states = {"optimizer.safetensors", "optimizer.json", "scheduler.json", "trainer_state.json"}
+            states = {"optimizer/state.safetensors", "optimizer/state.json", "scheduler.json", "trainer_state.json"}
             assert {*states, *(f"rng_state_{rank}.json" for rank in range(world))} <= set(names)
 
 
@@ -270,9 +270,9 @@ def test_the_optimizer_of_the_release_before_is_read_as_its_own_reader_did() -> 
 def as_before(checkpoint: Path, target: Path) -> Path:
     """A checkpoint of one process in the earlier format, written as that release did."""
     shutil.copytree(checkpoint, target)
-    document = json.loads((target / "optimizer.json").read_text())
+    document = json.loads((target / "optimizer/state.json").read_text())
     state: dict[str, Any] = {
-        f"state.{name}": value for name, value in load_file(target / "optimizer.safetensors").items()
+        f"state.{name}": value for name, value in load_file(target / "optimizer/state.safetensors").items()
     }
     groups = [{**group, "betas": tuple(group["betas"])} for group in document["param_groups"]]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -285,7 +285,7 @@ def as_before(checkpoint: Path, target: Path) -> Path:
     cpu = torch.frombuffer(bytearray(base64.b64decode(numbers["torch"]["cpu"])), dtype=torch.uint8)
     states = {"python": (version, tuple(values), gauss), "numpy": (name, numpy.array(keys, dtype="uint32"), *others)}
     torch.save({**states, "cpu": cpu}, target / "rng_state.pth")
-    for name in ("optimizer.safetensors", "optimizer.json", "scheduler.json", "rng_state_0.json"):
+    for name in ("optimizer/state.safetensors", "optimizer/state.json", "scheduler.json", "rng_state_0.json"):
         (target / name).unlink()
     return sealed(target)
 
@@ -310,9 +310,9 @@ def test_both_formats_resume_to_the_same_weights_bit_for_bit(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("optimizer.json", "{"),
-        ("optimizer.json", '{"param_groups": [], "values": {}}'),
-        ("optimizer.safetensors", "?" * 100),
+        ("optimizer/state.json", "{"),
+        ("optimizer/state.json", '{"param_groups": [], "values": {}}'),
+        ("optimizer/state.safetensors", "?" * 100),
         ("scheduler.json", "[]"),
         ("scheduler.json", "{}"),
         ("rng_state_0.json", '{"python": 1}'),
@@ -335,7 +335,7 @@ def test_a_checkpoint_of_no_known_format_is_refused(undisturbed: Undisturbed, tm
     """Such as one with accelerate's `optimizer_0`, which torch.distributed.checkpoint would read."""
     spec, _ = undisturbed(1)
     checkpoint = copied(spec.checkpoint_dir / "checkpoint-2", tmp_path / "given" / "checkpoint-2")
-    for name in ("optimizer.safetensors", "optimizer.json"):
+    for name in ("optimizer/state.safetensors", "optimizer/state.json"):
         (checkpoint / name).unlink()
     mark = tmp_path / "it-ran"
     (checkpoint / "optimizer_0").mkdir()
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_no_known_format_is_refused(undisturbed: Undisturbed, tm
     sealed(checkpoint)
     status, events = run(tmp_path / "run", spec_of(tmp_path, 1), checkpoint)
     assert (status, mark.exists()) == (1, False)
-    assert "optimizer.json" in of_kind(events, Failed)[0].message
+    assert "optimizer/state.json" in of_kind(events, Failed)[0].message
 
 
 # Models
