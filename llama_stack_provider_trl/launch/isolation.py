@@ -121,7 +121,7 @@ class Isolation:
         locks = lock_places(environ.get(LOCK_DIRECTORY))
         # Of this process: the allow-list of a training's environment leaves the variable out.
         sockets = [Path(path) for path in (*_CONTROL_SOCKETS, os.environ.get("XDG_RUNTIME_DIR") or "/run/user")]
-        hidden = [*self.directories, *locks, *_lock_directories(), *(path for path in sockets if path.is_dir())]
+        hidden = [*self.directories, *locks, *(path for path in sockets if path.is_dir())]
         found = _Resolver(_outermost(_with_linked(hidden)))
         for path in (*read, *_interpreter(python), *_named(environ)):
             found.add(path, found.read)
@@ -309,16 +309,6 @@ def _home() -> str | None:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return None
-
-
-def _lock_directories() -> Iterator[Path]:
-    """Where device locks are kept when /tmp is of no use (`runner.device_locks`), below a cache that a training may
-    write. It is created here, since only what exists can be covered."""
-    for home in _paths(_home()):
-        directory = home / ".cache" / "llama-stack-trl"
-        with suppress(OSError):
-            directory.mkdir(mode=0o700, exist_ok=True)
-            yield directory
 
 
 def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:

@@ -498,8 +498,17 @@ def device_locks() -> list[Path]:
 
 
 def lock_places(chosen: str | None) -> list[Path]:
-    """Every directory in which device locks of this user may be; `chosen` is TRL_LOCK_DIR."""
-    return [Path(chosen)] if chosen else [LOCKS / f"llama-stack-trl-{os.getuid()}", *_own_places()]
+    """Every directory that holds device locks of this user, for what has to hide them; `chosen` is TRL_LOCK_DIR.
+
+    Those that `device_locks` falls back to are created: only what exists can be covered, and a training may write the
+    cache that one of them is in.
+    """
+    places = [Path(chosen) if chosen else LOCKS / f"llama-stack-trl-{os.getuid()}"]
+    for place in _own_places():
+        with suppress(OSError):
+            place.parent.mkdir(mode=0o700, exist_ok=True)
+            places.append(place.parent)
+    return places
 
 
 def _own_places() -> list[Path]:

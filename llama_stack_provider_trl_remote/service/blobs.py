@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +24,7 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.process import child_environment
 from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
 
+from .children import run
 from .errors import TooLarge
 from .reading import Verdict, check_file, too_much_memory
 from .settings import ServiceSettings
@@ -182,35 +183,20 @@ class Blobs:
         limit = self._settings.convert_timeout
         memory = self._settings.reader_memory_mb
         given = () if file is None else (file,)
+        command = self._isolation.command(
+            [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write, keep=given
+        )
         async with self._children:
-            child = await asyncio.create_subprocess_exec(
-                *self._isolation.command(
-                    [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write, keep=given
-                ),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=cwd,
-                env=environment,
-                start_new_session=True,
-                pass_fds=given,
-            )
             try:
-                output, errors = await asyncio.wait_for(child.communicate(), limit)
+                done = await run(command, cwd=cwd, environ=environment, limit=limit, descriptors=given)
             except TimeoutError as error:
                 raise InvalidRows(f"reading it took more than {limit:.0f} s (convert_timeout)") from error
-            finally:
-                if child.returncode is None:
-                    with suppress(ProcessLookupError):
-                        child.kill()
-                    await child.wait()
         try:
-            answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+            answer: dict[str, Any] = json.loads(done.output.splitlines()[-1])
         except (ValueError, IndexError):
-            told = errors.decode(errors="replace").strip().splitlines()
-            if child.returncode == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
+            if done.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
                 return {"error": too_much_memory(memory)}
-            return {"error": f"its reader ended with {child.returncode}: {told[-1] if told else 'it said nothing'}"}
+            return {"error": f"its reader ended with {done.exit_code}: {done.errors or 'it said nothing'}"}
         return answer
 
     def check_space(self, announced: int) -> None:

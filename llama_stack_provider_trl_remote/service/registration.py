@@ -29,6 +29,7 @@ from llama_stack_provider_trl.files import put_rows
 from llama_stack_provider_trl.process import child_environment, die_with_parent
 
 from .bodies import RegisterDataset, RowsSource
+from .children import run
 from .errors import sentence
 from .received import Memory, disk_full
 
@@ -109,29 +110,16 @@ class Registration:
             raise disk_full(error) from error
 
     async def _child(self, file: Path) -> dict[str, Any]:
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", MODULE, str(file), str(file.parent), str(self._max_rows)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=file.parent,
-            env=child_environment(os.environ, {}),
-            start_new_session=True,
-        )
+        argv = [sys.executable, "-m", MODULE, str(file), str(file.parent), str(self._max_rows)]
+        environ = child_environment(os.environ, {})
         try:
-            output, errors = await asyncio.wait_for(child.communicate(), self._timeout)
+            done = await run(argv, cwd=file.parent, environ=environ, limit=self._timeout)
         except TimeoutError:
             return _problem(413, f"its rows could not be read in {self._timeout:.0f} s (convert_timeout): {_INSTEAD}")
-        finally:
-            if child.returncode is None:
-                with suppress(ProcessLookupError):
-                    child.kill()
-                await child.wait()
         try:
-            answer: dict[str, Any] = json.loads(output)
+            answer: dict[str, Any] = json.loads(done.output)
         except ValueError:
-            told = errors.decode(errors="replace").strip().splitlines()
-            log.error("rows could not be read, the reader ended with %s: %s", child.returncode, told[-1:])
+            log.error("rows could not be read, the reader ended with %s: %s", done.exit_code, done.errors)
             return _problem(413, f"its rows take more memory than the service has for them: {_INSTEAD}")
         return answer
 

@@ -1,0 +1,54 @@
+"""Runs a program to its end and returns what it printed; it is killed when its time is over, or its caller gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Done(NamedTuple):
+    """How a program ended."""
+
+    exit_code: int
+    """Negative: minus the signal that ended it."""
+    output: bytes
+    errors: str
+    """The last line of its standard error."""
+
+
+async def run(
+    argv: Sequence[str], *, cwd: Path, environ: Mapping[str, str], limit: float, descriptors: Sequence[int] = ()
+) -> Done:
+    """Run a program without standard input.
+
+    Args:
+        limit: seconds.
+        descriptors: of open files that it inherits.
+
+    Raises:
+        TimeoutError.
+        OSError: it cannot be started.
+    """
+    child = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+        env=environ,
+        start_new_session=True,
+        pass_fds=tuple(descriptors),
+    )
+    try:
+        output, errors = await asyncio.wait_for(child.communicate(), limit)
+    finally:
+        if child.returncode is None:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+    assert child.returncode is not None
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return Done(child.returncode, output, lines[-1] if lines else "")
