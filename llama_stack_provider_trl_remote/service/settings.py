@@ -221,7 +221,8 @@ class ServiceSettings(_Block):
     max_rows: int = Field(10_000_000, gt=0)
     """Rows of a dataset; more is a 413."""
     max_connections: int | None = Field(None, ge=8, le=60_000)
-    """Connections at a time; null: half of the open files that the process may have, 2048 at most."""
+    """Connections at a time; null: three quarters of the open files that the process may have beyond a reserve of
+    256, 4096 at most."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
     reader_memory_mb: int = Field(2048, ge=512)

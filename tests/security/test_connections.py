@@ -375,6 +375,6 @@ def test_an_accepted_connection_sends_without_delay() -> None:
     with_peer(test, reads_the_body)
 
 
-@pytest.mark.parametrize(("descriptors", "connections"), [(64, 16), (1024, 384), (4096, 1920), (65_536, 2048)])
+@pytest.mark.parametrize(("descriptors", "connections"), [(64, 24), (1024, 576), (4096, 2880), (65_536, 4096)])
 def test_connections_leave_descriptors_for_everything_else(descriptors: int, connections: int) -> None:
     assert default_connections(descriptors) == connections
