@@ -82,10 +82,10 @@ def train(options: argparse.Namespace) -> None:
     from training_inputs import train_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llama_stack_provider_trl.files import RunDir, put_rows
-    from llama_stack_provider_trl.recipes import checkpoints
-    from llama_stack_provider_trl.recipes.spec import AttemptSpec, DatasetRef, JobSpec, OptimizerSpec
+    from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
     from llama_stack_provider_trl.recipes.train import main as train_main
+    from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, OptimizerSpec
+    from llama_stack_provider_trl.system.files import RunDir, put_rows
 
     root = options.scratch / options.child
     root.mkdir()
@@ -142,8 +142,8 @@ def train(options: argparse.Namespace) -> None:
 def figures(root: Path) -> dict[str, Any]:
     """What one job's events say. A step's time is from the metric point before to its own."""
     sys.path.insert(0, str(REPOSITORY))
-    from llama_stack_provider_trl.files import RunDir, tree_bytes
-    from llama_stack_provider_trl.recipes.events import CheckpointSaved, Progress, iter_events
+    from llama_stack_provider_trl.specs.events import CheckpointSaved, Progress, iter_events
+    from llama_stack_provider_trl.system.files import RunDir, tree_bytes
 
     events = list(iter_events(RunDir(root).events))
     points = [event for event in events if isinstance(event, Progress)]

@@ -1,4 +1,4 @@
-"""Compares the memory estimate (`recipes.memory`) with the peak resident memory of real trainings on the CPU.
+"""Compares the memory estimate (`recipes.memory.trace`) with the peak resident memory of real trainings on the CPU.
 
     .venv/bin/python benchmarks/memory.py --write docs/memory.md
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from machine import REPOSITORY, command, machine, print_header
 
 if TYPE_CHECKING:
-    from llama_stack_provider_trl.recipes.spec import JobSpec
+    from llama_stack_provider_trl.specs.job import JobSpec
 
 GIB = 1 << 30
 STEPS = 2
@@ -142,7 +142,8 @@ def write_table(path: Path, table: str) -> None:
 
 
 def run(cases: list[tuple[int, Case]], train: bool) -> Iterator[dict[str, Any]]:
-    from llama_stack_provider_trl.recipes.memory import Batch, estimate
+    from llama_stack_provider_trl.recipes.memory.estimate import estimate
+    from llama_stack_provider_trl.recipes.memory.trace import Batch
 
     for number, case in cases:
         with tempfile.TemporaryDirectory(prefix="trl-memory-") as name:
@@ -156,7 +157,7 @@ def run(cases: list[tuple[int, Case]], train: bool) -> Iterator[dict[str, Any]]:
 
 
 def train_one(folder: Path) -> dict[str, int]:
-    from llama_stack_provider_trl.malloc import FRUGAL
+    from llama_stack_provider_trl.system.malloc import FRUGAL
 
     environment = {**os.environ, **FRUGAL, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
@@ -177,8 +178,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llama_stack_provider_trl.files import put_rows
-    from llama_stack_provider_trl.recipes.spec import (
+    from llama_stack_provider_trl.specs.job import (
         AttemptSpec,
         DatasetRef,
         DpoSpec,
@@ -187,6 +187,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         OptimizerSpec,
         QatSpec,
     )
+    from llama_stack_provider_trl.system.files import put_rows
 
     heads = case.shape.hidden // 64
     config = LlamaConfig(
@@ -256,11 +257,11 @@ def tokenizer() -> Any:
 
 def measure(spec: Path) -> None:
     """In a child: the whole attempt, as the training process runs it; prints baseline and peak."""
-    from llama_stack_provider_trl.files import RunDir
-    from llama_stack_provider_trl.recipes.callbacks import JobCallback
-    from llama_stack_provider_trl.recipes.events import EventWriter
     from llama_stack_provider_trl.recipes.session import train_attempt
-    from llama_stack_provider_trl.recipes.spec import AttemptSpec
+    from llama_stack_provider_trl.recipes.trainer.callbacks import JobCallback
+    from llama_stack_provider_trl.specs.events import EventWriter
+    from llama_stack_provider_trl.specs.job import AttemptSpec
+    from llama_stack_provider_trl.system.files import RunDir
 
     attempt = AttemptSpec.model_validate_json(spec.read_text())
     baseline = resident()

@@ -31,10 +31,10 @@ from training_inputs import save_random_llama
 
 sys.path.insert(0, str(REPOSITORY))
 
-from llama_stack_provider_trl.files import RunDir, tail
 from llama_stack_provider_trl.launch.torchrun import TORCHRUN, TRAINER
-from llama_stack_provider_trl.malloc import FRUGAL
-from llama_stack_provider_trl.process import TASK_MARK
+from llama_stack_provider_trl.system.files import RunDir, tail
+from llama_stack_provider_trl.system.malloc import FRUGAL
+from llama_stack_provider_trl.system.process import TASK_MARK
 from tests.cluster.bed import Bed, Machine, why_not
 from tests.contract.stack import SFT
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llama_stack_provider_trl.jobs.placement import PATIENCE, Demand, Node, Queued, place, why_waits
-from llama_stack_provider_trl.recipes.spec import ResourcesSpec
+from llama_stack_provider_trl.specs.job import ResourcesSpec
 
 NODES, GPUS, JOBS = 50, 8, 2000
 LIMIT_MS = 50.0

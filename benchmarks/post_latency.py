@@ -30,7 +30,7 @@ from machine import REPOSITORY, command, machine, print_header, spread
 
 sys.path.insert(0, str(REPOSITORY))
 
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.process import FileLock
 
 DATASET = "benchmark-rows"
 START_TIMEOUT = 180.0

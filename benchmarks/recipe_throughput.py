@@ -31,7 +31,7 @@ from training_inputs import data_file, prepare_inputs
 from training_variants import AGAIN, BARE, OURS, STOCK, WARMUP_STEPS, Result, measure
 
 if TYPE_CHECKING:
-    from llama_stack_provider_trl.recipes.spec import Algorithm
+    from llama_stack_provider_trl.specs.job import Algorithm
 
 SAME_LOSS = {"fp32": 1e-3, "bf16": 1e-2}
 """Relative difference of the first losses above which the variants do not compute the same thing. In bf16 the bare

@@ -33,7 +33,7 @@ from machine import REPOSITORY, command, machine, print_header
 
 sys.path.insert(0, str(REPOSITORY))
 
-from llama_stack_provider_trl.process import child_environment, tasks_below
+from llama_stack_provider_trl.system.process import child_environment, tasks_below
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService
 from tests.contract.stack import SFT, poll

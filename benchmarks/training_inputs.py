@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from machine import REPOSITORY
 
 if TYPE_CHECKING:
-    from llama_stack_provider_trl.recipes.spec import Algorithm
+    from llama_stack_provider_trl.specs.job import Algorithm
 
 Rows = list[dict[str, Any]]
 
@@ -97,7 +97,7 @@ def usable_rows(algorithm: Algorithm, model: Path, options: argparse.Namespace) 
 
 
 def conversational_rows(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
-    from llama_stack_provider_trl.recipes.data import read_examples
+    from llama_stack_provider_trl.recipes.data.prepare import read_examples
 
     source = data_file(algorithm)
     if algorithm == "dpo":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from training_inputs import model_of, read_rows
 
 if TYPE_CHECKING:
-    from llama_stack_provider_trl.recipes.spec import Algorithm
+    from llama_stack_provider_trl.specs.job import Algorithm
 
 STOCK, OURS, BARE, AGAIN = "stock TRL", "our recipe", "bare loop", "stock again"
 WARMUP_STEPS = 2
@@ -110,10 +110,10 @@ def report_run(out: Path, clock: Clock, batches: Iterable[dict[str, Any]], losse
 
 def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
     """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one CPU."""
-    from llama_stack_provider_trl.files import RunDir, put_rows
-    from llama_stack_provider_trl.recipes.events import EventWriter
     from llama_stack_provider_trl.recipes.session import train_attempt
-    from llama_stack_provider_trl.recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, OptimizerSpec
+    from llama_stack_provider_trl.specs.events import EventWriter
+    from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, OptimizerSpec
+    from llama_stack_provider_trl.system.files import RunDir, put_rows
 
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     spec = JobSpec(
@@ -211,7 +211,7 @@ def bare_batches(folder: Path, algorithm: Algorithm, options: argparse.Namespace
     from trl.trainer.dpo_trainer import DataCollatorForPreference
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from llama_stack_provider_trl.recipes.data import prepare_dpo, prepare_sft, read_examples
+    from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, prepare_sft, read_examples
 
     tokenizer = AutoTokenizer.from_pretrained(model_of(folder))
     rows, pad = folder / "rows.jsonl", tokenizer.pad_token_id

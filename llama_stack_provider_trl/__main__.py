@@ -15,7 +15,7 @@ from .config import DEFAULT_DATA_DIR
 from .errors import TrlError
 from .jobs.records import JobRecord
 from .jobs.store import DATABASE, Store
-from .responses import status_response
+from .stack.responses import status_response
 
 
 def main(arguments: list[str] | None = None) -> int:

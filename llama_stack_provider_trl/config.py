@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from .documented import Documented
-from .options import Priority
+from .requests.options import Priority
 
 DEFAULT_DATA_DIR = "~/.llama/trl"
 

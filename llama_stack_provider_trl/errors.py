@@ -124,7 +124,7 @@ class JobFailure(TrlError, RuntimeError):
     """Raised inside a training process when the job cannot go on.
 
     Args:
-        reason: a value of `recipes.events.Reason`.
+        reason: a value of `specs.events.Reason`.
         message: what was found, what was expected, what to do next.
     """
 

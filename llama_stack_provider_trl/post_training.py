@@ -7,20 +7,21 @@ strings would turn every POST into a 500.
 import asyncio
 from typing import Any
 
-from .compat import read_rows
 from .config import TrlConfig
-from .devices import usable_devices
 from .jobs.store import DATABASE, Store
+from .jobs.submission import keep_rows, submit
 from .jobs.supervisor import Supervisor
+from .launch.devices import usable_devices
 from .launch.interpreter import check_interpreter
 from .launch.isolation import isolate
 from .launch.local import LocalLauncher
 from .launch.runner import Limits
-from .options import ProviderOptions
-from .protocol import SubmittingCalls, answers_clearly
-from .recipes.spec import Algorithm, DataFormat, DatasetRef
-from .resolve import Request, Settings
-from .responses import (
+from .requests.options import ProviderOptions
+from .requests.settings import Request, Settings
+from .specs.job import Algorithm, DataFormat, DatasetRef
+from .stack.compat import read_rows
+from .stack.protocol import SubmittingCalls, answers_clearly
+from .stack.responses import (
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -28,7 +29,6 @@ from .responses import (
     artifacts_response,
     status_response,
 )
-from .submission import keep_rows, submit
 
 
 class TrlPostTraining(SubmittingCalls):

@@ -1,6 +1,6 @@
 """Registration: `module: llama_stack_provider_trl` in run.yaml makes Llama Stack import this and ask for the spec."""
 
-from .compat import ProviderSpec, inline_spec
+from .stack.compat import ProviderSpec, inline_spec
 
 
 def get_provider_spec() -> ProviderSpec:

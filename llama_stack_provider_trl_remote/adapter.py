@@ -11,17 +11,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from llama_stack_provider_trl.compat import read_rows
 from llama_stack_provider_trl.errors import InvalidRows, ServiceUnreachable, StoreError
-from llama_stack_provider_trl.files import Blob, put_rows
-from llama_stack_provider_trl.protocol import SubmittingCalls, answers_clearly
-from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from llama_stack_provider_trl.responses import (
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.stack.compat import read_rows
+from llama_stack_provider_trl.stack.protocol import SubmittingCalls, answers_clearly
+from llama_stack_provider_trl.stack.responses import (
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobStatusResponse,
 )
+from llama_stack_provider_trl.system.files import Blob, put_rows
 
 from .client import JOBS, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient, Timeouts
 from .config import TrlRemoteConfig

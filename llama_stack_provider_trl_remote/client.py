@@ -29,7 +29,7 @@ from aiohttp import (
 )
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.requests import JOB_UUID_PATTERN
+from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 
 JOBS = "/v1/post-training/jobs"
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"

@@ -1,6 +1,6 @@
 """Registration: `module: llama_stack_provider_trl_remote` in run_fsdp.yaml makes Llama Stack ask this for the spec."""
 
-from llama_stack_provider_trl.compat import ProviderSpec, remote_spec
+from llama_stack_provider_trl.stack.compat import ProviderSpec, remote_spec
 
 
 def get_provider_spec() -> ProviderSpec:

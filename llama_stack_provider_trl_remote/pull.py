@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import put_in_place, resolve_under
+from llama_stack_provider_trl.system.files import put_in_place, resolve_under
 
 from .client import ServiceClient, job_path
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
-from llama_stack_provider_trl.process import ProcessId, tasks_below
+from llama_stack_provider_trl.system.process import ProcessId, tasks_below
 
 STAGED = (".saving", "*.tmp", "*.old")
 """Names, in a job's checkpoint directory, of what is being written or replaced."""

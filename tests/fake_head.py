@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import sha256_of
+from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.wire import (
     CheckpointAnswer,
     CheckpointReport,

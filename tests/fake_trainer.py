@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-TRAINS = ("llama_stack_provider_trl.recipes.train", "llama_stack_provider_trl.recipes.torchrun")
+TRAINS = ("llama_stack_provider_trl.recipes.train", "llama_stack_provider_trl.recipes.distributed.torchrun")
 STEP, SLOW_STEP = 0.02, 0.5
 
 
@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> None:
     spec = Path(arguments[-1])
     if arguments[:1] != ["-m"] or arguments[1] not in TRAINS or "real" in spec.parts[-4]:
         os.execv(sys.executable, [sys.executable, *arguments])
-    from llama_stack_provider_trl.files import RunDir
-    from llama_stack_provider_trl.recipes.events import EventWriter, Finished, Prepared, Progress, Started
-    from llama_stack_provider_trl.recipes.spec import AttemptSpec
+    from llama_stack_provider_trl.specs.events import EventWriter, Finished, Prepared, Progress, Started
+    from llama_stack_provider_trl.specs.job import AttemptSpec
+    from llama_stack_provider_trl.system.files import RunDir
 
     attempt = AttemptSpec.model_validate_json(spec.read_text())
     job, steps = attempt.job, attempt.job.n_epochs
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _checkpoint(home: Path, kind: str, step: int, name: str):  # type: ignore[no-untyped-def]
-    from llama_stack_provider_trl.recipes.events import CheckpointSaved
+    from llama_stack_provider_trl.specs.events import CheckpointSaved
 
     path = home / name
     path.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.recipes.events import EventWriter
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.events import EventWriter
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.system.files import RunDir
 
 # The kernel splits a `#!` line at spaces, and the path of a checkout may have one: sh starts the interpreter,
 # which in turn reads these lines as a string.
@@ -128,7 +128,7 @@ def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
 
 def fake_context(settings: Any, **more: Any) -> Any:
     """What the HTTP application uses of a service before a handler runs: no token was created, nothing is recorded."""
-    from llama_stack_provider_trl_remote.service.received import Bodies
+    from llama_stack_provider_trl_remote.service.http.received import Bodies
 
     names = {"node_name": "head", "node_token": "of this machine's own agent"}
     known = {"tokens": lambda token: None, "store": SimpleNamespace(credential=lambda sha256: None), "bodies": Bodies()}

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.files import RunDir
-from llama_stack_provider_trl.recipes.events import Event, iter_events
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec
+from llama_stack_provider_trl.specs.events import Event, iter_events
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
+from llama_stack_provider_trl.system.files import RunDir
 from tests.zygote import train_and_exit
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.files import RunDir, put_rows
 from llama_stack_provider_trl.recipes import train
-from llama_stack_provider_trl.recipes.events import Event, iter_events
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.events import Event, iter_events
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+from llama_stack_provider_trl.system.files import RunDir, put_rows
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
 SFT_ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(12)]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.files import RunDir, atomic_write_json
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import PAUSE
-from llama_stack_provider_trl.process import ProcessId, alive, identify, send_signal
+from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
+from llama_stack_provider_trl.system.process import ProcessId, alive, identify, send_signal
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

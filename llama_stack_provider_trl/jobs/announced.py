@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..checkpoint_files import misplaced
-from ..recipes.events import CheckpointDamaged, CheckpointSaved, Event, Prepared, Warned
-from ..recipes.spec import JobSpec
+from ..specs.checkpoint_files import misplaced
+from ..specs.events import CheckpointDamaged, CheckpointSaved, Event, Prepared, Warned
+from ..specs.job import JobSpec
 
 
 def named_path(event: Event) -> Path | None:

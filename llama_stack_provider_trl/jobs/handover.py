@@ -9,8 +9,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import InvalidRequest, JobNotFound, StoreError
-from ..files import fsync_tree, is_whole, resolve_under
-from ..recipes.spec import JobSpec
+from ..specs.job import JobSpec
+from ..system.files import fsync_tree, is_whole, resolve_under
 from .store import Store
 
 FIELD = "provider_options.resume_from"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from ..errors import JobConflict
-from ..files import atomic_write_json
+from ..system.files import atomic_write_json
 
 IDENTITY = "identity"
 """Names a data directory, in a file of it: it is still the same one under another path."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from ..recipes.spec import JobSpec, ResourcesSpec
+from ..specs.job import JobSpec, ResourcesSpec
 
 
 class Demand(BaseModel):

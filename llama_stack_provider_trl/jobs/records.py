@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import RunDir
-from ..recipes.events import Failed, Reason
-from ..recipes.spec import JobSpec
+from ..specs.events import Failed, Reason
+from ..specs.job import JobSpec
+from ..system.files import RunDir
 from .states import REASONS, JobState, shown
 
 NodeMode = Literal["open", "cordoned", "draining"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..recipes.events import Reason
+from ..specs.events import Reason
 
 
 class JobState(StrEnum):

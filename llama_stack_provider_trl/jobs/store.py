@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobConflict, JobNotFound, LimitReached, StoreError
-from ..files import private_directory, touched
-from ..process import FileLock
-from ..recipes.events import (
+from ..specs.events import (
     LAST_TIME,
     CheckpointDamaged,
     CheckpointSaved,
@@ -42,7 +40,9 @@ from ..recipes.events import (
     Started,
     Warned,
 )
-from ..recipes.spec import JobSpec
+from ..specs.job import JobSpec
+from ..system.files import private_directory, touched
+from ..system.process import FileLock
 from .placement import Demand, Queued
 from .records import (
     AttemptRecord,

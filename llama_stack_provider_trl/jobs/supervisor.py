@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..checkpoint_files import misplaced
 from ..errors import JobConflict, StoreError, is_exhausted
-from ..files import RunDir, atomic_write, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
 from ..launch.base import Launcher, Observation, TaskSpec, TaskState
 from ..launch.local import given_port
 from ..launch.torchrun import free_port
-from ..process import FileLock
-from ..recipes.evaluations import best_step
-from ..recipes.events import CheckpointSaved, Reason, read_events
-from ..resolve import derive
+from ..specs.checkpoint_files import misplaced
+from ..specs.evaluations import best_step
+from ..specs.events import CheckpointSaved, Reason, read_events
+from ..specs.job import derive
+from ..system.files import RunDir, atomic_write, free_bytes, is_whole, remove_leftovers, resolve_under, set_aside, tail
+from ..system.process import FileLock
 from .announced import accepted
 from .housekeeping import INTERVAL, remove_unused_rows
 from .ownership import Ownership

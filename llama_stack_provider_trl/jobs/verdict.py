@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..launch.base import Ended, Observation
-from ..recipes.events import Failed, Reason
+from ..specs.events import Failed, Reason
 from .records import AttemptRecord, JobRecord, Outcome
 from .states import REASONS, JobState
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import InvalidRequest
-from ..process import child_environment
+from ..system.process import child_environment
 
 NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
 """Distribution -> what its version begins with; the releases that `recipes` is written against."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidRequest
-from ..files import RunDir
-from ..process import child_environment
+from ..system.files import DATA_DIRECTORIES, RunDir
+from ..system.process import child_environment
 from .base import TaskSpec
 from .namespaces import KEEP, View
 from .runner import lock_places
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 Mode = Literal["auto", "off", "required"]
 NAMESPACES = "llama_stack_provider_trl.launch.namespaces"
 LOCK_DIRECTORY = "TRL_LOCK_DIR"
-_OWN_DIRECTORIES = ("jobs", "datasets", "reference", "preflights", "node", "llama-stack")
-"""Below a data directory: never a model, whatever a request names."""
 _MODEL_FILES = ("config.json", "adapter_config.json")
 _SCRATCH = ("/tmp", "/var/tmp")
 _CACHES = (
@@ -250,7 +248,7 @@ def _is_model(path: Path, directories: Sequence[Path]) -> bool:
     except (OSError, RuntimeError):
         return False
     own = [home.resolve() for home in directories]
-    own += [(home / name).resolve() for home in directories for name in _OWN_DIRECTORIES]
+    own += [(home / name).resolve() for home in directories for name in DATA_DIRECTORIES]
     inside = [home for home in own[len(directories) :] if real.is_relative_to(home)]
     return not inside and not any(home.is_relative_to(real) for home in own)
 
@@ -317,7 +315,7 @@ def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
     for directory in directories:
         real = directory.resolve()
         yield real  # even where it is created later: the lock directory may be
-        linked = (real / name for name in (*_OWN_DIRECTORIES, "checkpoints"))
+        linked = (real / name for name in (*DATA_DIRECTORIES, "checkpoints"))
         yield from (path.resolve() for path in linked if path.is_symlink() and path.is_dir())
 
 

@@ -11,9 +11,20 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..beneath import NotAFile
-from ..files import RunDir, atomic_write_json, tail
-from ..process import RUN_DIR_MARK, FileLock, ProcessId, alive, carries, exiting, marked, reap, send_signal, tasks_below
+from ..system.beneath import NotAFile
+from ..system.files import RunDir, atomic_write_json, tail
+from ..system.process import (
+    RUN_DIR_MARK,
+    FileLock,
+    ProcessId,
+    alive,
+    carries,
+    exiting,
+    marked,
+    reap,
+    send_signal,
+    tasks_below,
+)
 from .base import Observation, TaskSpec, TaskState
 from .isolation import NO_ISOLATION, Isolation
 from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask

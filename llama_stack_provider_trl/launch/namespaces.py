@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..process import children_of, die_with_parent, innermost_pid
+from ..system.process import children_of, die_with_parent, innermost_pid
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..beneath import NotAFile
-from ..files import RunDir, atomic_write_json, open_in, open_regular, read_regular, tail, tail_of
-from ..process import (
+from ..system.beneath import NotAFile
+from ..system.files import RunDir, atomic_write_json, open_in, open_regular, read_regular, tail, tail_of
+from ..system.process import (
     FileLock,
     ProcessId,
     become_subreaper,

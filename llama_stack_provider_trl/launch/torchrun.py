@@ -12,14 +12,14 @@ from collections.abc import Collection, Mapping
 
 import psutil
 
-from .. import malloc
-from ..files import RunDir
-from ..process import RUN_DIR_MARK, TASK_MARK, child_environment
+from ..system import malloc
+from ..system.files import RunDir
+from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
 from .gpus import PCI_ORDER, gpu_name, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
-TORCHRUN = "llama_stack_provider_trl.recipes.torchrun"
+TORCHRUN = "llama_stack_provider_trl.recipes.distributed.torchrun"
 """torch's own with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = "--master-port="

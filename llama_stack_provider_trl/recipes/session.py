@@ -19,20 +19,20 @@ from transformers.trainer_utils import set_seed
 
 from .. import faults
 from ..errors import JobFailure
-from ..files import RunDir
-from . import ranks
-from .arguments import dpo_arguments, sft_arguments
-from .callbacks import JobCallback, Order
-from .checkpoints import first_undamaged, need_space, step_bytes
-from .contact import in_contact
-from .data import DataReport, prepare_dpo, prepare_sft, read_examples, with_filler
-from .disks import Turn
-from .dpo import DpoRecipe
-from .events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
-from .export import bytes_needed, check_tokenizer, export, exports, take_sample
-from .isolation import expect_isolation
-from .liveness import shown_alive
-from .models import (
+from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
+from ..specs.job import AttemptSpec, JobSpec
+from ..system.files import RunDir
+from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .checkpoint.step import first_undamaged, need_space, step_bytes
+from .checkpoint.transfer import Turn
+from .data.packing import num_rows, pack
+from .data.prepare import DataReport, prepare, with_filler
+from .data.sampling import Share
+from .distributed import ranks
+from .distributed.heartbeat import shown_alive
+from .distributed.peers import in_contact
+from .model.fsdp import sharding_on_any_device
+from .model.loading import (
     check_length,
     choose_device,
     load_adapter,
@@ -42,15 +42,15 @@ from .models import (
     quantize,
     within_positions,
 )
-from .packing import num_rows, pack
+from .model.packing_check import expect_isolation
+from .model.quantization import keep_adapters_in_fp32
 from .preflight import before_training
-from .quantization import keep_adapters_in_fp32
-from .reference import Precomputation, check_vocabulary, precomputes
-from .sampling import Share
-from .sft import SftRecipe
-from .sharding import sharding_on_any_device
-from .spec import AttemptSpec, DatasetRef, JobSpec
-from .trainers import RecipeTrainer
+from .trainer.arguments import dpo_arguments, sft_arguments
+from .trainer.base import RecipeTrainer
+from .trainer.callbacks import JobCallback, Order
+from .trainer.dpo import DpoRecipe
+from .trainer.reference import Precomputation, check_vocabulary, precomputes
+from .trainer.sft import SftRecipe
 
 
 def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
@@ -208,14 +208,6 @@ def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
 
 def _own_share(spec: JobSpec) -> Share:
     return Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
-
-
-def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
-    """A dataset of the job, tokenized for its trainer, and what became of the rows."""
-    if spec.algorithm == "sft":
-        examples = read_examples(dataset.path, "sft", spec.data_format)
-        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
-    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

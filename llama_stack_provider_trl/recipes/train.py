@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import InvalidRows, JobFailure, TrlError
-from ..files import RunDir
-from ..process import die_with_parent
-from .events import EventWriter, Failed, Reason, Silent
-from .spec import AttemptSpec, JobSpec
+from ..specs.events import EventWriter, Failed, Reason, Silent
+from ..specs.job import AttemptSpec, JobSpec
+from ..system.files import RunDir
+from ..system.process import die_with_parent
 
 _BALLAST = 64 << 10
 """Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""

@@ -7,8 +7,8 @@ methods are the API (`PostTrainingApi`), and since 0.7 for a router; then it mak
 
 from typing import Any
 
-from llama_stack_provider_trl.compat import ProviderSpec, inline_spec, remote_spec
-from llama_stack_provider_trl.external import NAME
+from llama_stack_provider_trl.stack.compat import ProviderSpec, inline_spec, remote_spec
+from llama_stack_provider_trl.stack.external import NAME
 
 from .routes import PostTrainingApi, create_router
 

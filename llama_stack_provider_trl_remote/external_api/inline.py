@@ -12,11 +12,11 @@ from pydantic import Field, field_validator
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 
-from ..service.blobs import Blobs
-from ..service.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
-from ..service.datasets import Datasets
+from ..service.datasets.blobs import Blobs
+from ..service.datasets.registry import Datasets
+from ..service.http.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
 from ..service.settings import ServiceSettings
 
 

@@ -6,10 +6,10 @@ No `from __future__ import annotations` here: routes are made from these annotat
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
-from llama_stack_provider_trl.external import OWN_DATASETS, STACK_DATASETS
+from llama_stack_provider_trl.stack.external import OWN_DATASETS, STACK_DATASETS
 
 from ..adapter import TrlRemotePostTraining
-from ..service.bodies import Dataset, ListDatasetsResponse, RegisterDataset
+from ..service.http.bodies import Dataset, ListDatasetsResponse, RegisterDataset
 
 DATASETS = "/v1/datasets"
 

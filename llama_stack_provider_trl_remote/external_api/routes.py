@@ -8,9 +8,9 @@ from fastapi import APIRouter, Body, Request, Response
 from fastapi.routing import APIRoute
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.external import DATASET_LEVELS, OWN_DATASETS, request_context, webmethod
+from llama_stack_provider_trl.stack.external import DATASET_LEVELS, OWN_DATASETS, request_context, webmethod
 
-from ..service.errors import answer_to
+from ..service.http.errors import answer_to
 
 
 class Route(NamedTuple):

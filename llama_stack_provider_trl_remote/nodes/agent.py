@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import private_directory
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.files import private_directory
+from llama_stack_provider_trl.system.process import FileLock
 
 from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Progress, Stage, TaskOrder, TaskReport
 from . import task

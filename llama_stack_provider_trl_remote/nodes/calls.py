@@ -12,19 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import ServiceRefusal
-from llama_stack_provider_trl.files import open_in
+from llama_stack_provider_trl.system.files import open_in
 
 from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
-from ..wire import (
-    POLL_SECONDS,
-    CheckpointAnswer,
-    CheckpointReport,
-    Joined,
-    NodeReport,
-    Orders,
-    Poll,
-)
+from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
 
 GONE = 410
 _PIECE = 64 << 20

@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from llama_stack_provider_trl.files import atomic_write_json
+from llama_stack_provider_trl.system.files import atomic_write_json
 
 log = logging.getLogger(__name__)
 FILE = "credential.json"

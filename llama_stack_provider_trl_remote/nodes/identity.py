@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.files import atomic_write, free_bytes
 from llama_stack_provider_trl.launch.gpus import visible_entry
-from llama_stack_provider_trl.process import machine_memory
+from llama_stack_provider_trl.system.files import atomic_write, free_bytes
+from llama_stack_provider_trl.system.process import machine_memory
 
 from ..wire import MOST_MODELS, NAME, DeviceReport, NodeReport
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import RunDir, resolve_under
-from llama_stack_provider_trl.requests import JOB_UUID_PATTERN
+from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
 

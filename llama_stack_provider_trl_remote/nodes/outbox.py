@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.beneath import NotAFile
-from llama_stack_provider_trl.files import open_regular, read_regular
+from llama_stack_provider_trl.system.beneath import NotAFile
+from llama_stack_provider_trl.system.files import open_regular, read_regular
 
 from .localize import Places
 

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from llama_stack_provider_trl.checkpoint_files import misplaced
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.files import (
+from llama_stack_provider_trl.specs.checkpoint_files import misplaced
+from llama_stack_provider_trl.system.files import (
     MANIFEST,
     atomic_write,
     damage,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import cast, get_args
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.devices import usable_devices
+from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
-from llama_stack_provider_trl.process import hide_from_other_processes
+from llama_stack_provider_trl.system.process import hide_from_other_processes
 
 from .agent import Agent
 from .calls import NodeClient, Pace

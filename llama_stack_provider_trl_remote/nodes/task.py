@@ -15,9 +15,12 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from llama_stack_provider_trl.checkpoint_files import check_names
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
-from llama_stack_provider_trl.files import (
+from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.local import given_port
+from llama_stack_provider_trl.launch.torchrun import LOOPBACK
+from llama_stack_provider_trl.specs.checkpoint_files import check_names
+from llama_stack_provider_trl.system.files import (
     atomic_write_json,
     damage,
     put_in_place,
@@ -27,9 +30,6 @@ from llama_stack_provider_trl.files import (
     sha256_of,
     touched,
 )
-from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.launch.local import given_port
-from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 
 from ..pull import OtherBytes
 from ..wire import GIVEN, MOST_JSON, MOST_TEXT, Progress, Stage, TaskOrder, TaskReport

@@ -11,12 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
 
-from . import routes_datasets, routes_job_files, routes_jobs, routes_nodes, routes_service, routes_tokens
-from .access import CALLER, Caller
-from .auth import AnyOf, ConfiguredTokens, Gate
+from .cluster.credentials import NodeCredentials
 from .context import Service
-from .errors import handle_errors
-from .node_credentials import NodeCredentials
+from .http.errors import handle_errors
+from .routes import datasets, job_files, jobs, nodes, tokens
+from .routes.service import pages
+from .routes.service import router as service_router
+from .security.access import CALLER, Caller
+from .security.auth import AnyOf, ConfiguredTokens, Gate
 
 _TITLE = "llama-stack-provider-trl training service"
 _TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. docs/service.md explains it."
@@ -32,16 +34,16 @@ def make_app(service: Service) -> FastAPI:
     app.state.methods = []
     handle_errors(app)
     for prefix in ("/v1", "/v1alpha"):
-        _include(app, routes_jobs.router, prefix, dependencies=token)
-        _include(app, routes_job_files.router, prefix, dependencies=token)
+        _include(app, jobs.router, prefix, dependencies=token)
+        _include(app, job_files.router, prefix, dependencies=token)
     for prefix in ("/v1", "/v1beta"):
-        _include(app, routes_datasets.router, prefix, dependencies=token)
-    _include(app, routes_datasets.blobs, "/v1", dependencies=token)
-    _include(app, routes_nodes.router, "/v1", dependencies=token)
-    _include(app, routes_tokens.router, "/v1", dependencies=token)
-    _include(app, routes_tokens.audit, "/v1", dependencies=token)
-    _include(app, routes_service.router, "/v1")
-    _include(app, routes_service.pages, "")
+        _include(app, datasets.router, prefix, dependencies=token)
+    _include(app, datasets.blobs, "/v1", dependencies=token)
+    _include(app, nodes.router, "/v1", dependencies=token)
+    _include(app, tokens.router, "/v1", dependencies=token)
+    _include(app, tokens.audit, "/v1", dependencies=token)
+    _include(app, service_router, "/v1")
+    _include(app, pages, "")
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
     configured = ConfiguredTokens(service.settings, own)

@@ -16,39 +16,39 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import resolve_under, set_aside
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
+from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
+from llama_stack_provider_trl.jobs.submission import Owner, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.spec import Algorithm, DataFormat, DatasetRef
-from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse, status_response
-from llama_stack_provider_trl.submission import Datasets as RowsOf
-from llama_stack_provider_trl.submission import Owner, resolved, submit
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
+from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
 from ..nodes.identity import machine_id, usable_cpus, versions
-from .access import Caller
-from .audit import AuditLog, Refusals
-from .blobs import Blobs
-from .bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
-from .checkpoints import Digests
-from .cluster import Cluster, ClusterLauncher, Presence
-from .datasets import Datasets
-from .events import Feeds
-from .preflights import Preflights
-from .received import Bodies
-from .registration import Registration
+from .cluster.launcher import Cluster, ClusterLauncher, Presence
+from .cluster.uploads import Shipping
+from .datasets.blobs import Blobs
+from .datasets.registration import Registration
+from .datasets.registry import Datasets
+from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
+from .http.received import Bodies
+from .security.access import Caller
+from .security.audit import AuditLog, Refusals
+from .security.tokens import CreatedTokens
 from .settings import ServiceSettings
-from .shipping import Shipping
-from .tokens import CreatedTokens
+from .views.checkpoints import Digests
+from .views.events import Feeds
+from .views.preflights import Preflights
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")

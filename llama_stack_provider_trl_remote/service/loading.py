@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import TrlRemoteConfig
-from ..config_file import PROVIDER_TYPE, provider_block
+from .config_file import PROVIDER_TYPE, provider_block
 from .settings import ServiceSettings, SettingsError
 
 DEFAULT_CONFIG = "run_fsdp.yaml"

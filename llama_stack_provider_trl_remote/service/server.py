@@ -18,12 +18,12 @@ import uvicorn
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.store import private_data_dir
-from llama_stack_provider_trl.process import FileLock, hide_from_other_processes
+from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from .app import make_app
 from .as_node import be_a_node
-from .connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .context import Service
+from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .settings import ServiceSettings, SettingsError
 
 log = logging.getLogger(__name__)

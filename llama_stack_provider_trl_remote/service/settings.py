@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
 from llama_stack_provider_trl.config import TrustedModel
-from llama_stack_provider_trl.devices import usable_devices
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
-from llama_stack_provider_trl.options import Priority
-from llama_stack_provider_trl.recipes.spec import Prefetch, ShardingSpec, ShardingStrategy
-from llama_stack_provider_trl.resolve import Settings
+from llama_stack_provider_trl.launch.devices import usable_devices
+from llama_stack_provider_trl.requests.options import Priority
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
 
 from ..wire import NAME
 

@@ -26,7 +26,7 @@ import pytest
 import requests
 import yaml
 
-from llama_stack_provider_trl.files import tail
+from llama_stack_provider_trl.system.files import tail
 from tests.contract.stack import Json, poll
 from tests.tiny import REPOSITORY
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Event,
     EventWriter,
@@ -17,6 +16,7 @@ from llama_stack_provider_trl.recipes.events import (
     Started,
     read_events,
 )
+from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
 
 

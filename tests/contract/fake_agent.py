@@ -8,7 +8,7 @@ from typing import Any
 
 import requests
 
-from llama_stack_provider_trl.files import file_names, sha256_of
+from llama_stack_provider_trl.system.files import file_names, sha256_of
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.service import TrainingService
 from tests.contract.stack import Json, poll

@@ -17,7 +17,7 @@ import requests
 import yaml
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.files import tail
+from llama_stack_provider_trl.system.files import tail
 from tests.contract.stack import Json, Server, poll
 
 JOBS = "/post-training/jobs"

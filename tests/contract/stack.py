@@ -20,8 +20,8 @@ import requests
 import yaml
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.files import tail
-from llama_stack_provider_trl.process import RUN_DIR_MARK, TASK_MARK
+from llama_stack_provider_trl.system.files import tail
+from llama_stack_provider_trl.system.process import RUN_DIR_MARK, TASK_MARK
 from tests.tiny import REPOSITORY
 
 LLAMA = Path(sys.executable).with_name("llama")

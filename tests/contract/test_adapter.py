@@ -15,7 +15,7 @@ from llama_stack.core.distribution import get_provider_registry
 from llama_stack_client import LlamaStackClient
 
 from llama_stack_provider_trl import provider as inline_provider
-from llama_stack_provider_trl.compat import Api
+from llama_stack_provider_trl.stack.compat import Api
 from llama_stack_provider_trl_remote import provider as remote_provider
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.remote_stack import TOKEN, RemoteStack, running_remote_stack
@@ -189,7 +189,7 @@ def test_a_service_that_is_down_is_a_502_that_names_it_and_jobs_are_back_with_it
 def test_neither_adapter_nor_registration_import_torch_or_fastapi_of_their_own(stack: RemoteStack, done: Json) -> None:
     script = """
 import sys
-import llama_stack_provider_trl.compat  # Llama Stack itself brings fastapi
+import llama_stack_provider_trl.stack.compat  # Llama Stack itself brings fastapi
 before = set(sys.modules)
 import llama_stack_provider_trl_remote.provider, llama_stack_provider_trl_remote.adapter
 new = {name.partition(".")[0] for name in set(sys.modules) - before}

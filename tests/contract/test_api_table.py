@@ -15,13 +15,14 @@ from llama_stack.apis.common import training_types as stack_types
 from llama_stack.apis.post_training import post_training as stack_api
 from pydantic import BaseModel
 
-from llama_stack_provider_trl import requests as our_requests
-from llama_stack_provider_trl import responses as our_responses
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.options import ProviderOptions
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ShardingSpec
-from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
+from llama_stack_provider_trl.requests import bodies as our_requests
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import Resolution, resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
+from llama_stack_provider_trl.stack import responses as our_responses
 from tests.tiny import REPOSITORY
 
 pytestmark = pytest.mark.contract

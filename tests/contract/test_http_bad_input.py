@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import requests
 
-from llama_stack_provider_trl.files import is_whole
 from llama_stack_provider_trl.jobs.states import REASONS
-from llama_stack_provider_trl.recipes.events import Reason
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.system.files import is_whole
 from tests.census import assert_clean
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, refusal, sft
 from tests.contract.service import TrainingService, running_service

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl_remote.cli import main
+from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.stack import poll
 from tests.tiny import REPOSITORY
 

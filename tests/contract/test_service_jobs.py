@@ -12,7 +12,7 @@ import pytest
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 from llama_stack_provider_trl.jobs.ownership import Ownership, record
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.payloads import (
     LORA,
     PAIRS,

@@ -14,8 +14,8 @@ import pytest
 import requests
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.files import write_manifest
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Finished, Paused, Prepared, Started
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished, Paused, Prepared, Started
+from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.fake_agent import running as running_now

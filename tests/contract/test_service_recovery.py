@@ -22,14 +22,14 @@ import psutil
 import pytest
 import requests
 
-from llama_stack_provider_trl import process
-from llama_stack_provider_trl.files import RunDir, is_whole
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.supervisor import PORTS
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
-from llama_stack_provider_trl.process import ProcessId, tasks_below
-from llama_stack_provider_trl.recipes.events import Started, iter_events
+from llama_stack_provider_trl.specs.events import Started, iter_events
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir, is_whole
+from llama_stack_provider_trl.system.process import ProcessId, tasks_below
 from tests.census import assert_clean, census
 from tests.contract.crashing import (
     CONCLUDING,

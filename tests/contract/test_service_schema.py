@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, ndjson, running_service

@@ -12,8 +12,8 @@ from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Started
-from llama_stack_provider_trl.responses import PostTrainingJobStatusResponse
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Started
+from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec

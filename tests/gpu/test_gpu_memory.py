@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_stack_provider_trl.recipes.events import Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
 

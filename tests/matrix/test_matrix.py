@@ -17,8 +17,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl.recipes.events import Evaluated, Failed, Prepared, Progress
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.matrix.cells import Cell, all_cells, covering
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model

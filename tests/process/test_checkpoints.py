@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from llama_stack_provider_trl.recipes import checkpoints, optimizer_state, random_state, session, shards
-from llama_stack_provider_trl.recipes import export as exporting
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.recipes import session
+from llama_stack_provider_trl.recipes.checkpoint import export as exporting
+from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
+from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
+from llama_stack_provider_trl.recipes.data.sampling import EpochSampler, Share
+from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Event,
@@ -36,8 +38,8 @@ from llama_stack_provider_trl.recipes.events import (
     Warned,
     iter_events,
 )
-from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.system.files import LATEST, MANIFEST, damage, is_whole, write_manifest
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run

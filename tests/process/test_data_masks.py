@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows, JobFailure
-from llama_stack_provider_trl.recipes.data import DataReport, prepare_dpo, prepare_sft, read_examples
-from llama_stack_provider_trl.recipes.rows import PreferenceExample, SftExample
+from llama_stack_provider_trl.recipes.data.prepare import DataReport, prepare_dpo, prepare_sft, read_examples
+from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
 from tests.tiny import qwen_tokenizer, shared_dir, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

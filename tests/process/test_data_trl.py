@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.recipes.data import prepare_dpo, prepare_sft, read_examples
-from llama_stack_provider_trl.recipes.rows import PreferenceExample, SftExample
+from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, prepare_sft, read_examples
+from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
 from tests.process.test_data_masks import END_OF_DIALOG, SMOLLM, SYSTEM, TALK, THINKING, THINKING_WITH_TOOLS, TRIMMING
 from tests.tiny import CHATML, qwen_tokenizer, shared_dir, tiny_tokenizer
 

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llama_stack_provider_trl.files import RunDir, put_rows
-from llama_stack_provider_trl.recipes import reference_cache
-from llama_stack_provider_trl.recipes.data import prepare_dpo, read_examples
-from llama_stack_provider_trl.recipes.dpo import preference_loss
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, read_examples
+from llama_stack_provider_trl.recipes.session import train_attempt
+from llama_stack_provider_trl.recipes.trainer import reference_cache
+from llama_stack_provider_trl.recipes.trainer.dpo import preference_loss
+from llama_stack_provider_trl.recipes.trainer.reference_cache import KEEP_SECONDS, LogProbCache
+from llama_stack_provider_trl.specs.events import (
     Evaluated,
     EventWriter,
     Failed,
@@ -32,16 +33,8 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     iter_events,
 )
-from llama_stack_provider_trl.recipes.reference_cache import KEEP_SECONDS, LogProbCache
-from llama_stack_provider_trl.recipes.session import train_attempt
-from llama_stack_provider_trl.recipes.spec import (
-    AttemptSpec,
-    DpoSpec,
-    JobSpec,
-    OptimizerSpec,
-    ReferenceSpec,
-    ShardingSpec,
-)
+from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.system.files import RunDir, put_rows
 from tests.process.test_recipes import DORA, as_chat, logged_losses, plain_arguments
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model

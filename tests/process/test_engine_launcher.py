@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.launch import local
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
-from llama_stack_provider_trl.process import marked
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import marked
 from tests.fakes import SHEBANG, FakeLauncher
 from tests.process.waiting import reaches, until
 

@@ -16,8 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_stack_provider_trl import process
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
@@ -26,7 +24,9 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import task_marks
-from llama_stack_provider_trl.process import ProcessId, alive, marked
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import ProcessId, alive, marked
 from tests.fakes import SHEBANG, job_spec
 from tests.isolated import isolation
 from tests.process.waiting import reaches, until

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama_stack_provider_trl.files import RunDir
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
@@ -20,7 +19,8 @@ from llama_stack_provider_trl.recipes.events import (
     Progress,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
+from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
+from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -124,8 +124,8 @@ def test_a_best_checkpoint_that_is_gone_is_said_and_the_last_weights_are_kept(tm
     (tmp_path / "events.jsonl").unlink()
     shutil.rmtree(spec.checkpoint_dir / "checkpoint-3")
     from llama_stack_provider_trl.recipes import train
-    from llama_stack_provider_trl.recipes.events import iter_events
-    from llama_stack_provider_trl.recipes.spec import AttemptSpec
+    from llama_stack_provider_trl.specs.events import iter_events
+    from llama_stack_provider_trl.specs.job import AttemptSpec
 
     paths = RunDir(tmp_path)
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=tmp_path, resume_from=spec.checkpoint_dir / "checkpoint-4")

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from llama_stack_provider_trl import requests
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.jobs.submission import split_rows
+from llama_stack_provider_trl.requests import bodies as requests
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import Resolution, resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -29,9 +32,7 @@ from llama_stack_provider_trl.recipes.events import (
     Progress,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import DatasetRef, JobSpec, ResourcesSpec
-from llama_stack_provider_trl.resolve import Resolution, Settings, resolve
-from llama_stack_provider_trl.submission import split_rows
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, of_kind, run
 

@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes import checkpoints, weights
-from llama_stack_provider_trl.recipes import export as exporting
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Progress, Reason, Warned
-from llama_stack_provider_trl.recipes.export import export, take_sample
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.checkpoint import export as exporting
+from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
+from llama_stack_provider_trl.recipes.checkpoint import weights
+from llama_stack_provider_trl.recipes.checkpoint.export import export, take_sample
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.process.waiting import until
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
@@ -345,7 +346,7 @@ def test_what_two_ranks_trained_is_written_in_parts_and_loads_into_equal_logits(
     ranks: Ranks, tmp_path: Path, strategy: str, changes: dict[str, Any], kinds: list[str]
 ) -> None:
     spec = shared_job(tmp_path, strategy, **changes)
-    codes, events = ranks.run(tmp_path / "run", spec, constants={"weights.FILE_BYTES": 100_000})
+    codes, events = ranks.run(tmp_path / "run", spec, constants={"checkpoint.weights.FILE_BYTES": 100_000})
     assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
     saved = of_kind(events, CheckpointSaved)
     assert [(event.kind, event.verified) for event in saved] == [(kind, "logits") for kind in kinds]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl_remote.service.blobs import READING
+from llama_stack_provider_trl_remote.service.datasets.blobs import READING
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

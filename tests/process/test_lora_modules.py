@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.events import Reason
-from llama_stack_provider_trl.recipes.spec import LoraSpec
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.job import LoraSpec
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +38,7 @@ def mamba() -> Any:
 
 
 def refusal(model: Any, *modules: str, mlp: bool = False) -> str:
-    from llama_stack_provider_trl.recipes.models import lora_config
+    from llama_stack_provider_trl.recipes.model.loading import lora_config
 
     with pytest.raises(JobFailure) as refused:
         lora_config(model, LoraSpec(target_modules=modules, mlp=mlp, rank=2, alpha=4))
@@ -54,7 +54,7 @@ def test_experts_that_lora_would_leave_out_are_refused_by_name(modules: tuple[st
 
 
 def test_the_attention_of_a_mixture_of_experts_is_adapted() -> None:
-    from llama_stack_provider_trl.recipes.models import lora_config
+    from llama_stack_provider_trl.recipes.model.loading import lora_config
 
     adapted = lora_config(mixture_of_experts(), LoraSpec(target_modules=("q_proj",), rank=2, alpha=4))
     assert set(adapted.target_modules) == {"q_proj"}

@@ -12,21 +12,16 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes import memory
-from llama_stack_provider_trl.recipes.memory import Batch, estimate, trace
-from llama_stack_provider_trl.recipes.models import quantize
-from llama_stack_provider_trl.recipes.preflight import check, nearest
-from llama_stack_provider_trl.recipes.spec import (
-    DpoSpec,
-    JobSpec,
-    OptimizerSpec,
-    QatSpec,
-    ReferenceSpec,
-    ShardingSpec,
-)
-from llama_stack_provider_trl.requests import SupervisedFineTuneRequest
-from llama_stack_provider_trl.resolve import resolve
+from llama_stack_provider_trl.recipes.memory import trace as memory
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.proposals import nearest
+from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
+from llama_stack_provider_trl.recipes.model.loading import quantize
+from llama_stack_provider_trl.recipes.preflight import check
+from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, QatSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import LORA, dataset, job_spec

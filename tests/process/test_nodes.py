@@ -20,11 +20,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.files import RunDir, damage
 from llama_stack_provider_trl.launch import torchrun
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Event,
@@ -34,7 +33,8 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     iter_events,
 )
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
+from llama_stack_provider_trl.system.files import RunDir, damage
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import REPOSITORY, Ranks, forked_ranks
 from tests.training import LORA, SFT_ROWS, of_kind
@@ -46,9 +46,9 @@ import sys
 from pathlib import Path
 import torch
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.recipes import contact
-from llama_stack_provider_trl.recipes.events import EventWriter
+from llama_stack_provider_trl.specs.events import EventWriter
 writer = EventWriter(RunDir(Path(sys.argv[1])).events)
 (Path(sys.argv[1]) / "began").touch()
 contact.ARRIVAL, contact.BEAT, contact.SILENCE, contact.FAREWELL = 5.0, 0.1, 1.0, 1.0

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.events import Evaluated, Failed, Prepared, Progress, Reason
-from llama_stack_provider_trl.recipes.isolation import expect_isolation
-from llama_stack_provider_trl.recipes.packing import IGNORED, best_fit, num_rows, pack
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.recipes.data.packing import IGNORED, best_fit, num_rows, pack
+from llama_stack_provider_trl.recipes.model.packing_check import expect_isolation
+from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from tests.tiny import VOCABULARY, tiny_model
 from tests.training import SFT_ROWS, job_spec, of_kind, run
 

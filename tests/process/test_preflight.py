@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.recipes import preflight, train
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.recipes.data.sampling import EpochSampler, Share
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.preflight import histogram, plan
+from llama_stack_provider_trl.specs.events import (
     Event,
     Failed,
     Finished,
@@ -19,10 +21,8 @@ from llama_stack_provider_trl.recipes.events import (
     Warned,
     iter_events,
 )
-from llama_stack_provider_trl.recipes.memory import Batch
-from llama_stack_provider_trl.recipes.preflight import histogram, plan
-from llama_stack_provider_trl.recipes.sampling import EpochSampler, Share
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, JobSpec, PreflightSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
+from llama_stack_provider_trl.system.files import RunDir
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
 

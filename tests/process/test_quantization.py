@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Prepared, Progress, Reason
-from llama_stack_provider_trl.recipes.models import linear_modules
-from llama_stack_provider_trl.recipes.quantization import fake_quantize, settle_base
+from llama_stack_provider_trl.recipes.model.loading import linear_modules
+from llama_stack_provider_trl.recipes.model.quantization import fake_quantize, settle_base
 from llama_stack_provider_trl.recipes.session import build_trainer
-from llama_stack_provider_trl.recipes.spec import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run

@@ -16,18 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.runner import PAUSE
-from llama_stack_provider_trl.recipes.arguments import sft_arguments
-from llama_stack_provider_trl.recipes.events import (
-    CheckpointSaved,
-    Evaluated,
-    Failed,
-    Paused,
-    Prepared,
-    Progress,
-    Reason,
-)
-from llama_stack_provider_trl.recipes.sharding import describe
-from llama_stack_provider_trl.recipes.spec import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.model.fsdp import describe
+from llama_stack_provider_trl.recipes.trainer.arguments import sft_arguments
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Paused, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind

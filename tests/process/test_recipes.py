@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from llama_stack_provider_trl.recipes import callbacks
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.recipes.trainer import callbacks
+from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -26,7 +26,7 @@ from llama_stack_provider_trl.recipes.events import (
     Started,
     Warned,
 )
-from llama_stack_provider_trl.recipes.spec import DpoSpec, LoraSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, OptimizerSpec
 from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
@@ -178,7 +178,7 @@ def test_reward_scale_and_clip_shape_the_margin() -> None:
     import torch
     from torch.nn.functional import logsigmoid
 
-    from llama_stack_provider_trl.recipes.dpo import preference_loss
+    from llama_stack_provider_trl.recipes.trainer.dpo import preference_loss
 
     logratios = torch.tensor([30.0, 1.0, -30.0, 10.0, 2.0, 30.0])  # chosen x 3, then rejected x 3
     lengths = torch.tensor([5, 2, 3, 5, 1, 3])
@@ -202,7 +202,7 @@ def test_reward_fields_reach_the_training(tmp_path: Path) -> None:
 
 
 def test_a_capped_epoch_ends_early_and_the_next_one_sees_other_rows() -> None:
-    from llama_stack_provider_trl.recipes.sampling import EpochSampler
+    from llama_stack_provider_trl.recipes.data.sampling import EpochSampler
 
     sampler = EpochSampler(100, 8, shuffle=True, seed=1)
     epochs = []
@@ -449,7 +449,7 @@ def test_a_job_too_short_for_its_warmup_and_decay_fails_before_its_first_step(tm
 def test_a_model_without_a_chat_template_gets_the_default_one_and_keeps_it(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from llama_stack_provider_trl.recipes.data import DEFAULT_CHAT_TEMPLATE
+    from llama_stack_provider_trl.recipes.data.chat import DEFAULT_CHAT_TEMPLATE
 
     _, events = run(tmp_path, job_spec(tmp_path, tiny_model(chat_template=False)))
     assert any("no chat template" in warning.message for warning in of_kind(events, Warned))

@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from llama_stack_provider_trl import faults, process
-from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
-from llama_stack_provider_trl.recipes.events import Reason
-from llama_stack_provider_trl.recipes.spec import JobSpec
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
 from tests.fakes import FakeClock
 from tests.tiny import tiny_model

@@ -13,15 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_stack_provider_trl import faults, process
-from llama_stack_provider_trl.files import RunDir
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import TORCHRUN
-from llama_stack_provider_trl.process import ProcessId
-from llama_stack_provider_trl.recipes.events import Reason, Started, iter_events
-from llama_stack_provider_trl.recipes.spec import ShardingSpec
+from llama_stack_provider_trl.specs.events import Reason, Started, iter_events
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import ProcessId
 from tests.census import assert_clean
 from tests.process.test_recovery import World
 from tests.training import of_kind

@@ -28,8 +28,8 @@ from typing import Any
 
 import requests
 
-from llama_stack_provider_trl.files import RunDir
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.ended import add_ended_job
 from tests.contract.fake_agent import FakeAgent
 from tests.contract.payloads import QUESTIONS, sft

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.jobs.store import DATABASE
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, promised, sft

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, FastAPI, Request
 
-from llama_stack_provider_trl_remote.service.access import GuardedRoute
 from llama_stack_provider_trl_remote.service.app import make_app
-from llama_stack_provider_trl_remote.service.audit import Refusal
-from llama_stack_provider_trl_remote.service.errors import handle_errors
+from llama_stack_provider_trl_remote.service.http.errors import handle_errors
+from llama_stack_provider_trl_remote.service.security.access import GuardedRoute
+from llama_stack_provider_trl_remote.service.security.audit import Refusal
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import fake_context
 

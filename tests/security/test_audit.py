@@ -19,9 +19,9 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.jobs.tokens import PREFIX
-from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl_remote.service.audit import AuditLog, Refusal, Refusals, shortened
-from llama_stack_provider_trl_remote.service.recording import Call, record, recorded
+from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.security.audit import AuditLog, Refusal, Refusals, shortened
+from llama_stack_provider_trl_remote.service.security.recording import Call, record, recorded
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT
@@ -32,7 +32,7 @@ KILLS, LINES = 20, 10_000
 WRITER = """
 import os, sys
 from pathlib import Path
-from llama_stack_provider_trl_remote.service.audit import AuditLog
+from llama_stack_provider_trl_remote.service.security.audit import AuditLog
 audit = AuditLog(Path(sys.argv[1]), 200_000, 1000)
 audit.open()
 answered = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)

@@ -20,13 +20,13 @@ from fastapi import HTTPException
 from starlette.requests import Request
 
 from llama_stack_provider_trl.errors import InvalidRequest, StoreError
-from llama_stack_provider_trl.resolve import _nearest
-from llama_stack_provider_trl_remote.service import received as module
-from llama_stack_provider_trl_remote.service.blobs import Blobs
-from llama_stack_provider_trl_remote.service.bodies import RegisterDataset
-from llama_stack_provider_trl_remote.service.datasets import Datasets
-from llama_stack_provider_trl_remote.service.received import Memory, Received, parse
-from llama_stack_provider_trl_remote.service.registration import Registration, Stored
+from llama_stack_provider_trl.requests.checks import nearest_choice
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.registration import Registration, Stored
+from llama_stack_provider_trl_remote.service.datasets.registry import Datasets
+from llama_stack_provider_trl_remote.service.http import received as module
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.received import Memory, Received, parse
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running_service
@@ -56,7 +56,7 @@ def test_a_body_of_64_levels_is_taken() -> None:
 
 def test_a_long_word_is_not_compared_letter_by_letter() -> None:
     begun = time.monotonic()
-    assert "expected one of" in _nearest("a" * (10 * MIB), ["adamw" * 20, "sgd"])
+    assert "expected one of" in nearest_choice("a" * (10 * MIB), ["adamw" * 20, "sgd"])
     assert time.monotonic() - begun < 5
 
 

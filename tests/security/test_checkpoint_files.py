@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.files import file_names, write_manifest
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Event, Failed, Prepared, Progress, Reason
-from llama_stack_provider_trl.recipes.models import load_model
-from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.model.loading import load_model
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.system.files import file_names, write_manifest
 from tests.ranks import REPOSITORY, Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import SFT_ROWS, job_spec, of_kind, run
@@ -157,7 +157,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_name_and_runs_nothing(
 
 
 def test_a_name_inside_a_known_module_is_no_way_around(tmp_path: Path) -> None:
-    from llama_stack_provider_trl.recipes import legacy_checkpoints
+    from llama_stack_provider_trl.recipes.checkpoint import legacy as legacy_checkpoints
 
     checkpoint, mark = copied(BEFORE, tmp_path / "checkpoint-2"), tmp_path / "it-ran"
     for module, name in (
@@ -179,7 +179,7 @@ def _text(text: str) -> bytes:
 
 
 def test_metadata_cannot_name_files_outside_of_its_directory(tmp_path: Path) -> None:
-    from llama_stack_provider_trl.recipes import legacy_checkpoints
+    from llama_stack_provider_trl.recipes.checkpoint import legacy as legacy_checkpoints
 
     checkpoint = copied(BEFORE, tmp_path / "checkpoint-2")
     path = checkpoint / "optimizer" / ".metadata"
@@ -193,7 +193,7 @@ def test_metadata_cannot_name_files_outside_of_its_directory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(b"x" * 100)])
 def test_metadata_that_is_damaged_is_named(tmp_path: Path, data: bytes) -> None:
-    from llama_stack_provider_trl.recipes import legacy_checkpoints
+    from llama_stack_provider_trl.recipes.checkpoint import legacy as legacy_checkpoints
 
     checkpoint = copied(BEFORE, tmp_path / "checkpoint-2")
     (checkpoint / "optimizer" / ".metadata").write_bytes(data)
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_the_release_before_is_resumed_where_it_ended(
 
 
 def test_the_optimizer_of_the_release_before_is_read_as_its_own_reader_did() -> None:
-    from llama_stack_provider_trl.recipes import legacy_checkpoints
+    from llama_stack_provider_trl.recipes.checkpoint import legacy as legacy_checkpoints
 
     metadata = pickle.loads((BEFORE / "optimizer" / ".metadata").read_bytes()).state_dict_metadata
     expected: dict[str, Any] = {

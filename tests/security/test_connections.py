@@ -23,17 +23,17 @@ import requests
 import uvicorn
 from uvicorn.server import ServerState
 
-from llama_stack_provider_trl.process import tasks_below
-from llama_stack_provider_trl_remote.service import auth
-from llama_stack_provider_trl_remote.service.access import BODY, CALLER, Caller, Refused
-from llama_stack_provider_trl_remote.service.auth import Gate
-from llama_stack_provider_trl_remote.service.connections import (
+from llama_stack_provider_trl.system.process import tasks_below
+from llama_stack_provider_trl_remote.service.http.connections import (
     Acceptor,
     Connection,
     Deadlines,
     default_connections,
     raise_descriptor_limit,
 )
+from llama_stack_provider_trl_remote.service.security import auth
+from llama_stack_provider_trl_remote.service.security.access import BODY, CALLER, Caller, Refused
+from llama_stack_provider_trl_remote.service.security.auth import Gate
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, running
@@ -200,7 +200,7 @@ def with_peer(test: Callable[[Peer], Awaitable[None]], app: Any, **options: Any)
         finally:
             await peer.close()
 
-    with patch("llama_stack_provider_trl_remote.service.connections._SWEEP", 0.05):
+    with patch("llama_stack_provider_trl_remote.service.http.connections._SWEEP", 0.05):
         asyncio.run(run())
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl import beneath
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl_remote.service import blobs as blobs_module
-from llama_stack_provider_trl_remote.service.blobs import Blobs
-from llama_stack_provider_trl_remote.service.bodies import RegisterDataset
-from llama_stack_provider_trl_remote.service.datasets import Datasets
+from llama_stack_provider_trl.system import beneath
+from llama_stack_provider_trl_remote.service.datasets import blobs as blobs_module
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.registry import Datasets
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 pytestmark = pytest.mark.process

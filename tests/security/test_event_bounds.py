@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     LAST_TIME,
     LINE_BYTES,
     Failed,
@@ -29,11 +28,12 @@ from llama_stack_provider_trl.recipes.events import (
     parse_event,
     read_events,
 )
-from llama_stack_provider_trl.responses import status_response
-from llama_stack_provider_trl_remote.service.checkpoints import Digests
-from llama_stack_provider_trl_remote.service.cluster import observation
-from llama_stack_provider_trl_remote.service.events import Cursor, parsed, read_page
-from llama_stack_provider_trl_remote.service.shipping import Shipping
+from llama_stack_provider_trl.stack.responses import status_response
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote.service.cluster.launcher import observation
+from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
+from llama_stack_provider_trl_remote.service.views.events import Cursor, parsed, read_page
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
@@ -151,7 +151,7 @@ def test_a_bad_line_is_a_warning_of_its_job_and_holds_up_nothing(world: World, e
 
 
 def test_a_line_without_an_end_is_passed_over_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.recipes.events.LINE_BYTES", 1000)
+    monkeypatch.setattr("llama_stack_provider_trl.specs.events.LINE_BYTES", 1000)
     monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor._EVENT_BYTES", 300)
     world.append("a", b"x" * 5000 + b"\n")
     world.finish("a")

@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.ownership import Ownership, record
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.recipes.events import Reason
+from llama_stack_provider_trl.specs.events import Reason
 from tests.fakes import FakeLauncher, job_spec
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl import faults, process
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.launch import isolation as isolating
 from llama_stack_provider_trl.launch.base import Ended, TaskSpec, TaskState
@@ -30,8 +29,10 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, i
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.namespaces import Confined, NotIsolated, View
 from llama_stack_provider_trl.launch.runner import Limits, RunnerStatus
-from llama_stack_provider_trl.recipes.spec import ShardingSpec
-from llama_stack_provider_trl_remote.service.blobs import Blobs
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import SHEBANG
 from tests.isolated import isolation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.launch import runner
-from llama_stack_provider_trl.process import FileLock
+from llama_stack_provider_trl.system.process import FileLock
 
 
 @pytest.fixture

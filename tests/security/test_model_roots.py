@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from llama_stack_provider_trl.resolve import Settings, resolve
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 

@@ -9,10 +9,10 @@ import pytest
 
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl_remote.service import shipping as shipping_module
-from llama_stack_provider_trl_remote.service.checkpoints import Digests
-from llama_stack_provider_trl_remote.service.errors import NotFound, WrongOffset
-from llama_stack_provider_trl_remote.service.shipping import Shipping
+from llama_stack_provider_trl_remote.service.cluster import uploads as shipping_module
+from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.http.errors import NotFound, WrongOffset
+from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from tests.fakes import job_spec
 
 FAR = 1 << 42
@@ -59,7 +59,7 @@ def test_what_the_service_has_is_known_after_its_restart(shipping: Shipping) -> 
 def test_a_log_without_end_is_kept_within_a_bound(
     shipping: Shipping, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llama_stack_provider_trl_remote.service import node_logs
+    from llama_stack_provider_trl_remote.service.cluster import logs as node_logs
 
     monkeypatch.setattr(node_logs, "LOG_BYTES", 1 << 16)
     sent = 0

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl_remote.service.events import Cursor, Feeds
+from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds
 from tests.fakes import job_spec
 
 

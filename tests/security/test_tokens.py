@@ -18,13 +18,13 @@ from llama_stack_provider_trl.errors import LimitReached
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.tokens import PREFIX, Limits, TokenRecord, Tokens, digest
-from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl_remote.service.access import Caller, Refused
-from llama_stack_provider_trl_remote.service.auth import AnyOf, ConfiguredTokens
-from llama_stack_provider_trl_remote.service.errors import Conflict, NotFound
-from llama_stack_provider_trl_remote.service.limits import FAILURES_PER_SECOND, Bucket, Failures
+from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
+from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
+from llama_stack_provider_trl_remote.service.security.auth import AnyOf, ConfiguredTokens
+from llama_stack_provider_trl_remote.service.security.limits import FAILURES_PER_SECOND, Bucket, Failures
+from llama_stack_provider_trl_remote.service.security.tokens import CreatedTokens
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from llama_stack_provider_trl_remote.service.tokens import CreatedTokens
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.beneath import NotAFile
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
-from llama_stack_provider_trl.files import MANIFEST, RunDir, damage, point_latest, tail, write_manifest
 from llama_stack_provider_trl.jobs.handover import hand_over
 from llama_stack_provider_trl.jobs.records import EventFile
 from llama_stack_provider_trl.jobs.states import JobState
@@ -21,14 +19,16 @@ from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first, given_port
 from llama_stack_provider_trl.launch.runner import Runner, RunnerStatus, _EventFile
-from llama_stack_provider_trl.process import myself
-from llama_stack_provider_trl.recipes.events import CheckpointDamaged, CheckpointSaved, Prepared, Started, read_events
-from llama_stack_provider_trl.recipes.spec import ResumeFrom
+from llama_stack_provider_trl.specs.events import CheckpointDamaged, CheckpointSaved, Prepared, Started, read_events
+from llama_stack_provider_trl.specs.job import ResumeFrom
+from llama_stack_provider_trl.system.beneath import NotAFile
+from llama_stack_provider_trl.system.files import MANIFEST, RunDir, damage, point_latest, tail, write_manifest
+from llama_stack_provider_trl.system.process import myself
 from llama_stack_provider_trl_remote.nodes.outbox import first_failed
 from llama_stack_provider_trl_remote.nodes.shipping import _part
-from llama_stack_provider_trl_remote.service.checkpoints import Digests, find_file, list_files
-from llama_stack_provider_trl_remote.service.errors import NotFound
-from llama_stack_provider_trl_remote.service.events import _read
+from llama_stack_provider_trl_remote.service.http.errors import NotFound
+from llama_stack_provider_trl_remote.service.views.checkpoints import Digests, find_file, list_files
+from llama_stack_provider_trl_remote.service.views.events import _read
 from tests.fakes import FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})

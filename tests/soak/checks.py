@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from llama_stack_provider_trl.files import is_whole
 from llama_stack_provider_trl.jobs.records import CheckpointRecord, JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.files import is_whole
 from tests.contract.payloads import Json
 from tests.soak.jobs import RECIPES, History
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.recipes.events import Reason
+from llama_stack_provider_trl.specs.events import Reason
 from tests.contract.payloads import LORA, Json, sft
 from tests.contract.stack import DPO, SFT
 from tests.tiny import tiny_model

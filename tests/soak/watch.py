@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import requests
 
-from llama_stack_provider_trl.files import is_whole
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.launch.torchrun import TRAINER
-from llama_stack_provider_trl.process import ProcessId, alive, tasks_below
+from llama_stack_provider_trl.system.files import is_whole
+from llama_stack_provider_trl.system.process import ProcessId, alive, tasks_below
 from tests.contract.payloads import Json
 from tests.contract.stack import LlamaStack
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import requests
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import DATABASE, Store
 from llama_stack_provider_trl.launch.runner import RunnerStatus
-from llama_stack_provider_trl.process import ProcessId, send_signal, tasks_below
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import ProcessId, send_signal, tasks_below
 from tests.census import assert_clean
 from tests.contract.stack import LlamaStack
 from tests.soak.checks import Result, complaint, complaint_of_answer, load_finals, result

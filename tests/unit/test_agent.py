@@ -19,10 +19,10 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import ServiceRefusal
-from llama_stack_provider_trl.files import write_manifest
 from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
-from llama_stack_provider_trl.recipes.events import CheckpointSaved, Failed, Finished, Progress, Reason
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, Reason
+from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes import task as tasks

@@ -12,13 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import JobConflict
-from llama_stack_provider_trl.files import RunDir, write_manifest
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import LOSSES_IN_A_ROW, Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     EventWriter,
     Failed,
@@ -29,17 +28,18 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     Started,
 )
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, ResourcesSpec
-from llama_stack_provider_trl_remote.service.checkpoints import Digests
-from llama_stack_provider_trl_remote.service.cluster import (
+from llama_stack_provider_trl.specs.job import AttemptSpec, ResourcesSpec
+from llama_stack_provider_trl.system.files import RunDir, write_manifest
+from llama_stack_provider_trl_remote.service.cluster.launcher import (
     GRACE_DONE,
     GRACE_FAILED,
     Cluster,
     ClusterLauncher,
     Presence,
 )
-from llama_stack_provider_trl_remote.service.errors import Gone
-from llama_stack_provider_trl_remote.service.shipping import Shipping
+from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.http.errors import Gone
+from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import (
     LEASE,
     POLL_SECONDS,

@@ -10,8 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.config import TrlConfig
-from llama_stack_provider_trl.devices import usable_devices
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl_remote.external_api.inline import ExternalTrlConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.launch.isolation import Isolation
-from llama_stack_provider_trl_remote import cli, doctor
+from llama_stack_provider_trl_remote.cli import doctor
+from llama_stack_provider_trl_remote.cli import main as cli
 
 
 @pytest.fixture(autouse=True)

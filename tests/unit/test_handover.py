@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl import submission
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
-from llama_stack_provider_trl.files import is_whole, write_manifest
+from llama_stack_provider_trl.jobs import submission
 from llama_stack_provider_trl.jobs.handover import hand_over
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.events import CheckpointSaved
-from llama_stack_provider_trl.recipes.spec import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
-from llama_stack_provider_trl.requests import SupervisedFineTuneRequest, TrainingConfig
-from llama_stack_provider_trl.resolve import Settings
+from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.events import CheckpointSaved
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
+from llama_stack_provider_trl.system.files import is_whole, write_manifest
 from tests.fakes import job_spec
 
 QAT = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.files import Blob, put_rows, touched
 from llama_stack_provider_trl.jobs import housekeeping
 from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.recipes.spec import DatasetRef
+from llama_stack_provider_trl.specs.job import DatasetRef
+from llama_stack_provider_trl.system.files import Blob, put_rows, touched
 from tests.fakes import FakeLauncher, job_spec
 
 DAY = 86400.0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.files import RunDir
 from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.namespaces import View
+from llama_stack_provider_trl.system.files import RunDir
 
 
 @pytest.fixture

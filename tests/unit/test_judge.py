@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llama_stack_provider_trl.recipes.evaluations import HIGHER_IS_BETTER, METRICS, Judge, best_step
-from llama_stack_provider_trl.recipes.spec import EarlyStoppingSpec, JobSpec
+from llama_stack_provider_trl.specs.evaluations import HIGHER_IS_BETTER, METRICS, Judge, best_step
+from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec
 
 
 def judge(**fields: Any) -> Judge:

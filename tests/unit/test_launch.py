@@ -21,7 +21,7 @@ from llama_stack_provider_trl.launch.torchrun import (
     training_argv,
     training_environment,
 )
-from llama_stack_provider_trl.process import myself
+from llama_stack_provider_trl.system.process import myself
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
 INTERFACES = {
@@ -42,7 +42,7 @@ def test_one_process_is_started_directly_with_its_spec_file() -> None:
 def test_several_ranks_meet_at_a_port_under_torchrun() -> None:
     task = TaskSpec("a", Path("/r"), ("cpu",), ranks=2, master_port=29507, last_port=29599)
     argv = training_argv(task)
-    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
+    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.distributed.torchrun"]
     assert {"--nproc-per-node=2", "--master-port=29507", "--last-port=29599", "--max-restarts=0"} <= set(argv)
     assert argv[-3:] == ["-m", "llama_stack_provider_trl.recipes.train", "/r/spec.json"]
     assert "--log-dir=/r/torchrun" in argv  # else a directory per attempt stays in /tmp
@@ -59,7 +59,7 @@ def test_nodes_meet_at_the_first_ones_address_over_the_interface_that_has_their_
     place = {"address": "10.99.0.2", "master_addr": "10.99.0.1", "master_port": 29507, "last_port": 29599}
     task = TaskSpec("a", Path("/r"), ("cpu",), nodes=2, node_rank=1, **place)
     argv = training_argv(task)
-    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.torchrun"]
+    assert argv[1:3] == ["-m", "llama_stack_provider_trl.recipes.distributed.torchrun"]
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=1", "--local-addr=10.99.0.2"} <= set(argv)
     assert {"--master-addr=10.99.0.1", "--master-port=29507"} <= set(argv)
     assert not [part for part in argv if part.startswith("--last-port")]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.process import work_done
-from llama_stack_provider_trl.recipes import liveness
-from llama_stack_provider_trl.recipes.events import EventWriter, Silent
-from llama_stack_provider_trl.recipes.liveness import shown_alive
+from llama_stack_provider_trl.recipes.distributed import heartbeat as liveness
+from llama_stack_provider_trl.recipes.distributed.heartbeat import shown_alive
+from llama_stack_provider_trl.specs.events import EventWriter, Silent
+from llama_stack_provider_trl.system.process import work_done
 
 PATIENCE = 20.0
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from llama_stack_provider_trl import malloc
-from llama_stack_provider_trl.malloc import FRUGAL, Malloc
+from llama_stack_provider_trl.system import malloc
+from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc
 
 GIB = 1 << 30
 
@@ -114,7 +114,7 @@ def test_everything_is_given_back_once_at_the_end(world: World) -> None:
 
 SCRIPT = """
 import ctypes, os, resource
-from llama_stack_provider_trl.malloc import Malloc, _libc
+from llama_stack_provider_trl.system.malloc import Malloc, _libc
 libc = _libc()
 EACH, NUMBER = 8 << 20, 24
 pins = []

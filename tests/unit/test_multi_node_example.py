@@ -7,11 +7,12 @@ import re
 import shlex
 from pathlib import Path
 
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.spec import ShardingSpec
-from llama_stack_provider_trl.requests import SupervisedFineTuneRequest
-from llama_stack_provider_trl.resolve import Settings, resolve
-from llama_stack_provider_trl_remote.cli import parser
+from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl_remote.cli.main import parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = (REPOSITORY / "docs" / "multi-node.md").read_text().split("## A job, from its rows to its result")[1]

@@ -14,19 +14,12 @@ import pytest
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl_remote.service import routes_nodes
-from llama_stack_provider_trl_remote.service.access import Caller, Refused
-from llama_stack_provider_trl_remote.service.cluster import Presence
-from llama_stack_provider_trl_remote.service.errors import Conflict, Gone
-from llama_stack_provider_trl_remote.service.node_credentials import NodeCredentials
-from llama_stack_provider_trl_remote.wire import (
-    SILENCE,
-    VERSIONS,
-    CheckpointReport,
-    DeviceReport,
-    NodeReport,
-    Poll,
-)
+from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
+from llama_stack_provider_trl_remote.service.cluster.launcher import Presence
+from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone
+from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
+from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
+from llama_stack_provider_trl_remote.wire import SILENCE, VERSIONS, CheckpointReport, DeviceReport, NodeReport, Poll
 from tests.fakes import FakeClock, job_spec
 
 JOINS = Caller("node", "joins")

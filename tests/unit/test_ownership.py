@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.ownership import IDENTITY, Ownership, record
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.recipes.events import Finished, Reason, Started
+from llama_stack_provider_trl.specs.events import Finished, Reason, Started
 from tests.fakes import FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})

@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.placement import (
     why_waiting,
     why_waits,
 )
-from llama_stack_provider_trl.recipes.spec import ResourcesSpec
+from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
 
 GPUS = ("cuda:0", "cuda:1")

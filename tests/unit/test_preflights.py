@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
-from llama_stack_provider_trl_remote.service.preflights import Preflights
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from llama_stack_provider_trl_remote.service.views.preflights import Preflights
 from tests.fakes import FakeLauncher
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl import process
-from llama_stack_provider_trl.process import (
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.process import (
     FileLock,
     alive,
     available_memory,

@@ -10,10 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import put_rows
-from llama_stack_provider_trl.options import ProviderOptions
-from llama_stack_provider_trl.recipes.evaluations import METRICS
-from llama_stack_provider_trl.recipes.spec import (
+from llama_stack_provider_trl.jobs.submission import split_rows
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.evaluations import METRICS
+from llama_stack_provider_trl.specs.job import (
     Algorithm,
     DatasetRef,
     JobSpec,
@@ -22,10 +25,9 @@ from llama_stack_provider_trl.recipes.spec import (
     ResourcesSpec,
     ResumeFrom,
     ShardingSpec,
+    derive,
 )
-from llama_stack_provider_trl.requests import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from llama_stack_provider_trl.resolve import Settings, derive, resolve
-from llama_stack_provider_trl.submission import split_rows
+from llama_stack_provider_trl.system.files import put_rows
 
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 LORA = {

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
-from llama_stack_provider_trl.recipes.rows import (
-    ROLES,
-    ROW_SHAPES,
-    PreferenceExample,
-    SftExample,
-    check_rows,
-    parse_row,
-)
+from llama_stack_provider_trl.specs.rows import ROLES, ROW_SHAPES, PreferenceExample, SftExample, check_rows, parse_row
 from tests.tiny import REPOSITORY, shared_dir
 
 NAN = float("nan")

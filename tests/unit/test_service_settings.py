@@ -14,9 +14,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.recipes.spec import ShardingSpec
-from llama_stack_provider_trl_remote.config_file import fill_in, provider_block
+from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
+from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,

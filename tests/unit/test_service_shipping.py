@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.files import MANIFEST, RunDir, file_names, write_manifest
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.recipes.events import Failed, Progress, Reason
-from llama_stack_provider_trl_remote.service import shipping as module
-from llama_stack_provider_trl_remote.service.checkpoints import Digests
-from llama_stack_provider_trl_remote.service.errors import Gone, NotFound, WrongOffset
-from llama_stack_provider_trl_remote.service.shipping import Shipping
+from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
+from llama_stack_provider_trl.system.files import MANIFEST, RunDir, file_names, write_manifest
+from llama_stack_provider_trl_remote.service.cluster import uploads as module
+from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
+from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import CheckpointFileReport, CheckpointReport
 from tests.fakes import job_spec
 from tests.orders import write

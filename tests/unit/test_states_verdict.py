@@ -6,7 +6,7 @@ from llama_stack_provider_trl.jobs.records import Outcome
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.verdict import Verdict, verdict
 from llama_stack_provider_trl.launch.base import Observation, TaskState
-from llama_stack_provider_trl.recipes.events import Failed, Reason
+from llama_stack_provider_trl.specs.events import Failed, Reason
 
 NOTHING = Outcome(offset=0, finished=False, failed=None)
 FINISHED = Outcome(offset=9, finished=True, failed=None)

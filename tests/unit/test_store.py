@@ -16,7 +16,7 @@ from llama_stack_provider_trl.jobs import store as store_module
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
 from llama_stack_provider_trl.jobs.store import Store, _queries
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
     Event,

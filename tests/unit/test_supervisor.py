@@ -14,15 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
-from llama_stack_provider_trl.files import RunDir, write_manifest
 from llama_stack_provider_trl.jobs.placement import Queued, why_waits
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.process import FileLock
-from llama_stack_provider_trl.recipes.events import (
+from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
@@ -34,8 +32,10 @@ from llama_stack_provider_trl.recipes.events import (
     Reason,
     Started,
 )
-from llama_stack_provider_trl.recipes.spec import AttemptSpec, ResumeFrom
-from llama_stack_provider_trl.responses import resources
+from llama_stack_provider_trl.specs.job import AttemptSpec, ResumeFrom
+from llama_stack_provider_trl.stack.responses import resources
+from llama_stack_provider_trl.system.files import RunDir, write_manifest
+from llama_stack_provider_trl.system.process import FileLock
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})

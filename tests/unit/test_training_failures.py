@@ -18,8 +18,8 @@ from llama_stack_provider_trl.errors import (
     StoreError,
     TrlError,
 )
-from llama_stack_provider_trl.recipes.events import Reason
 from llama_stack_provider_trl.recipes.train import classify, follows_from_another_rank
+from llama_stack_provider_trl.specs.events import Reason
 
 
 class DistBackendError(RuntimeError):
@@ -27,7 +27,7 @@ class DistBackendError(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """Named as ours in `recipes.ranks`."""
+    """Named as ours in `recipes.distributed.ranks`."""
 
 
 def test_a_failed_meeting_of_ranks_is_a_failure_of_its_own_whatever_its_advice_mentions() -> None:

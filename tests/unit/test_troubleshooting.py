@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.recipes.events import Reason
-from llama_stack_provider_trl_remote.service.errors import _MEANING
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl_remote.service.http.errors import _MEANING
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "troubleshooting.md").read_text()

@@ -1,0 +1,186 @@
+"""A request becomes a stored job: asked before, resolved, its rows checked and kept, recorded. Nothing of HTTP here.
+
+Whoever takes requests (the provider inside Llama Stack, the service) says where the rows of a dataset id come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+from ..errors import InvalidRequest, InvalidRows, StoreError
+from ..requests.options import ProviderOptions
+from ..requests.resolve import resolve
+from ..requests.settings import Request, Settings
+from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
+from ..specs.rows import check_rows
+from ..system.files import put_lines, put_rows
+from .handover import hand_over, take_back
+from .ownership import Ownership
+from .store import Store
+
+_handing_over: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
+
+
+class Owner(NamedTuple):
+    """Who submits a job."""
+
+    name: str = ""
+    max_waiting: int | None = None
+    """Jobs of this name that may wait; None: any number."""
+
+
+class Datasets(Protocol):
+    """Finds the rows of a dataset id, checked for an algorithm and stored under their digest, with warnings."""
+
+    def __call__(
+        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> Awaitable[tuple[DatasetRef, list[str]]]: ...
+
+
+async def submit(
+    request: Request,
+    options: ProviderOptions,
+    digest: str,
+    settings: Settings,
+    store: Store,
+    datasets: Datasets,
+    owner: Owner | None = None,
+) -> bool:
+    """Returns only when the job is stored: from then on nothing can lose it.
+
+    Args:
+        digest: of what the caller has sent: the same digest again is the same job.
+        owner: None: not known, and not limited.
+
+    Returns:
+        Whether the job is new.
+
+    Raises:
+        InvalidRequest: a field, a value or a row that cannot be honoured.
+        JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
+        LimitReached: the owner has too many jobs that wait.
+        StoreError: the job or its rows cannot be stored.
+    """
+    # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
+    if store.holds(request.job_uuid, digest):
+        return False
+    spec, warnings = await resolved(request, options, settings, datasets)
+    if spec.resume_from is None:
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
+    # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
+    # and does not copy a large checkpoint once more.
+    async with _handing_over.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
+        if store.holds(spec.job_uuid, digest):
+            return False
+        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
+
+
+def _stored(
+    spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Owner | None = None
+) -> bool:
+    spec = hand_over(spec, store, data_dir)
+    needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
+    if spec.resume_from is not None and spec.resume_from.path is not None:
+        needed.append(spec.resume_from.path)
+    by = owner or Owner()
+    created = False
+    try:
+        created = store.add_job(spec, digest, warnings, needed, by.name, by.max_waiting)
+    finally:
+        if not created:
+            take_back(spec)
+    return created
+
+
+async def resolved(
+    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
+) -> tuple[JobSpec, list[str]]:
+    """The job that a request means, with its rows, and what there is to say of it.
+
+    Raises:
+        InvalidRequest: a field, a value or a row that cannot be honoured.
+        StoreError: the rows cannot be stored.
+    """
+    resolution = resolve(request, options, settings)
+    await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
+    algorithm: Algorithm = resolution.fields["algorithm"]
+    data_format: DataFormat | None = resolution.fields["data_format"]
+    dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
+    validation = None
+    if resolution.validation_dataset_id is not None:
+        validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
+        warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
+    elif resolution.train_share < 1.0:
+        dataset, validation = await asyncio.to_thread(
+            split_rows, dataset, resolution.train_share, resolution.fields["seed"]
+        )
+    return resolution.spec(dataset, validation), [*resolution.warnings, *warnings]
+
+
+def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:
+    """Store the rows of a dataset as two, in their order: what is trained on, and what is held out for validation.
+
+    Args:
+        share: of the rows to train on, rounded; at least one row is held out, and one is trained on.
+        seed: decides which rows are held out.
+
+    Raises:
+        InvalidRequest: there is only one row.
+        StoreError: the rows cannot be stored.
+    """
+    if dataset.num_rows < 2:
+        field = "training_config.data_config.train_split_percentage"
+        raise InvalidRequest(field, share, f"dataset {dataset.dataset_id!r} has one row: nothing can be held out")
+    count = min(max(round(dataset.num_rows * (1 - share)), 1), dataset.num_rows - 1)
+    held_out = set(random.Random(seed).sample(range(dataset.num_rows), count))
+
+    def stored(is_validation: bool) -> DatasetRef:
+        with open(dataset.path, "rb") as file:
+            blob = put_lines(
+                dataset.path.parent,
+                (line for number, line in enumerate(file) if (number in held_out) is is_validation),
+            )
+        found = {"path": blob.path, "sha256": blob.sha256, "num_rows": blob.num_rows}
+        return dataset.model_copy(update=found)
+
+    try:
+        return stored(False), stored(True)
+    except OSError as error:
+        raise StoreError(f"the split of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
+
+
+def _refuse_foreign(data_dir: Path, checkpoint_dir: Path) -> None:
+    try:
+        Ownership(data_dir).check_unused(checkpoint_dir)
+    except OSError as error:
+        hint = f"it cannot be looked at: {error}"
+        raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error
+
+
+def keep_rows(
+    directory: Path,
+    dataset_id: str,
+    rows: Sequence[dict[str, Any]],
+    algorithm: Algorithm,
+    data_format: DataFormat | None,
+) -> tuple[DatasetRef, list[str]]:
+    """Check rows, then store them under their digest: what a job trains on cannot change under it.
+
+    Raises:
+        InvalidRows: naming the dataset and its first bad row.
+        StoreError: they cannot be written.
+    """
+    try:
+        report = check_rows(rows, algorithm, data_format)
+        blob = put_rows(directory, rows)
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+    except OSError as error:
+        raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+    ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+    return ref, list(report.warnings)

@@ -1,0 +1,1 @@
+"""Step checkpoints and exports: what is written, verified and read back."""

@@ -1,0 +1,324 @@
+"""The end of a job: a checkpoint that plain transformers (or peft) loads, whole and checked, or not there at all.
+
+Weights are written as they are gathered (`recipes.checkpoint.weights`), so no rank ever holds the whole model. Before
+the checkpoint is announced it is read back: every weight bit for bit, the tokenizer, and, where the model fits into the
+memory that is free on rank 0's machine, the logits of the model loaded from there. transformers maps files that have
+the model's dtype into memory, so a reloaded model costs page cache that the kernel can drop, no second copy.
+
+The CPU memory that writing takes is in `recipes.checkpoint.weights`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ... import faults
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from ...system.files import fsync_tree, put_in_place, write_manifest
+from ...system.process import available_memory
+from ..distributed import ranks
+from ..model.fsdp import gather, reshard
+from ..model.loading import DTYPES, load_adapter, quantize
+from .step import need_space
+from .transfer import Turn
+from .weights import Weight, differences, digest, export_bytes, write_weights
+
+Kind = Literal["final", "merged"]
+
+ROUNDING = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.1}
+"""Up to which fraction of their own scale logits may differ, by the job's dtype. Measured on tiny models of a dozen
+architectures: 1e-6 at most in fp32, 1e-2 in bf16, whose weights are rounded; an untied head: 1.4."""
+
+_ADAPTER = "adapter_model.safetensors"
+_SAMPLE = "The quick brown fox jumps over the lazy dog, and on the 3rd of May it asked: is 17 + 25 = 42?\n" * 2
+_SAMPLE_TOKENS = 32
+_UNLOADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+class Exported(NamedTuple):
+    """A checkpoint in its place, and how it was checked."""
+
+    path: Path
+    logits_difference: float | None
+    """As a fraction of the logits' scale; None: only weights were compared."""
+    doubt: str | None
+    """Why logits were not compared."""
+
+
+class Sample(NamedTuple):
+    """What the trained model says to a few tokens."""
+
+    ids: torch.Tensor
+    """[1, tokens]"""
+    logits: torch.Tensor
+    """[tokens, vocabulary], fp32 in CPU memory."""
+
+
+def exports(spec: JobSpec) -> tuple[Kind, ...]:
+    """What the job writes at its end."""
+    return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
+
+
+def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
+    """How much room an export takes on the disk, nearly."""
+    if kind == "final" and isinstance(model, PeftModel):
+        return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    return export_bytes(model, _dtype(spec))
+
+
+def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
+    """Save the tokenizer and load it again, as `export` will: what it cannot survive must be known before training.
+
+    transformers chooses a tokenizer's class by the model's type too, and may so change what is loaded.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    with TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        if not isinstance(model, PeftModel):
+            model.config.save_pretrained(name)
+        if fault := _tokenizer_fault(Path(name), tokenizer, spec):
+            raise JobFailure(
+                Reason.invalid_model,
+                f"the tokenizer of model {spec.model!r} was saved and loaded again, as at the end of a job, and {fault}"
+                ". Name a model whose tokenizer_config.json names the right tokenizer_class.",
+            )
+
+
+def take_sample(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, spec: JobSpec
+) -> Sample:
+    """Ask the trained model, however it is shared out; every rank must call it.
+
+    Raises:
+        JobFailure: diverged, where the answer is no number: the last step ruined the model.
+    """
+    ids = tokenizer(_SAMPLE)["input_ids"][: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [tokenizer.eos_token_id] * 2
+    sample = torch.tensor(ids)[None]
+    was_training = model.training
+    model.eval()
+    logits = _logits(model, sample.to(device))
+    reshard(model)
+    model.train(was_training)
+    if not torch.isfinite(logits).all():
+        raise JobFailure(
+            Reason.diverged,
+            "after the last step the model's logits are not finite, so there is nothing worth exporting. Lower the "
+            "learning rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
+        )
+    return Sample(sample, logits)
+
+
+def export(
+    kind: Kind,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: JobSpec,
+    sample: Sample,
+    beat: Callable[[], None] = lambda: None,
+    turn: Turn | None = None,
+    need: Callable[[int], None] | None = None,
+) -> Exported | None:
+    """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
+
+    `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
+    With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in.
+
+    Args:
+        sample: what `model` said, to compare with.
+        beat: called whenever something was done.
+        turn: None: nobody else writes there.
+        need: as `need_space`, of bytes; None: that.
+
+    Returns:
+        On rank 0 what was written, None on the others.
+
+    Raises:
+        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
+            attempt's turn. The directory is not there then.
+        OSError: the disk is, or would be, full.
+    """
+    turn = turn or Turn()
+    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
+    try:
+        if ranks.rank() == 0:
+            (need or partial(need_space, spec))(bytes_needed(model, spec, kind))
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        if kind == "final" and isinstance(model, PeftModel):
+            file, expected = _ADAPTER, _write_adapter(model, staging, beat)
+        else:
+            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, beat)
+        if ranks.rank() != 0:
+            return None
+        tokenizer.save_pretrained(staging)
+        (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
+        fsync_tree(staging)
+        faults.reach(f"written-{kind}")
+        if wrong := differences(expected, staging, file, beat):
+            raise _failed(
+                kind, f"{len(wrong)} of {len(expected)} weights are not what was trained: {'; '.join(wrong[:3])}"
+            )
+        if fault := _tokenizer_fault(staging, tokenizer, spec):
+            raise _failed(kind, fault)
+        difference, doubt = None, _no_room(model, spec, kind)
+        if doubt is None:
+            difference = _check_logits(kind, staging, expected, spec, sample, beat)
+        faults.reach(f"exporting-{kind}")
+        write_manifest(staging)
+        put_in_place(staging, target, turn.check)
+    finally:
+        if ranks.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+    faults.reach(f"exported-{kind}")
+    return Exported(target, difference, doubt)
+
+
+def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) -> dict[str, Weight]:
+    # An adapter is small: rank 0 holds all of it.
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if weight.requires_grad:
+            whole = gather(weight)
+            beat()
+            if whole is not None:
+                state[name] = whole
+    if ranks.rank() != 0:
+        return {}
+    model.save_pretrained(directory, state_dict=state)
+    return {name: digest(weight) for name, weight in get_peft_model_state_dict(model, state_dict=state).items()}
+
+
+def _write_model(
+    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, beat: Callable[[], None]
+) -> dict[str, Weight]:
+    if ranks.rank() == 0:
+        # All but the weights: configurations, and code of its own. First, because it removes files of weights.
+        plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        # Training switched the cache off; a checkpoint that kept this would generate slowly for ever.
+        plain.config.use_cache = True
+        plain.save_pretrained(directory, state_dict={})
+        plain.config.dtype = _dtype(spec)
+        plain.config.save_pretrained(directory)
+    return write_weights(model, directory, _dtype(spec), beat)
+
+
+def _dtype(spec: JobSpec) -> torch.dtype:
+    return DTYPES[spec.dtype]
+
+
+def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
+    """In what the tokenizer of a directory is another than the one that trained."""
+    try:
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
+    except _UNLOADABLE as error:
+        return f"its tokenizer cannot be loaded: {_said(error)}"
+    if found.chat_template != tokenizer.chat_template:
+        return "its chat template is not the one that was trained with"
+    if found(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
+        return f"its tokenizer gives other tokens than the one that was trained with, for {_SAMPLE[:40]!r}"
+    return None
+
+
+def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
+    needed, there = export_bytes(model, _dtype(spec)), available_memory()
+    if needed <= there:
+        return None
+    return (
+        f"{kind}: every weight was compared with the trained model, its logits were not: loading it takes "
+        f"{needed >> 20} MiB of memory and {there >> 20} MiB are free"
+    )
+
+
+def _check_logits(
+    kind: Kind, directory: Path, expected: dict[str, Weight], spec: JobSpec, sample: Sample, beat: Callable[[], None]
+) -> float:
+    """Load what was written as anybody would, and ask it what the trained model was asked."""
+    try:
+        with _alive(beat):
+            if (directory / _ADAPTER).exists():
+                loaded = load_adapter(spec, directory, as_trained=True)
+                adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
+                strange = [name for name in expected if adapter.get(name) != expected[name]]
+            else:
+                loaded, report = AutoModelForCausalLM.from_pretrained(
+                    directory, output_loading_info=True, trust_remote_code=spec.trust_remote_code
+                )
+                strange = [*report["missing_keys"], *report["unexpected_keys"]]
+            if strange:
+                raise _failed(
+                    kind,
+                    f"a {type(loaded).__name__} loaded from its files has other weights than they hold, such as "
+                    f"{', '.join(sorted(strange)[:3])}",
+                )
+            if spec.qat:
+                quantize(spec, loaded)
+            found = _logits(loaded.eval(), sample.ids)
+    except _UNLOADABLE as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _failed(kind, f"it cannot be loaded: {_said(error)}") from error
+    difference = logits_difference(sample.logits, found)
+    if not difference <= ROUNDING[spec.dtype]:  # nor a NaN
+        raise _failed(
+            kind,
+            f"loaded from its files it gives other logits than the trained model: they differ by {difference:.2g} of "
+            f"their scale, where rounding in {spec.dtype} explains {ROUNDING[spec.dtype]:g}",
+        )
+    return difference
+
+
+def logits_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """How far logits [tokens, vocabulary] are from others, as a fraction of their spread: the median over the tokens.
+
+    Not the maximum: rounding sends a token to another expert now and then, and all of its logits change.
+    """
+    if expected.shape != found.shape:
+        return float("inf")
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
+
+
+def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+
+
+@contextmanager
+def _alive(beat: Callable[[], None]) -> Iterator[None]:
+    """While this is open, every module that computes says that work goes on."""
+    beat()
+    hook = register_module_forward_pre_hook(lambda *_: beat())
+    try:
+        yield
+    finally:
+        hook.remove()
+    beat()
+
+
+def _failed(kind: Kind, found: str) -> JobFailure:
+    return JobFailure(
+        Reason.export_failed,
+        f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are "
+        "kept; where the job is tried again it goes on from the newest.",
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,416 @@
+"""Step checkpoints, from which a job goes on after a crash, a pause or a restart, on as many ranks or on others.
+
+`checkpoint-N` holds safetensors, JSON and text only, so that reading one runs nothing (`checkpoint_files`):
+
+- the trained weights as `model.safetensors` or `adapter_model.safetensors`, with configuration and tokenizer: what
+  transformers and peft load, however many ranks wrote it (`recipes.checkpoint.shards`);
+- `optimizer/state.safetensors` and `optimizer/state.json`: the optimizer's state by the names of the weights
+  (`recipes.checkpoint.optimizer_state`);
+- `scheduler.json`, `scaler.json` (fp16) and `trainer_state.json`: schedule, loss scaling, counters;
+- `rng_state_N.json`: the random numbers of rank N (`recipes.checkpoint.random_state`);
+- `recipe_state.json`: the position in the data, counted in rows;
+- `manifest.json`: size and sha256 of every file.
+
+Training continues while the files are written: what they will hold is first copied to CPU memory.
+
+The whole lies on rank 0's disk. Ranks of other machines that do not see it send their rows and their random numbers
+from memory and write nothing (`recipes.disks`). What earlier releases wrote is read by `recipes.legacy_checkpoints`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ... import faults
+from ...errors import JobFailure
+from ...specs.events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
+from ...specs.job import JobSpec
+from ...system.files import (
+    MANIFEST,
+    damage,
+    file_names,
+    free_bytes,
+    point_latest,
+    put_in_place,
+    set_aside,
+    sha256_of,
+    write_manifest,
+)
+from ..distributed import ranks
+from ..distributed.heartbeat import shown_alive
+from ..model.fsdp import reshard
+from . import legacy, optimizer_state, shards, transfer
+from .optimizer_state import reading
+from .transfer import Disks, Turn
+
+_RANDOM = "rng_state_{}.json"
+"""By rank."""
+_UPLOAD_LOOK = 0.5
+"""Seconds between two looks at what is on its way to the service."""
+_NOTICE = 5.0
+"""Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
+_LONG_WAIT = 1.0
+"""Seconds of waiting for the checkpoint before that a job's warnings tell."""
+
+type Model = PreTrainedModel | PeftModel
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold, in CPU memory; of sharded tensors this rank's parts."""
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    """By the names of the safetensors files and the names there."""
+    optimizer: str
+    """The JSON of the optimizer's state."""
+    random: Mapping[str, Any]
+    """This rank's random numbers."""
+
+
+class Saver:
+    """Writes one checkpoint at a time in a thread of its own, from a copy that training does not touch.
+
+    The copy takes as much CPU memory as the trained weights and the optimizer's state (of sharded ones, this rank's
+    parts); it is kept and used again, so that there is never more than one.
+
+    Every rank has a saver and must call the same methods in the same order; the threads agree through a process group
+    of their own.
+    """
+
+    def __init__(
+        self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent, turn: Turn | None = None
+    ) -> None:
+        self.spec, self.writer = spec, writer
+        self.turn = turn or Turn()
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        self.disks = transfer.find_disks(spec.checkpoint_dir)
+        self._group = ranks.new_cpu_group()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_told = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: PreTrainedTokenizerBase,
+        random: Mapping[str, Any],
+        staging: Path,
+        announce: Callable[[Path], None],
+    ) -> None:
+        """Copy what is to be saved, and return; the rest happens in the background.
+
+        Args:
+            random: this rank's random numbers (`recipes.checkpoint.random_state`).
+            staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
+            announce: called on rank 0 with the checkpoint's place when it is complete on disk.
+        """
+        assert self._thread is None, "one at a time: wait first"
+        weights = named_weights(model)  # first: it reshards, and only then are parameters those that the optimizer has
+        state = optimizer_state.state_of(model, optimizer)
+        tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
+        snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
+
+        def work() -> None:
+            try:
+                self._write(snapshot, model, tokenizer, staging)
+                ranks.together(lambda: self._finish(staging, announce), self._group)
+            except BaseException as error:
+                faults.reach(f"unsaved-{ranks.rank()}")
+                self._error = error
+            finally:  # a full disk must not stay full because of us
+                if self.disks.keeps_order:
+                    shutil.rmtree(staging.parent, ignore_errors=True)
+
+        self._thread = threading.Thread(target=work, name=f"saves {staging.name}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did; every rank must call it after the same step.
+
+        Waits for nothing else.
+        """
+        # All ranks stop after the same step or none does. One that noticed a step later than the others would wait for
+        # them in that step's collectives while they end without a word, and with it the reason, which it alone knows.
+        if self._thread is not None and ranks.anywhere(self._error is not None or not self.busy):
+            self.wait()
+
+    def wait(self, due: int | None = None) -> None:
+        """Return when nothing is being written any more; raise what went wrong.
+
+        Args:
+            due: the step whose checkpoint waits for the one before; a long wait is told in the job's warnings.
+        """
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        with shown_alive(self.writer):
+            self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        waited = time.monotonic() - began
+        if due is not None and waited > _LONG_WAIT and not self._is_told:
+            self._is_told = True
+            message = (
+                "checkpoints are due faster than the disk takes them, and training waits: raise save_steps "
+                f"(first at step {due}, for {waited:.0f} s)"
+            )
+            self.writer.write(Warned(message=message))
+
+    def close(self) -> None:
+        """After `wait`: give the memory of the copy back."""
+        self._stager.close()
+
+    def abandon(self) -> None:
+        """On the way out because of a failure: let a checkpoint that is being written come to its end, good or bad."""
+        if self._thread is not None:
+            # A rank that is gone breaks the others' connections, so this ends; the limit is for a disk that hangs.
+            self._thread.join(60.0)
+
+    def _write(self, snapshot: Snapshot, model: Model, tokenizer: PreTrainedTokenizerBase, staging: Path) -> None:
+        """Every rank writes its parts. Each phase begins when all have ended the one before, or ends for all."""
+
+        def begin() -> Mapping[str, Any]:
+            if ranks.rank() == 0:
+                # Without weights: the configuration, and what else belongs to a model that others load.
+                without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+                model.save_pretrained(staging, state_dict={}, **without)
+                tokenizer.save_pretrained(staging)
+                (staging / optimizer_state.VALUES).parent.mkdir(exist_ok=True)
+                (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)
+                for name, tensors in snapshot.tensors.items():
+                    shards.reserve(staging / name, tensors)
+            return snapshot.random
+
+        states = ranks.together(begin, self._group)
+        seeing = self.disks.with_first
+        writer = seeing.index(ranks.rank()) if self.disks.is_here else None
+
+        def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
+            return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
+
+        def fill() -> None:
+            if ranks.rank() == 0:
+                for rank, state in enumerate(states):
+                    (staging / _RANDOM.format(rank)).write_text(json.dumps(state))
+            if self.disks.is_here:
+                for name in snapshot.tensors:
+                    shards.fill(staging / name, parts(name))
+
+        ranks.together(fill, self._group)
+        if not self.disks.is_one:
+            names = [[] if rank in seeing else list(snapshot.tensors) for rank in range(ranks.world_size())]
+            pieces = chain.from_iterable(transfer.in_pieces(name, parts(name)) for name in snapshot.tensors)
+            ranks.together(lambda: transfer.bring_to_first(pieces, names, staging, self._group), self._group)
+
+    def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
+        """Checksums, each rank of some files; then rank 0 puts the whole in place."""
+        step = staging.name.rpartition("-")[2]
+        digests = {}
+        for found in ranks.together(lambda: _digests(staging, self.disks) if self.disks.is_here else {}, self._group):
+            digests.update(found)
+        if ranks.rank() == 0:
+            faults.reach(f"saving-{step}")
+            write_manifest(staging, digests)
+            target = staging.parent.parent / staging.name
+            put_in_place(staging, target, self.turn.check)
+            point_latest(target.parent, target.name)
+            faults.reach(f"saved-{step}")
+            announce(target)
+            faults.reach(f"announced-{step}")
+
+
+def named_weights(model: Model) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint's file holds, by their names there: of an adapter its own, else all, and of tied
+    ones the first."""
+    reshard(model)
+    if isinstance(model, PeftModel):
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        return dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def weights_name(model: Model) -> str:
+    return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Read the optimizer's state, each rank its parts.
+
+    Raises:
+        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
+    """
+    source = legacy if legacy.is_legacy(checkpoint) else optimizer_state
+    optimizer_state.restore(model, optimizer, source.stored(checkpoint), checkpoint)
+
+
+def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
+    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none.
+
+    Raises:
+        JobFailure: invalid_request, where it is malformed.
+    """
+    if legacy.is_legacy(checkpoint):
+        return legacy.state(checkpoint, name)
+    path = checkpoint / name
+    with reading(path):
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def load_random(checkpoint: Path, device: torch.device) -> dict[str, Any] | None:
+    """This rank's random numbers, as `recipes.checkpoint.random_state` restores them; None: the checkpoint has none.
+
+    Raises:
+        JobFailure: invalid_request, where they are malformed.
+    """
+    if legacy.is_legacy(checkpoint):
+        return legacy.random_state(checkpoint, device)
+    return load_state(checkpoint, _RANDOM.format(ranks.rank()))
+
+
+def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) -> None:
+    """Read the trained weights into a model, each rank its parts.
+
+    Args:
+        from_first: the checkpoint is on rank 0's disk, and others may not see it.
+    """
+    path, weights = checkpoint / weights_name(model), named_weights(model)
+    if from_first:
+        shards.read_from_first(path, weights, ranks.from_first)
+    else:
+        shards.read_into(path, weights)
+
+
+def first_undamaged(
+    candidates: Iterable[Path], writer: EventWriter | Silent, disks: Disks, *, on_first_only: bool = False
+) -> Path | None:
+    """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
+
+    Every rank must call it, and reads some of the files.
+
+    Args:
+        candidates: each machine's own paths of the same checkpoints.
+        on_first_only: only rank 0's disk has them; else every disk has copies of its own, which are read there.
+
+    Raises:
+        JobFailure: rank_failed, where another machine's copy alone is damaged; it is set aside.
+    """
+    for checkpoint in candidates:
+        here = None if on_first_only and not disks.is_here else _damage(checkpoint, disks)
+        everywhere = ranks.all_of((here, socket.gethostname()))
+        found = [everywhere[rank][0] for rank in disks.with_first if everywhere[rank][0]]
+        elsewhere = [(damage, host) for damage, host in everywhere if damage]
+        if not elsewhere:
+            return checkpoint
+        if not found:
+            if disks.keeps_order and not disks.is_here and here:
+                set_aside(checkpoint)
+            damaged, host = elsewhere[0]
+            raise JobFailure(
+                Reason.rank_failed,
+                f"the copy of {checkpoint.name} on {host} is damaged ({damaged}), the one of rank 0's machine is not; "
+                "it was set aside there: the next attempt copies it again",
+            )
+        if ranks.rank() == 0:
+            aside = set_aside(checkpoint)
+            place = f"it is kept as {aside}" if aside else "it is gone"
+            message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was not used to go on from; {place}"
+            writer.write(CheckpointDamaged(path=checkpoint, message=message), durable=True)
+        ranks.wait_for_all()
+    return None
+
+
+def need_space(
+    spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | Silent | None = None
+) -> None:
+    """Return if `num_bytes` more leave `min_free_bytes` free; wait for it where checkpoints are on their way from this
+    disk to the service's, after which they are removed here.
+
+    Args:
+        uploads: `RunDir.uploads`.
+        writer: told of a wait.
+
+    Raises:
+        OSError: as a full disk does.
+    """
+    writer = writer or Silent()
+    is_told, patience = False, _NOTICE
+    while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.min_free_bytes:
+        said = (
+            f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
+            f"free and {spec.min_free_bytes >> 20} MiB must stay free"
+        )
+        waiting = _uploads(uploads)
+        if waiting is None or patience <= 0:
+            raise OSError(errno.ENOSPC, said)
+        if waiting and not is_told:
+            is_told = True
+            message = f"{said}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
+            writer.write(Warned(message=message))
+        patience = _NOTICE if waiting else patience - _UPLOAD_LOOK
+        writer.beat()  # the agent ends the job where nobody takes them
+        time.sleep(_UPLOAD_LOOK)
+
+
+def _uploads(path: Path | None) -> int | None:
+    """How many checkpoints are on their way; None: none ever will be."""
+    try:
+        return None if path is None else int(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
+    """About how large a step checkpoint is: the trained weights and the optimizer's moments of them."""
+    moments = 0 if spec.optimizer.name == "sgd" else 2
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
+
+
+def _digests(directory: Path, disks: Disks) -> dict[str, str]:
+    return {name: sha256_of(directory / name) for name in _ours(directory, disks)}
+
+
+def _damage(checkpoint: Path, disks: Disks) -> str | None:
+    try:
+        return damage(checkpoint, of=_ours(checkpoint, disks))
+    except OSError as error:
+        return str(error)
+
+
+def _ours(directory: Path, disks: Disks) -> Sequence[str]:
+    """This rank's part of a directory's files, for reading them."""
+    return disks.part_of([name for name in file_names(directory) if name != MANIFEST])

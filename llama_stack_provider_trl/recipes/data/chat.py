@@ -1,0 +1,215 @@
+"""Renders conversations with a tokenizer's chat template, and finds in the text what the model is to learn."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.rows import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\n\n' }}{% endif %}"
+    "{{ '### ' + message['role'] | capitalize + ':\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\n### Assistant:\n' }}{% endif %}"
+)
+"""For tokenizers without a template: plain-text role headers, no new tokens, an assistant turn ends in `eos_token`."""
+
+
+_MARK = "\ue000turn\ue001"
+"""Stands in for a turn's content when its place is searched: private-use characters, so that no content matches."""
+
+
+Places = Callable[[int, bool], int]
+"""(position, straddling) -> how many tokens end at or before a character; if straddling, how many begin before it."""
+
+
+Span = tuple[int, int, bool]
+"""Characters from, to, and whether the end is exact; if not, the token in which it lies does not belong to the span."""
+
+
+def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Give a tokenizer without a chat template the default one.
+
+    Returns:
+        The warning to show, or None where the tokenizer had a template.
+
+    Raises:
+        JobFailure: `invalid_model` if there is no `eos_token` either: such a model could not learn to stop.
+    """
+    if tokenizer.chat_template:
+        return None
+    if tokenizer.eos_token is None:
+        raise JobFailure(
+            Reason.invalid_model,
+            "the tokenizer has neither a chat_template nor an eos_token: set eos_token in its tokenizer_config.json",
+        )
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + DEFAULT_CHAT_TEMPLATE
+    return "the tokenizer has no chat template: it was given a plain one (### User: ... ### Assistant: ...)"
+
+
+class Chat:
+    """A tokenizer and its chat template, with an account of what the template did."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.given: str | None = None
+        """The warning that the default template was given."""
+        self.diverged = 0
+        """Rows whose prompt the template writes differently when the answer follows."""
+        self.left_out = 0
+        """Assistant turns that the template does not write."""
+
+    def render(self, messages: Sequence[Message], row: int, *, ask: bool = False) -> str:
+        """The conversation as text; `ask` adds the header of the answer to come."""
+        self.given = ensure_chat_template(self.tokenizer) or self.given
+        try:
+            text = self._render(messages, ask)
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
+                "Change the row, or the template in the model's tokenizer files",
+            ) from error
+        if not ask and not _answer_written(messages, text):
+            raise JobFailure(
+                Reason.invalid_model,
+                f"row {row}: the model's chat template leaves out the answer's text, as templates of vision models do "
+                "with plain text: give the model's tokenizer files a chat template for text",
+            )
+        return text
+
+    def render_part(self, messages: Sequence[Message], *, ask: bool = False) -> str | None:
+        """As `render`, for the beginning of a conversation, which a template may refuse although it takes the whole."""
+        if not messages:
+            return None
+        try:
+            return self._render(messages, ask)
+        except (TemplateError, TypeError, ValueError):
+            return None
+
+    def _render(self, messages: Sequence[Message], ask: bool) -> str:
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Ids of rendered texts: the template has already written the special tokens."""
+        return call_tokenizer(self.tokenizer, texts, add_special_tokens=False)["input_ids"]
+
+    def tokenize_with_places(self, texts: list[str]) -> list[tuple[list[int], Places]]:
+        """Ids, and where in the text their tokens stand."""
+        if not self.tokenizer.is_fast:
+            return [(ids, self._searched(text, ids)) for text, ids in zip(texts, self.tokenize(texts), strict=True)]
+        encoded = call_tokenizer(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
+        columns = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [(ids, _known(offsets, self._searched(text, ids))) for text, ids, offsets in columns]
+
+    def _searched(self, text: str, ids: list[int]) -> Places:
+        # Without offsets: tokenize the text up to the position, and see how far the ids agree.
+        return lambda position, straddling: _common_prefix(self.tokenize([text[:position]])[0], ids)
+
+    def prompt_length(self, prompt: list[int], *sequences: list[int]) -> int:
+        """Tokens of the prompt that all sequences begin with; the answer starts where they diverge, as in TRL."""
+        length = min(_common_prefix(prompt, sequence) for sequence in sequences)
+        self.diverged += length < len(prompt)
+        return length
+
+
+def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
+    """Where in `text`, the rendered conversation, the model's own words stand: after each answer's header, up to and
+    with what the template writes to end the turn."""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat.render_part(messages[:turn], ask=True)
+        after = text if turn == len(messages) - 1 else chat.render_part(messages[: turn + 1])
+        if before and after and text.startswith(after) and after.startswith(before):
+            span: Span | None = len(before), len(after), True
+        else:
+            span = _searched_span(chat, messages, turn, text, before)
+        if span is None:
+            chat.left_out += 1
+        else:
+            yield span
+
+
+def _searched_span(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None) -> Span | None:
+    """The span of a turn that the template writes differently once the conversation goes on.
+
+    Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token. So the content's place is
+    found by rendering the whole conversation with a mark in its stead.
+    """
+    place = _place(chat, messages, turn, text)
+    if place is None:
+        return None
+    start, end = place
+    marked = chat.render_part(_marked(messages, turn)[: turn + 1]) or ""
+    ending = marked.rpartition(_MARK)[2]
+    shared = _common_prefix(ending, text[end:])
+    if before:
+        # Where the earlier turns are written differently too, the header's end is unknown: the content's start will do.
+        floor = _place(chat, messages, turn - 1, text)
+        header_end = _common_prefix(before, text)
+        start = min(start, header_end) if floor is not None and header_end >= floor[1] else start
+    return start, end + shared, shared == len(ending)
+
+
+def _place(chat: Chat, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+    """Start and end of one turn's content in `text`, None where the template does not write it."""
+    marked = chat.render_part(_marked(messages, turn))
+    if marked is None or _MARK not in marked:
+        return None
+    start = _common_prefix(text, marked)
+    tail = _common_prefix(text[: start - 1 : -1] if start else text[::-1], marked[::-1])
+    return start, len(text) - tail
+
+
+def _marked(messages: Sequence[Message], turn: int) -> list[Message]:
+    return [*messages[:turn], {"role": messages[turn]["role"], "content": _MARK}, *messages[turn + 1 :]]
+
+
+def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
+    # verbose=False: a sequence longer than the model takes is cut here and counted, which is all there is to say.
+    return tokenizer(texts, return_attention_mask=False, truncation=False, verbose=False, **options)
+
+
+def _known(offsets: list[tuple[int, int]], searched: Places) -> Places:
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+
+    def place(position: int, straddling: bool) -> int:
+        ended = bisect_right(ends, position)
+        if straddling:
+            return max(ended, bisect_left(starts, position))
+        # Some tokenizers leave spaces out of the offsets: whose the spaces in such a gap are, only tokenizing can tell.
+        return searched(position, False) if ended < len(starts) and starts[ended] > position else ended
+
+    return place
+
+
+def _answer_written(messages: Sequence[Message], text: str) -> bool:
+    """Whether the last word of the last answer is in the text (what it thought before may rightly be missing)."""
+    answer = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
+    words = re.findall(r"\w+", answer.rpartition("</think>")[2][-200:])
+    return not words or words[-1] in text
+
+
+def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -1,0 +1,310 @@
+"""Examples -> token ids and labels for TRL's trainers, which get the finished dataset and prepare nothing themselves.
+
+Three properties that a trained model shows if they are missing:
+
+- the text is what the tokenizer's chat template writes, tokenized once and without further special tokens, so there is
+  no second BOS and the prompt stands in a sequence once;
+- the loss covers the answers and the token that ends them, so that the model learns to stop, and nothing that a user,
+  a system or a tool said;
+- what is cut, dropped or guessed is counted and said in the `DataReport`.
+
+On prompt/completion rows and preference pairs, ids and labels are those of TRL 1.16 (tests/process/test_data_trl.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import batched
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+
+from ...errors import InvalidRows, JobFailure
+from ...specs.events import Reason
+from ...specs.job import Algorithm, DataFormat, DatasetRef, JobSpec, TruncationSide
+from ...specs.rows import Example, PreferenceExample, SftExample, parse_row
+from .packing import IGNORED, pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+from .chat import Chat
+from .tokenize import SftEncoder, encode_pairs
+
+_CHUNK = 1000
+"""Rows tokenized at once: enough to amortize a call, few enough that their Python lists stay below 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of the rows. `num_rows` = `kept` + `dropped`."""
+
+    num_rows: int
+    kept: int
+    truncated: int
+    """Kept rows (or pairs) that were cut to `max_seq_length`."""
+    dropped: int
+    """Rows whose loss would be empty: after the cut (or, rarely, by the template) no trained token is left."""
+    total_tokens: int
+    """Tokens of all kept sequences after the cut; a pair counts prompt + chosen and prompt + rejected."""
+    trained_tokens: int
+    """Tokens that the loss covers."""
+    max_tokens: int
+    """The longest sequence before the cut: the `max_seq_length` at which nothing is cut."""
+    warnings: list[str]
+
+
+@overload
+def read_examples(
+    path: Path, algorithm: Literal["sft"], data_format: DataFormat | None = None
+) -> Iterator[SftExample]: ...
+
+
+@overload
+def read_examples(
+    path: Path, algorithm: Literal["dpo"], data_format: DataFormat | None = None
+) -> Iterator[PreferenceExample]: ...
+
+
+def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | None = None) -> Iterator[Example]:
+    """The examples of an NDJSON file, one at a time.
+
+    Raises:
+        InvalidRows: a line is not JSON, or its row fits no shape.
+    """
+    with open(path, encoding="utf-8") as file:
+        for index, line in enumerate(file):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InvalidRows(f"not JSON ({error.msg} at character {error.pos})", row=index) from error
+            yield parse_row(row, index, algorithm, data_format)
+
+
+def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
+    """A dataset of the job, tokenized for its trainer, and what became of the rows."""
+    if spec.algorithm == "sft":
+        examples = read_examples(dataset.path, "sft", spec.data_format)
+        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
+    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+
+
+def prepare_sft(
+    examples: Iterable[SftExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    train_on_input: bool = False,
+    side: TruncationSide = "right",
+) -> tuple[Dataset, DataReport]:
+    """Tokenize for `SFTTrainer` with `dataset_kwargs={"skip_prepare_dataset": True}`.
+
+    Args:
+        tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
+        max_seq_length: tokens; longer sequences are cut.
+        train_on_input: the loss covers every token instead of the answers alone.
+        side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
+
+    Returns:
+        A dataset with the columns `input_ids` and `labels`, and what was done to get it.
+
+    Raises:
+        JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
+            be rendered and the tokenizer has neither a template nor an `eos_token`.
+    """
+    encoder = SftEncoder(Chat(tokenizer), train_on_input)
+    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    chunks = [
+        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := tally.cut_row(ids, labels))], _SFT_COLUMNS)
+        for chunk in batched(enumerate(examples), _CHUNK)
+    ]
+    report = tally.report("row", encoder.chat)
+    return concatenate_datasets(chunks), report
+
+
+def prepare_dpo(
+    pairs: Iterable[PreferenceExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    side: TruncationSide = "right",
+) -> tuple[Dataset, DataReport]:
+    """Tokenize for `DPOTrainer` with its `_prepare_dataset` switched off.
+
+    The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
+    once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end,
+    and a pair whose prompt leaves no room for one is dropped. left: first the prompt loses its beginning, as far as its
+    last token, then answers that are still too long their end.
+
+    Returns:
+        A dataset with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either
+        answer has at most `max_seq_length` tokens, and what was done to get it.
+    """
+    chat = Chat(tokenizer)
+    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    chunks = [
+        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := tally.cut_pair(*ids))], _DPO_COLUMNS)
+        for chunk in batched(enumerate(pairs), _CHUNK)
+    ]
+    report = tally.report("pair", chat)
+    return concatenate_datasets(chunks), report
+
+
+def with_filler(dataset: Dataset) -> Dataset:
+    """The dataset and one row more that has no loss: what fills up the last shares of several ranks.
+
+    An SFT row of which nothing is trained, or a pair with two empty completions.
+    """
+    first = dataset[0]
+    if "labels" in first:
+        ids = first["input_ids"][:2]
+        filler = _dataset([(ids, [-100] * len(ids))], _SFT_COLUMNS)
+        if "seq_lengths" in first:
+            filler = pack(filler, len(ids))
+    else:
+        filler = _dataset([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], _DPO_COLUMNS)
+    return concatenate_datasets([dataset, filler])
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Cuts sequences to `limit` tokens and keeps the account."""
+
+    eos: int | None
+    bos: int | None
+    limit: int
+    side: TruncationSide = "right"
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    identical: int = 0
+    """Kept pairs that differ only in what was cut."""
+    total_tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    eos_trained: bool = False
+    example_end: list[int] = field(default_factory=list)
+    """The last ids of the first sequence that was not cut."""
+
+    def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
+        """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
+        self._see(len(ids))
+        kept_ids, kept_labels = self._cut(ids, ids, self.limit), self._cut(labels, ids, self.limit)
+        trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
+        if trained <= 0:
+            return None
+        self._keep(len(kept_ids), trained, len(ids) > self.limit, labels)
+        return kept_ids, kept_labels
+
+    def cut_pair(
+        self, prompt: list[int], chosen: list[int], rejected: list[int]
+    ) -> tuple[list[int], list[int], list[int]] | None:
+        """The pair, cut; None if it is dropped because the prompt leaves no room for an answer."""
+        longest = max(len(chosen), len(rejected))
+        length = len(prompt) + longest
+        self._see(length)
+        if self.side == "left":
+            prompt = self._cut(prompt, prompt, max(self.limit - longest, 1))
+        room = self.limit - len(prompt)
+        one, other = chosen[: max(room, 0)], rejected[: max(room, 0)]
+        if not one or not other:
+            return None
+        self.identical += one == other and chosen != rejected
+        trained = len(one) + len(other)
+        self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen)
+        return prompt, one, other
+
+    def _cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
+        """Of `values`, one per token of `ids`, those of the tokens that stay."""
+        if len(values) <= limit:
+            return values
+        if self.side == "right":
+            return values[:limit]
+        # Models lose their footing without the token that they have seen at the beginning of every text.
+        head = 1 if self.bos is not None and ids[0] == self.bos and limit > 1 else 0
+        return values[:head] + values[len(values) - limit + head :]
+
+    def _see(self, length: int) -> None:
+        self.rows += 1
+        self.longest = max(self.longest, length)
+
+    def _keep(self, tokens: int, trained: int, cut: bool, answer: list[int]) -> None:
+        self.kept += 1
+        self.truncated += cut
+        self.total_tokens += tokens
+        self.trained_tokens += trained
+        if not cut:
+            self.eos_trained = self.eos_trained or self.eos in answer
+            self.example_end = self.example_end or answer[-3:]
+
+    def report(self, unit: str, chat: Chat) -> DataReport:
+        """The account, in words too.
+
+        Raises:
+            JobFailure: nothing is left to train on.
+        """
+        if not self.kept:
+            raise JobFailure(Reason.invalid_dataset, self._nothing_left(unit))
+        warnings = [*self._template_warnings(unit, chat), *self._cut_warnings(unit)]
+        return DataReport(
+            num_rows=self.rows,
+            kept=self.kept,
+            truncated=self.truncated,
+            dropped=self.rows - self.kept,
+            total_tokens=self.total_tokens,
+            trained_tokens=self.trained_tokens,
+            max_tokens=self.longest,
+            warnings=warnings,
+        )
+
+    def _nothing_left(self, unit: str) -> str:
+        if not self.rows:
+            return "the dataset is empty: expected at least one row"
+        return (
+            f"none of the {self.rows} {unit}s has a token left to train on within max_seq_length={self.limit}: "
+            f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts"
+        )
+
+    def _template_warnings(self, unit: str, chat: Chat) -> Iterator[str]:
+        if chat.given:
+            yield chat.given
+        if chat.diverged:
+            yield (
+                f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
+                "answer follows; the loss starts where they diverge"
+            )
+        if chat.left_out:
+            yield f"the chat template leaves out {chat.left_out} assistant turns: they are not trained"
+        if self.example_end and self.eos is not None and not self.eos_trained:
+            yield (
+                f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "
+                f"{chat.tokenizer.eos_token!r}: generation stops there only if generation_config.eos_token_id lists it"
+            )
+
+    def _cut_warnings(self, unit: str) -> Iterator[str]:
+        if self.truncated:
+            yield (
+                f"{self.truncated} of {self.rows} {unit}s were cut to max_seq_length={self.limit} tokens and lack "
+                f"{'the end of the answer' if self.side == 'right' else 'their beginning'} "
+                f"(the longest has {self.longest})"
+            )
+        if self.kept < self.rows:
+            yield (
+                f"{self.rows - self.kept} of {self.rows} {unit}s were dropped: within max_seq_length={self.limit} "
+                "tokens nothing is left to train on"
+            )
+        if self.identical:
+            yield f"{self.identical} pairs differ only in what was cut: they carry no signal"
+
+
+_SFT_COLUMNS = ("input_ids", "labels")
+
+
+_DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def _dataset(rows: list[Any], columns: tuple[str, ...]) -> Dataset:
+    # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
+    values = zip(*rows, strict=True) if rows else ((),) * len(columns)
+    data = {column: list(value) for column, value in zip(columns, values, strict=True)}
+    return Dataset.from_dict(data, features=Features({column: List(Value("int32")) for column in columns}))

@@ -1,0 +1,1 @@
+"""Ranks: collectives, the first meeting, heartbeats, torchrun."""

@@ -1,0 +1,102 @@
+"""torchrun whose store listens at the master address only.
+
+    python -m llama_stack_provider_trl.recipes.distributed.torchrun --last-port=PORT ARGUMENTS OF torchrun
+
+torch's own takes every address of the machine, and asks nobody who reads and writes there for a password. torchrun has
+no option for that, but the store takes a socket that listens already.
+
+Of several nodes only the first one's store listens; the others come to it.
+
+--master-port was free when the supervisor looked. Seconds go by until torch is imported, and another service of this
+machine may have looked as well: the ports after it, up to --last-port, are tried then. Several nodes are told one port
+and meet there or fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import socket
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from torch.distributed import DistError, Store, TCPStore, run
+from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
+
+from ...specs.events import EventWriter, Failed, Reason
+from ...system.files import RunDir
+
+
+class NotMet(Exception):
+    """Raised when another node's torchrun has not come."""
+
+
+class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
+    """The static rendezvous; the ranks are clients of the store that torchrun itself holds."""
+
+    listener: ClassVar[socket.socket]
+    _store: Store | None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            if self._store is None and self.rank == 0:
+                self._store = TCPStore(
+                    self.master_addr,
+                    self.master_port,
+                    self.world_size,
+                    is_master=True,
+                    timeout=self.timeout,
+                    multi_tenant=True,
+                    master_listen_fd=self.listener.detach(),
+                )
+            return super().next_rendezvous()
+        except DistError as error:
+            raise NotMet(
+                f"the torchruns of {self.world_size} nodes did not meet at {self.master_addr} port {self.master_port} "
+                f"within {self.timeout.total_seconds():.0f} s ({str(error).partition(chr(10))[0]}): see torchrun's log "
+                "on each of them, and open that TCP port between them"
+            ) from error
+
+
+def listener(address: str, port: int, last_port: int) -> socket.socket:
+    """A socket that listens at the first of these ports that nobody else listens at."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port >= last_port:
+                raise
+        port += 1
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("--master-port", type=int, required=True)
+    parser.add_argument("--last-port", type=int, default=0)
+    parser.add_argument("--node-rank", type=int, default=0)
+    ours, others = parser.parse_known_args(argv)
+    port = ours.master_port
+    if ours.node_rank == 0:
+        ConfinedRendezvous.listener = listener(ours.master_addr, port, ours.last_port)
+        port = ConfinedRendezvous.listener.getsockname()[1]
+    static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
+    place = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
+    try:
+        run.main([*place, *others])
+    except NotMet as error:
+        _last_word(Path(others[-1]), str(error))
+        sys.exit(str(error))
+
+
+def _last_word(spec: Path, message: str) -> None:
+    """For the ranks, which were never started."""
+    events = EventWriter(RunDir(spec.parent).events)
+    events.write(Failed(reason=Reason.launch_failed, message=message), durable=True)
+    events.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,199 @@
+"""Adds to a traced training step what it cannot show: optimizer state, shards and what is gathered of them, exports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from ...specs.job import JobSpec
+from ..model.fsdp import parts
+from ..trainer.reference import precomputes
+from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
+
+_CUDA_CONTEXT = 768 << 20
+"""Bytes of a GPU that no tensor of ours takes: the CUDA context, cuBLAS's workspace, NCCL's buffers."""
+
+
+_CUDA_SLACK = 0.05
+"""Of all else: what the caching allocator cannot use because its blocks are cut otherwise."""
+
+
+_CPU_PROCESS = 96 << 20
+"""Bytes of a CPU process beyond its tensors and the libraries as imported: threads, kernels, the data."""
+
+
+_CPU_SLACK = 0.02
+"""Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`malloc.FRUGAL`)."""
+
+
+_FOUR_BIT = 0.5 + 4 / 64
+"""Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the moment at which most are taken; the parts add up to `total`."""
+
+    weights: int
+    """Base model and adapters; under sharding this rank's part and the blocks that are gathered at a time."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward keeps for backward, and what both compute with."""
+    logits: int
+    """The output head: tiles of logits and their gradients; TRL never makes all logits at once."""
+    reference: int
+    """DPO's reference, where it is a model of its own; under sharding as `weights`."""
+    overhead: int
+    """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
+    checkpoint_copy: int = 0
+    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays from the first
+    one on, and every job that runs for half an hour, or is paused, saves one."""
+    loading: int = 0
+    """CPU: what loading the model takes beyond all of the above together; 0 where it takes less."""
+    host: int = 0
+    """Not on the device, so in no total: CPU memory that a rank takes for it while it trains. The copy for checkpoints,
+    offloaded activations, parts that rest there."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What is on the device, by name."""
+        return {name: size for name, size in asdict(self).items() if name != "host"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Memory:
+    """The memory that each device (or, on a CPU, each rank) needs at its peak.
+
+    Args:
+        batch: the largest one that a rank will see.
+        device: cuda, mps or cpu.
+        baseline: bytes of the process before it does anything (CPU); counted as overhead.
+
+    Raises:
+        JobFailure: invalid_model, when the configuration cannot be read or names no causal language model.
+    """
+    kind = device.partition(":")[0]
+    model = trace(spec, batch, kind)
+    placed = _Placed(spec, model, kind)
+    moments = [placed.at(window) for window in model.windows]
+    if model.asking is not None:
+        moments.append(placed.asking(model.asking))
+    peak = max(moments, key=lambda memory: memory.total)
+    used = peak.total
+    if kind == "cpu":
+        overhead = _CPU_PROCESS + int(_CPU_SLACK * used) + baseline
+        loading = max(0, placed.loading - used)
+    else:
+        overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
+    return replace(peak, overhead=overhead, loading=loading, host=max(memory.host for memory in moments))
+
+
+def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
+    """Bytes that a job writes: of one step checkpoint, `final` and `merged`."""
+    moments = _moments(spec)
+    step = model.trainable * 4 * (1 + moments)
+    final = model.trainable * 4 if spec.lora else (model.trainable + model.frozen) * _export_bytes(spec)
+    merged = (model.frozen * _export_bytes(spec)) if spec.lora and spec.merge_adapter else 0
+    return {"step_checkpoint": step, "final": final, "merged": merged}
+
+
+class _Placed:
+    """A traced model with its optimizer, shared out over the ranks of a job."""
+
+    def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
+        self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
+        self.shards = parts(spec)
+        # On a CPU what rests in CPU memory is where it was.
+        self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
+        self.compute = 4 if spec.dtype == "fp32" else 2
+        self.quantized = is_quantized(spec)
+        self.reference = (model.reference or model) if loads_reference(spec) else None
+
+    def whole(self, model: Traced) -> int:
+        """Bytes of a model's weights, not shared out."""
+        frozen = model.frozen * (self.compute if self.spec.lora else 4)
+        if self.quantized:
+            frozen = (model.frozen - model.block_linear) * self.compute + int(model.block_linear * _FOUR_BIT)
+        return model.trainable * 4 + frozen
+
+    @property
+    def loading(self) -> int:
+        """CPU: weights of the files' own dtype are mapped and never copied; others are copied while the files stay
+        mapped. A reference is loaded after the model."""
+
+        def needed(model: Traced) -> int:
+            return self.whole(model) + (0 if model.stored_alike else (model.trainable + model.frozen) * 4)
+
+        both = self.whole(self.model) + needed(self.reference) if self.reference else 0
+        return max(needed(self.model), both)
+
+    def at(self, window: Window) -> Memory:
+        """While it trains."""
+        spec, model = self.spec, self.model
+        gradients, gathered, at_rest = window.gradients, 0, 0
+        weights = self.whole(model) // self.shards
+        optimizer = model.trainable * 4 * _moments(spec) // self.shards
+        if spec.ranks > 1 and self.shards == 1:
+            gradients += model.trainable * 4  # DDP's buckets
+        if self.shards > 1:
+            gradients /= self.shards
+            blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
+            trained = 0 if spec.lora else model.block
+            gathered = self._gathered(model, blocks) + trained * (self.compute + 4)
+        reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
+        if self.offload:
+            at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
+            weights, optimizer, gradients = 0, 0, min(gradients, model.block * 4)
+        dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
+        copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
+        return Memory(
+            weights=weights + gathered + dequantized,
+            gradients=int(gradients),
+            optimizer=optimizer,
+            activations=int(window.activations),
+            logits=int(window.logits),
+            reference=reference,
+            overhead=0,
+            checkpoint_copy=copied if self.on_cpu else 0,
+            host=0 if self.on_cpu else copied + int(window.host) + at_rest,
+        )
+
+    def asking(self, window: Window) -> Memory:
+        """While the reference is asked before training. Where the policy is to be shared out it waits in CPU memory."""
+        reference, _ = self._reference()
+        here = self.on_cpu or self.shards == 1
+        return Memory(
+            weights=self.whole(self.model) if here else 0,
+            gradients=0,
+            optimizer=0,
+            activations=int(window.activations),
+            logits=int(window.logits),
+            reference=reference,
+            overhead=0,
+        )
+
+    def _reference(self) -> tuple[int, int]:
+        """Bytes of the reference on the device, and of its parts that rest in CPU memory."""
+        if self.reference is None:
+            raise AssertionError("the policy is its own reference")
+        part = self.whole(self.reference) // self.shards
+        if self.shards == 1:
+            return part, 0
+        gathered = self._gathered(self.reference, 2)
+        return (gathered, part) if self.offload else (part + gathered, 0)
+
+    def _gathered(self, model: Traced, blocks: int) -> int:
+        """Of a sharded model: embeddings, the head (TRL gathers it whole, in fp32), the block at hand and the next
+        one, or as many as stay gathered."""
+        return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
+
+
+def _moments(spec: JobSpec) -> int:
+    return 0 if spec.optimizer.name == "sgd" else 2
+
+
+def _export_bytes(spec: JobSpec) -> int:
+    return 4 if spec.dtype == "fp32" else 2

@@ -1,0 +1,162 @@
+"""The nearest job that fits, where the one that was requested does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...specs.job import JobSpec, LoraSpec, ShardingSpec
+from .estimate import Memory, estimate
+from .trace import Batch, attention_modules
+
+MARGIN = 1.1
+"""A job fits where its estimate, times this, is no more than what the device has."""
+
+
+_SHORTEST = 64
+"""Tokens: sequences are not proposed to be cut to fewer."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A job that fits, with what has to change for it, by field of the request."""
+
+    spec: JobSpec
+    changes: dict[str, Any]
+    memory: Memory
+
+
+def fits(memory: Memory, limit: int) -> bool:
+    return memory.total * MARGIN <= limit
+
+
+def nearest(
+    spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
+) -> Proposal | None:
+    """The first that fits, of changes in the order of what they cost: those that change no result (recomputing
+    activations, smaller micro batches with the global batch kept, more ranks, parts in CPU memory), then adapters in
+    place of all weights, then shorter sequences. None: nothing helps.
+
+    Args:
+        max_ranks: the most that the job may ask for; None: no more than it has.
+    """
+    for family in _families(spec, max_ranks or spec.ranks):
+        candidates = list(family)
+        # The last one saves the most: where it does not fit, none of its family does.
+        found: Proposal | None = None
+        for candidate in (candidates[-1], *candidates[:-1]):
+            changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
+            tokens = min(batch.tokens, changed.max_seq_length)
+            share = batch.sequences * changed.batch_size // spec.batch_size
+            memory = estimate(changed, Batch(max(share, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline)
+            if fits(memory, limit):
+                asked = {name: value for change in candidate for name, value in change.request}
+                found = Proposal(changed, asked, memory)
+                if candidate is not candidates[-1]:
+                    return found
+            elif candidate is candidates[-1]:
+                break
+        if found:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One change: of the JobSpec, and of the request that leads to it."""
+
+    fields: tuple[tuple[str, Any], ...]
+    request: tuple[tuple[str, Any], ...]
+
+
+_Changes = tuple[_Change, ...]
+
+
+def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
+    """Lists of combined changes; within each one, every entry saves more than the one before."""
+    same = list(_same_result(spec, max_ranks))
+    if same:
+        yield same
+    adapters: _Changes = ()
+    if spec.lora is None and spec.qat is None:  # which trains every weight
+        adapters = (_with_lora(spec),)
+        yield [adapters, *((*adapters, *more) for more in same)]
+    if spec.qat is None and not (spec.lora and spec.lora.quantize_base):
+        adapters = (_quantized(spec),)
+        yield [adapters, *((*adapters, *more) for more in same)]
+    most = (*adapters, *(same[-1] if same else ()))
+    length, shorter = spec.max_seq_length, []
+    while length // 2 >= _SHORTEST:
+        length //= 2
+        cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
+        shorter.append((*most, cut))
+    if shorter:
+        yield shorter
+
+
+def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
+    made: _Changes = ()
+    if not spec.gradient_checkpointing or spec.checkpoint_every > 1:
+        field = "training_config.efficiency_config.enable_activation_checkpointing"
+        made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))
+        yield made
+    if spec.has_batch_means:
+        return
+    size = spec.batch_size
+    smaller = made
+    for micro in (size // parts for parts in range(2, size + 1) if size % parts == 0):
+        smaller = (*made, _micro(spec.model_copy(update={"batch_size": micro}), size // micro))
+        yield smaller
+    made, micro = smaller, 1 if size > 1 else size
+    accumulation = spec.gradient_accumulation_steps * (size // micro)
+    many = 2 * spec.ranks
+    while many <= max_ranks:
+        more = many // spec.ranks
+        steps = accumulation // more if accumulation % more == 0 else accumulation
+        sharding = spec.sharding or ShardingSpec()
+        if sharding.strategy == "NO_SHARD":
+            break
+        fields = (("ranks", many), ("sharding", sharding), ("gradient_accumulation_steps", steps))
+        asked: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)
+        if steps != accumulation:
+            asked = (*asked, ("training_config.gradient_accumulation_steps", steps))
+        yield (*made, ranked := _Change(fields, asked))
+        last = ranked
+        many *= 2
+    if many > 2 * spec.ranks:
+        made = (*made, last)
+    shared = next((value for change in made for name, value in change.fields if name == "sharding"), spec.sharding)
+    if shared and shared.strategy != "NO_SHARD" and not shared.cpu_offload and many > 2:
+        offloaded = shared.model_copy(update={"cpu_offload": True})
+        field = "training_config.efficiency_config.fsdp_cpu_offload"
+        yield (*made, _Change((("sharding", offloaded),), ((field, True),)))
+
+
+def _micro(smaller: JobSpec, parts: int) -> _Change:
+    """A smaller micro batch, with as many more of them: the global batch stays."""
+    steps = smaller.gradient_accumulation_steps * parts
+    return _Change(
+        (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps)),
+        (
+            ("training_config.data_config.batch_size", smaller.batch_size),
+            ("training_config.gradient_accumulation_steps", steps),
+        ),
+    )
+
+
+def _with_lora(spec: JobSpec, **more: Any) -> _Change:
+    modules = attention_modules(spec)
+    wanted = [name for name in ("q_proj", "v_proj") if name in modules] or modules
+    lora = LoraSpec(target_modules=tuple(wanted), mlp=True, rank=8, alpha=16, **more)
+    asked = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
+    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    return _Change((("lora", lora),), ((field, asked),))
+
+
+def _quantized(spec: JobSpec) -> _Change:
+    if spec.lora is None:
+        return _with_lora(spec, quantize_base=True)
+    lora = spec.lora.model_copy(update={"quantize_base": True})
+    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    return _Change((("lora", lora),), ((f"{field}.quantize_base", True),))

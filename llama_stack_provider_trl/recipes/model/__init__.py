@@ -1,0 +1,1 @@
+"""Loads, quantizes and shards a model."""

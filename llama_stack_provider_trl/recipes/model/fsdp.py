@@ -1,0 +1,205 @@
+"""FSDP2: how the ranks of a job share one model out. The only module that knows it.
+
+Trainer and accelerate do the wrapping; two of their habits need a remedy (both measured, accelerate 1.15):
+on CPU ranks accelerate takes FSDP's settings, says nothing, and trains with DDP; and `save_model` under sharded state
+dicts writes nothing. So sharding is switched on for CPU ranks here, proven before the first step, and models are
+gathered explicitly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec, ShardingSpec
+from ..distributed import ranks
+
+
+def is_sharded(spec: JobSpec) -> bool:
+    """Whether the job asks for parts of the model on each rank, rather than one process or DDP."""
+    return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
+
+
+def parts(spec: JobSpec) -> int:
+    """How many parts the model is shared out in: under HYBRID_SHARD every node has a copy, in as many as its ranks."""
+    if not is_sharded(spec):
+        return 1
+    within_node = spec.sharding is not None and spec.sharding.strategy == "HYBRID_SHARD"
+    return spec.ranks * ranks.local_world_size() // ranks.world_size() if within_node else spec.ranks
+
+
+def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
+    """Trainer's arguments for sharding; none where nothing is sharded.
+
+    Raises:
+        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded.
+    """
+    if not is_sharded(spec) or spec.sharding is None:
+        return {}
+    config = {
+        "version": 2,
+        "reshard_after_forward": spec.sharding.strategy != "SHARD_GRAD_OP",
+        "cpu_offload": spec.sharding.cpu_offload,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # every block that the architecture lists in _no_split_modules
+    }
+    # Left alone, every rank keeps whole gradients until the last micro batch of a step: of 7B weights 28 GB.
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return {"fsdp": True, "fsdp_config": config, "accelerator_config": accumulation, **_mesh(spec.sharding)}
+
+
+def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
+    """HYBRID_SHARD over several nodes: parts within a node, copies across nodes. On one node it is FULL_SHARD."""
+    per_node = ranks.local_world_size()
+    copies = ranks.world_size() // per_node
+    if sharding.strategy != "HYBRID_SHARD" or copies == 1:
+        return {}
+    if per_node == 1:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"HYBRID_SHARD shards within a node, and each of the {copies} nodes has one rank: every rank would hold "
+            "everything. Use sharding_strategy FULL_SHARD, or NO_SHARD for plain data parallelism.",
+        )
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=per_node)}
+
+
+@contextmanager
+def sharding_on_any_device() -> Iterator[None]:
+    """While this is open, accelerate takes FSDP's settings on CPU ranks too, and leaves in fp32 what is to be exact.
+
+    accelerate's state promotes to FSDP from the distributed types of accelerators only; MULTI_CPU is not among them.
+    With bf16 it would also add up gradients in bf16, and round what the model returns: log-probabilities to 3 digits,
+    of which DPO then takes differences (its first loss was 0.69141 for 0.69315).
+    """
+    original = AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        plugin = kwargs.get("fsdp_plugin")
+        on_cpu = PartialState._shared_state.get("distributed_type") is DistributedType.MULTI_CPU
+        if plugin is not None and on_cpu:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+                plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
+        original(self, *args, **kwargs)
+        if plugin is not None and plugin.mixed_precision_policy is not None:
+            whole = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = original
+
+
+def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
+    """What is really shared out, for the job's record, proven on the parameters themselves.
+
+    Raises:
+        JobFailure: not_sharded, where sharding was asked for and a parameter is whole on every rank.
+    """
+    strategy = spec.sharding.strategy if spec.sharding else "NO_SHARD"
+    if not is_sharded(spec):
+        return {"strategy": strategy, "ranks": spec.ranks, "sharded_parameters": 0}
+    names = {name: _placement(parameter) for name, parameter in model.named_parameters()}
+    whole = [name for name, placement in names.items() if placement is None]
+    if whole:
+        raise JobFailure(
+            Reason.not_sharded,
+            f"{strategy} was asked for, and {len(whole)} of {len(names)} parameters are whole on every rank, such as "
+            f"{', '.join(whole[:3])}. Use sharding_strategy NO_SHARD for plain data parallelism, or report this as a "
+            "bug: accelerate did not shard the model.",
+        )
+    parameters = dict(model.named_parameters())
+    return {
+        "strategy": strategy,
+        "ranks": spec.ranks,
+        "sharded_parameters": len(names),
+        "placements": dict(Counter(names.values())),
+        "units": sum(isinstance(module, FSDPModule) for module in model.modules()),
+        "local_elements": sum(_local(parameter).numel() for parameter in parameters.values()),
+        "total_elements": sum(parameter.numel() for parameter in parameters.values()),
+    }
+
+
+def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.Module:
+    """Share out a model that only runs forward, under the settings of the one that is trained.
+
+    Every block is a unit, and the embeddings where they are not the output weights too; the rest is the root's. TRL
+    makes one unit of the whole, and a forward gathers all of it. Parts are freed after use even under SHARD_GRAD_OP:
+    no backward comes that would free them.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    options = {
+        "reshard_after_forward": True,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+    }
+    blocks = set(model._no_split_modules or ())
+    for block in [module for module in model.modules() if type(module).__name__ in blocks]:
+        fully_shard(block, **options)
+    embeddings = model.get_input_embeddings()
+    if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
+        fully_shard(embeddings, **options)
+    return fully_shard(model, **options)
+
+
+def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
+    """Name for every unit what to fetch while it computes; FSDP2 has no switch for it."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    for unit, following in itertools.pairwise(units):
+        if sharding.forward_prefetch:
+            unit.set_modules_to_forward_prefetch([following])
+        if sharding.backward_prefetch == "BACKWARD_PRE":
+            following.set_modules_to_backward_prefetch([unit])
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have every parameter be this rank's part again. After an evaluation under SHARD_GRAD_OP they are whole, other
+    tensors than those that the optimizer knows, and what is written into them is lost with the next step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """One weight, whole and in CPU memory, on rank 0; None on the others. Every rank must call it.
+
+    Args:
+        dtype: what to cast it to, before it travels; None: as it is.
+    """
+    weight = weight.detach()
+    if isinstance(weight, DTensor):
+        # Parts that rest in CPU memory travel through the device: its process group moves nothing else.
+        weight = weight.to(device=weight.device_mesh.device_type, dtype=dtype).full_tensor()
+    return weight.to(device="cpu", dtype=dtype) if ranks.rank() == 0 else None
+
+
+def _placement(parameter: torch.Tensor) -> str | None:
+    """Such as `Shard(0)`; None where the parameter is whole."""
+    if not isinstance(parameter, DTensor) or not any(isinstance(part, Shard) for part in parameter.placements):
+        return None
+    return ", ".join(f"Shard({part.dim})" if isinstance(part, Shard) else "Replicate" for part in parameter.placements)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

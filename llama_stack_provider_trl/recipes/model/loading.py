@@ -1,0 +1,300 @@
+"""Loading tokenizer and model, and finding the modules that LoRA adapts, for any decoder that transformers loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import Dtype, JobSpec, LoraSpec
+from ..distributed import ranks
+from . import quantization
+from .files import check_weights_index
+from .fsdp import is_sharded
+
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+_MAMBA_KERNEL = {"conv1d", "out_proj"}
+"""Modules of these architectures that PEFT 0.21 refuses to adapt (`_check_lora_target_modules_mamba`)."""
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
+
+    Raises:
+        JobFailure: invalid_request, when the device is not there.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = name.partition(":")[0]
+    if kind == "auto":
+        kind = next(kind for kind, there in available.items() if there)
+    if not available.get(kind, False):
+        there = ", ".join(kind for kind, there in available.items() if there)
+        raise JobFailure(
+            Reason.invalid_request,
+            f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
+            "Set `device: auto`, or install a torch build for this device in the environment that trains.",
+        )
+    # The launcher makes the task's GPUs the only visible ones, so whatever their numbers were, here they count from 0.
+    return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
+
+
+def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, with a padding token.
+
+    Raises:
+        JobFailure: invalid_model, when there is none that transformers can load.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.model, **source(spec))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
+    if tokenizer.eos_token is None:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the tokenizer of {spec.model!r} has no eos_token, so a model could never learn to stop. "
+            "Set `eos_token` in its tokenizer_config.json.",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def vocabulary_size(spec: JobSpec) -> int:
+    """Tokens that the model has embeddings for; reads its config.json alone."""
+    config = AutoConfig.from_pretrained(spec.model, **source(spec))
+    return int(config.get_text_config().vocab_size)
+
+
+def commit_of(spec: JobSpec) -> str | None:
+    """The commit that a model id stands for; None for a directory."""
+    commit: str | None = getattr(AutoConfig.from_pretrained(spec.model, **source(spec)), "_commit_hash", None)
+    return commit
+
+
+def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
+    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`, and its linear
+    layers in 4 bits when the job says so.
+
+    Raises:
+        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
+            files outside its directory.
+    """
+    check_weights_index(spec.model, spec.revision)
+    dtype = DTYPES[spec.dtype] if spec.lora else torch.float32
+    in_4_bits = spec.lora is not None and spec.lora.quantize_base
+    placing = quantization.base_arguments(spec, device) if in_4_bits else {}
+    try:
+        config = AutoConfig.from_pretrained(spec.model, **source(spec))
+        quantization.refuse_quantized(config, spec)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=dtype, output_loading_info=True, **placing, **source(spec)
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {spec.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
+            f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
+            "missing; name a complete one.",
+        )
+    # Parts go to the device when it is shared out; the whole might not fit there.
+    return model if is_sharded(spec) or in_4_bits else model.to(device)
+
+
+def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:
+    """The base model in CPU memory with a trained adapter on it.
+
+    Args:
+        as_trained: with the base in 4 bits, where the job trained it so; else always as it is on disk.
+    """
+    if as_trained and spec.lora and spec.lora.quantize_base:
+        base = load_model(spec, torch.device("cpu"))
+        quantization.settle_base(base)
+    else:
+        check_weights_index(spec.model, spec.revision)
+        base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
+    return PeftModel.from_pretrained(base, adapter)
+
+
+def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
+    """Few bits, where the job asks for them; what was done, for its record.
+
+    Raises:
+        JobFailure: invalid_request, where this model cannot be quantized so.
+    """
+    if spec.qat:
+        attention, mlp = linear_modules(model)
+        return quantization.fake_quantize(model, [*attention, *mlp], spec.qat)
+    return quantization.settle_base(model) if spec.lora and spec.lora.quantize_base else None
+
+
+def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
+    """PEFT's configuration for the modules that `spec` names in this model.
+
+    Raises:
+        JobFailure: invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt.
+    """
+    attention, mlp = linear_modules(model)
+    unknown = [name for name in spec.target_modules if not _matching(attention + mlp, [name])]
+    if unknown:
+        has = f"attention modules are: {', '.join(_suffixes(attention))}"
+        if not attention:
+            has = f"linear modules are: {', '.join(_suffixes(mlp)) or 'none'}"
+        raise JobFailure(
+            Reason.invalid_request,
+            f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
+            f"Its {has}.",
+        )
+    experts = expert_parameters(model) if spec.mlp else []
+    if experts:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"apply_lora_to_mlp is true, and this {type(model).__name__} holds its experts as 3-D parameters "
+            f"({', '.join(_suffixes(experts))}), which LoRA over linear layers does not reach. Set it to false and "
+            f"name attention modules ({', '.join(_suffixes(attention))}), or train every weight.",
+        )
+    wanted = [
+        name for module in spec.target_modules for name in _matching(attention, [module]) or _matching(mlp, [module])
+    ]
+    if spec.mlp:
+        wanted = wanted + [name for name in mlp if name not in wanted]
+    suffixes = _suffixes(wanted)
+    if getattr(model.config, "model_type", None) in _MAMBA and (bad := sorted(_MAMBA_KERNEL & set(suffixes))):
+        usable = [name for name in _suffixes(attention + mlp) if name not in _MAMBA_KERNEL]
+        raise JobFailure(
+            Reason.invalid_request,
+            f"LoRA cannot adapt {', '.join(bad)} of this {type(model).__name__}: its kernels read those weights "
+            f"directly. Set apply_lora_to_mlp to false and name lora_attn_modules among: {', '.join(usable)}.",
+        )
+    # Short names keep adapter_config.json readable; full names where a short one would also match something else.
+    exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=0.0,
+        use_dora=spec.use_dora,
+        target_modules=suffixes if exact else wanted,
+    )
+
+
+def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """The job with a default `max_seq_length` lowered to the positions of its model and its reference, and a warning.
+
+    A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
+    """
+    if not spec.max_seq_length_is_default:
+        return spec, []
+    given = spec.dpo.reference if spec.dpo else None
+    models = [spec]
+    if given and given.model:
+        fields = ("model", "revision", "trust_remote_code")
+        models.append(spec.model_copy(update={name: getattr(given, name) for name in fields}))
+    found = [positions for one in models if (positions := _positions(one)) is not None]
+    if not found or min(found) >= spec.max_seq_length:
+        return spec, []
+    warning = (
+        f"max_seq_length is {min(found)}, the positions of the model, instead of the default {spec.max_seq_length}: "
+        "set the provider option max_seq_length to choose it"
+    )
+    return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
+
+
+def _positions(spec: JobSpec) -> int | None:
+    try:
+        config = AutoConfig.from_pretrained(spec.model, **source(spec))
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None  # loading the model reports it
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def check_length(model: PreTrainedModel, spec: JobSpec) -> None:
+    """Refuse sequences longer than the model has positions for; it would fail in mid-training, on CUDA without a word.
+
+    Raises:
+        JobFailure: invalid_request, naming both lengths.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and spec.max_seq_length > positions:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"max_seq_length is {spec.max_seq_length}, but this {type(model).__name__} has {positions} positions. "
+            f"Set the provider option max_seq_length to {positions} or less.",
+        )
+
+
+def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names of the linear layers inside the decoder blocks: (attention, everything else).
+
+    A block is whatever the architecture lists in `_no_split_modules`; the output projection is in no block.
+    """
+    blocks = set(model._no_split_modules or ())
+    roots = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    attention: list[str] = []
+    other: list[str] = []
+    for root in roots:
+        for name, module in model.get_submodule(root).named_modules():
+            if isinstance(module, (torch.nn.Linear, Conv1D)):
+                is_attention = any("attn" in part or "attention" in part for part in name.lower().split("."))
+                (attention if is_attention else other).append(f"{root}.{name}")
+    return attention, other
+
+
+def expert_parameters(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that hold the weights of several experts in one tensor, as transformers 5 keeps them."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.conv._ConvNd):
+            found += [f"{name}.{own}" for own, value in module.named_parameters(recurse=False) if value.dim() == 3]
+    return found
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(trainable, total) parameters; tied weights count once, packed ones as what they hold."""
+    packed = quantization.packed_elements(model)
+    counts = [(p.requires_grad, packed.get(id(p), p.numel())) for p in model.parameters()]
+    return sum(count for trainable, count in counts if trainable), sum(count for _, count in counts)
+
+
+def source(spec: JobSpec) -> dict[str, Any]:
+    # False, not None: transformers would ask on the terminal and wait for an answer.
+    return {"trust_remote_code": spec.trust_remote_code, **({"revision": spec.revision} if spec.revision else {})}
+
+
+def _matching(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
+    endings = tuple("." + suffix for suffix in suffixes)
+    return [name for name in names if ("." + name).endswith(endings)]
+
+
+def _suffixes(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
+    detail = " ".join(str(error).split()).rstrip(".")
+    if "trust_remote_code" in detail:
+        return JobFailure(
+            Reason.invalid_model,
+            f"model {model!r} comes with code of its own, which is not run: the operator can allow it by naming the "
+            "model (a directory, or ORG/NAME@REVISION) in trust_remote_code of the provider's configuration.",
+        )
+    return JobFailure(
+        Reason.invalid_model,
+        f"model {model!r}: {problem}: {detail[:500]}. Expected a directory written by save_pretrained (config.json, "
+        "weights, tokenizer) or a model id that this machine can reach.",
+    )

@@ -1,0 +1,152 @@
+"""Few bits: a frozen base in 4 bits under adapters (QLoRA), and training for few bits (QAT).
+
+The only module that knows bitsandbytes and torchao, and it imports them only for a job that asks: they are in the extra
+`quantization`, and together they cost a training process 1.5 s of its start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec, QatSpec
+
+
+def base_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` is given so that it loads the base in 4 bits, straight onto `device`.
+
+    Weights are stored as numbers of type bf16: FSDP2 shares out only floating-point parameters, and its bf16 mixed
+    precision would convert, and so destroy, packed bits of any other type.
+
+    Raises:
+        JobFailure: invalid_request, when bitsandbytes is not installed.
+    """
+    _library("bitsandbytes", "algorithm_config.quantize_base")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if spec.dtype == "bf16" else torch.float32,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def refuse_quantized(config: PreTrainedConfig, spec: JobSpec) -> None:
+    """Refuse weights that were stored by bitsandbytes or torchao: we quantize, while loading, what the job asks for.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if not stored:
+        return
+    method = stored.get("quant_method", "bitsandbytes")
+    if spec.qat or (spec.lora and spec.lora.quantize_base) or method in ("bitsandbytes", "torchao"):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the weights of model {spec.model!r} are quantized already ({method}). Name the model that they were made "
+            "from; quantize_base in the LoRA settings loads it in 4 bits.",
+        )
+
+
+def settle_base(model: PreTrainedModel) -> dict[str, Any]:
+    """Make a base in 4 bits ready for training; returns what it has become, for the job's record.
+
+    Raises:
+        JobFailure: invalid_request, when it has no layer that could be held in 4 bits.
+    """
+    layers = [module for module in model.modules() if _is_4bit(module)]
+    if not layers:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"quantize_base was asked for, and this {type(model).__name__} has no linear layer that bitsandbytes can "
+            "hold in 4 bits. Set quantize_base to false.",
+        )
+    for layer in layers:
+        # On CPUs with bf16 instructions the first evaluation would repack the weights for a bf16 kernel, for good.
+        layer.support_avx512bf16_for_cpu = False
+    return {"base": "nf4", "layers": len(layers), "bytes": model.get_memory_footprint(return_buffers=False)}
+
+
+def keep_adapters_in_fp32(model: torch.nn.Module) -> None:
+    """TRL makes adapters over a quantized base bf16, as the QLoRA paper had them. Ours are fp32 over every base: an
+    update that is small beside its weight is lost in bf16."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def fake_quantize(model: PreTrainedModel, layers: Iterable[str], qat: QatSpec) -> dict[str, Any]:
+    """Make the named linear layers compute with weights (and activations) rounded as the quantizer would, in fp32.
+
+    The weights themselves stay plain, under their names. Gradients pass the rounding unchanged (straight-through).
+    Returns what was done, for the job's record. Source: torchao's `QATConfig`, step "prepare".
+
+    Raises:
+        JobFailure: invalid_request, when torchao is not installed, or a layer is no torch.nn.Linear, or its width no
+            multiple of the group size.
+    """
+    torchao = _library("torchao.quantization", "QAT")
+    names = set(layers)
+    modules = {name: module for name, module in model.named_modules() if name in names}
+    _check_layers(model, modules, qat.group_size)
+    quantizer = getattr(torchao.qat, qat.quantizer_name)(groupsize=qat.group_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a name that torchao 0.18 has deprecated and uses itself
+        activations = quantizer.get_activation_fake_quantize_config()
+        weights = quantizer.get_weight_fake_quantize_config()
+    config = torchao.qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare")
+    torchao.quantize_(model, config, filter_fn=lambda module, name: name in names)
+    return {"quantizer": qat.quantizer_name, "group_size": qat.group_size, "layers": len(names)}
+
+
+def packed_elements(model: torch.nn.Module) -> dict[int, int]:
+    """id of each parameter that holds packed weights -> how many they are."""
+    layers = [module for module in model.modules() if _is_4bit(module)]
+    return {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
+
+
+def _is_4bit(module: torch.nn.Module) -> bool:
+    # By name: a process that trains without bitsandbytes does not import it. PEFT has a class of the same name.
+    kind = type(module)
+    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
+
+
+def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], group_size: int) -> None:
+    others = [name for name, module in modules.items() if type(module) is not torch.nn.Linear]
+    if others or not modules:
+        found = f"{others[0]} is a {type(modules[others[0]]).__name__}" if others else "no block has linear layers"
+        raise JobFailure(
+            Reason.invalid_request,
+            f"QAT works on torch.nn.Linear only, and in this {type(model).__name__} {found}. Train without QAT.",
+        )
+    widths = {name: module.in_features for name, module in modules.items()}
+    if wrong := [name for name, width in widths.items() if width % group_size]:
+        common = math.gcd(*widths.values())
+        raise JobFailure(
+            Reason.invalid_request,
+            f"group_size {group_size} does not divide the {widths[wrong[0]]} inputs of {wrong[0]} ({len(wrong)} of "
+            f"{len(widths)} layers have such a width). The sizes that divide all of them are the divisors of {common}.",
+        )
+
+
+def _library(name: str, asked_for: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"{asked_for} needs {name.partition('.')[0]}, which the environment that trains ({sys.executable}) cannot "
+            f"import: {error}. Install the extra there: pip install 'llama_stack_provider_trl[quantization]'.",
+        ) from error

@@ -1,0 +1,1 @@
+"""TRL's trainers with our data, losses, callbacks and references."""

@@ -1,0 +1,114 @@
+"""JobSpec -> TRL's argument objects. The only module that knows TRL's (and Trainer's) argument names.
+
+TRL renames arguments between releases and refuses unknown ones with a TypeError, so all of them stand here, each once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from trl import DPOConfig, SFTConfig
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec, OptimizerSpec
+from ..distributed.ranks import PATIENCE
+from ..model.fsdp import fsdp_arguments, is_sharded
+
+
+def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
+    """Arguments for TRL's SFTTrainer; the dataset it gets is tokenized already (`recipes.data.prepare`)."""
+    return SFTConfig(
+        **_common(spec, device),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        packing=False,
+        loss_type="nll",
+    )
+
+
+def dpo_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
+    """Arguments for TRL's DPOTrainer; `recipes.trainer.dpo` computes the loss from the JobSpec itself."""
+    if spec.dpo is None:
+        raise AssertionError("a DPO job without a DpoSpec")
+    return DPOConfig(
+        **_common(spec, device),
+        beta=spec.dpo.beta,
+        loss_type=["sigmoid"],  # TRL's own, which is never called
+        disable_dropout=True,
+        precompute_ref_log_probs=False,
+    )
+
+
+def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer class and its arguments beyond weight decay (which Trainer sets per parameter group)."""
+    optimizer = spec.optimizer
+    shared: dict[str, Any] = {"lr": optimizer.learning_rate}
+    if device.type in ("cuda", "cpu") and not (optimizer.name == "sgd" and is_sharded(spec)):
+        # One kernel for all parameters, Trainer's own default where torch has it: for SGD on shards it has none.
+        shared["fused"] = True
+    if optimizer.name == "sgd":
+        return torch.optim.SGD, shared
+    adam = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
+    return adam, {**shared, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
+    """What transformers' schedule takes beyond the warmup.
+
+    Raises:
+        JobFailure: invalid_request, where the job is too short for its warmup and decay.
+    """
+    if optimizer.scheduler != "warmup_stable_decay":
+        return {}
+    decay = optimizer.decay_steps or max(1, total_steps // 10)
+    warmup = optimizer.warmup_steps or math.ceil(total_steps * optimizer.warmup_ratio)
+    if warmup + decay > total_steps:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"num_warmup_steps {warmup} and lr_decay_steps {decay} are more than the {total_steps} "
+            "optimizer steps of this job. Lower them, or train for more epochs.",
+        )
+    return {"num_decay_steps": decay}
+
+
+def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    optimizer = spec.optimizer
+    return {
+        "output_dir": str(spec.checkpoint_dir),
+        "trust_remote_code": spec.trust_remote_code,
+        "num_train_epochs": spec.n_epochs,
+        "per_device_train_batch_size": spec.batch_size,
+        "per_device_eval_batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        # The old name warns in transformers 5.23, and TRL sets it to True unless it is None.
+        "gradient_checkpointing": None,
+        "activation_checkpointing": spec.gradient_checkpointing,
+        "activation_checkpointing_kwargs": {"every_n_layers": spec.checkpoint_every}
+        if spec.checkpoint_every > 1
+        else None,
+        "activation_offloading": spec.activation_offloading,
+        "max_length": spec.max_seq_length,
+        "learning_rate": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        # transformers 5 reads a number below 1 as a share of all steps, rounded up.
+        "warmup_steps": optimizer.warmup_steps or optimizer.warmup_ratio,
+        "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(optimizer.scheduler, optimizer.scheduler),
+        "max_grad_norm": optimizer.max_grad_norm,
+        "bf16": spec.dtype == "bf16",
+        "fp16": spec.dtype == "fp16",
+        "seed": spec.seed,
+        "use_cpu": device.type == "cpu",
+        "dataloader_pin_memory": device.type == "cuda",
+        "logging_steps": spec.logging_steps,
+        # With the filter on, Trainer shows the last finite loss in place of a NaN; we fail the job instead.
+        "logging_nan_inf_filter": False,
+        # Saving, evaluating and reporting are decided by `recipes.trainer.callbacks`.
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "ddp_timeout": int(PATIENCE.total_seconds()),
+        **fsdp_arguments(spec),
+    }

@@ -1,0 +1,305 @@
+"""From Trainer's callbacks to our events: progress, evaluations and saved checkpoints, and when each is due."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ... import faults
+from ...errors import JobFailure
+from ...specs.evaluations import Judge
+from ...specs.events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent, Warned
+from ...specs.job import JobSpec
+from ...system.malloc import Malloc
+from ..distributed import ranks
+from ..model import fsdp
+from ..model.loading import parameter_counts
+from .base import RecipeTrainer
+
+SAVE_SECONDS = 1800.0
+"""Where a job does not say `save_steps`, it saves at least this often: a crash costs half an hour, not an epoch."""
+
+
+_SCARCE = (
+    "the machine has little memory left: from now on this training gives back at once what it does not use, and may "
+    "take twice as long. End other programs, or run the job when they are over"
+)
+
+
+class Order(IntEnum):
+    """What rank 0 has the others do."""
+
+    go_on = 0
+    save = 1
+    stop = 2
+
+
+class JobCallback(TrainerCallback):
+    """Reports one attempt. Decides when to save: every `save_steps`, or at the end of each epoch and every
+    `SAVE_SECONDS`; never at the last step, whose weights the final export holds.
+
+    Args:
+        control: the file that tells us to stop, once it exists.
+        effective: what was decided beyond the spec.
+        start_step: optimizer steps that a checkpoint brought along.
+        resumed_from: that checkpoint.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        writer: EventWriter | Silent,
+        trainer: RecipeTrainer,
+        control: Path,
+        effective: dict[str, Any],
+        start_step: int = 0,
+        resumed_from: Path | None = None,
+    ) -> None:
+        self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
+        self.effective = effective
+        self.start_step, self.resumed_from = start_step, resumed_from
+        self.judge = Judge(spec, trainer.notes)
+        self.malloc = Malloc()
+        self.paused = self.stopped = False
+        self.last_logged = self._last_saved = start_step
+        self.validation: tuple[int, float] | None = None
+        self._losses: list[tuple[int, float]] = []
+        self._tokens = float(trainer._total_train_tokens)
+        self._busy = self._began = 0.0
+        self._saved_at = time.monotonic()
+        trainer.standing = lambda: self.standing(trainer.state)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is shared out by now and no step is done: prove it, and say what will be trained."""
+        spec, model = self.spec, self.trainer.model
+        state.logging_steps = spec.logging_steps  # of another job's checkpoint it is that job's
+        if self.start_step >= state.max_steps:
+            raise JobFailure(
+                Reason.invalid_request,
+                f"the checkpoint to go on from has {self.start_step} optimizer steps, the job {state.max_steps}: raise "
+                "n_epochs, or name an earlier checkpoint",
+            )
+        shared_out = fsdp.describe(model, spec) if spec.ranks > 1 else None
+        if shared_out and self.trainer.ref_model is not None:
+            shared_out["reference"] = fsdp.describe(self.trainer.ref_model, spec)
+        if spec.sharding and fsdp.is_sharded(spec):
+            fsdp.prefetch(model, spec.sharding)
+        trainable, total = parameter_counts(model)
+        self._keep_memory()
+        self.writer.write(
+            Prepared(
+                total_steps=state.max_steps,
+                start_step=self.start_step,
+                resumed_from=self.resumed_from,
+                num_rows=self.trainer.num_rows,
+                trainable_parameters=trainable,
+                total_parameters=total,
+                effective={
+                    **self.effective,
+                    "global_batch_size": self.trainer.share.rows_per_step,
+                    "sharding": shared_out,
+                },
+            )
+        )
+        faults.reach("prepared")
+
+    def _keep_memory(self) -> None:
+        """Only on a CPU: a GPU has torch's own allocator, which keeps blocks anyway. Rank 0 alone has the estimate."""
+        if self.trainer.args.device.type != "cpu":
+            return
+        need = ranks.agree((self.effective.get("memory") or {}).get("estimate_bytes", 0))
+        self.malloc.begin(need * ranks.local_world_size())
+        if self.malloc.is_ours:
+            self.effective["malloc"] = "keeps large blocks" if self.malloc.keeps else "gives large blocks back"
+
+    def _beat(self) -> None:
+        self.writer.beat()
+        if self.malloc.look():
+            self.writer.write(Warned(message=_SCARCE))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.begin_epoch(math.floor((state.epoch or 0.0) + 1e-6))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._busy += time.perf_counter() - self._began
+        self._beat()
+        self.trainer.check_saving()
+        order = self.order()
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        elif order is not Order.go_on:
+            self.paused = control.should_training_stop = order is Order.stop
+            # An evaluation that was not planned here would use random numbers that the job has planned for later.
+            self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
+        elif self.spec.save_steps and self._is_planned(state):
+            self._save(control)
+        elif self._is_evaluated(state):
+            control.should_log = control.should_evaluate = True
+        faults.reach(f"step-{state.global_step}")
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._beat()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._beat()
+
+    def order(self) -> Order:
+        """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
+        that saw another one would wait for ever."""
+        said = Order.go_on
+        if ranks.rank() == 0:
+            overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
+            said = Order.stop if self.control_file.exists() else Order.save if overdue else Order.go_on
+        return Order(ranks.agree(said))
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        unsaved = self._last_saved < state.global_step < state.max_steps
+        if self.spec.save_steps is None and unsaved and not self.paused and not self.stopped:
+            evaluated = self.validation is not None and self.validation[0] == state.global_step
+            self._save(control, evaluate=not evaluated)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "loss" not in logs:
+            return
+        _refuse_divergence(state.global_step, logs, scaled=self.spec.dtype == "fp16")
+        self._losses.append((state.global_step - self.last_logged, logs["loss"]))
+        self.last_logged = state.global_step
+        metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
+        metrics["tokens_per_second"] = self._tokens_per_second(logs)
+        self.writer.write(
+            Progress(
+                step=state.global_step,
+                epoch=round(state.epoch or 0.0, 6),
+                metrics=metrics,
+                peak_memory_bytes=peak_memory_bytes(self.trainer.args.device),
+            )
+        )
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = {name: float(value) for name, value in (metrics or {}).items() if name != "epoch"}
+        shown = {name: value for name, value in shown.items() if math.isfinite(value)}
+        if "eval_loss" in shown:
+            self.validation = (state.global_step, shown["eval_loss"])
+        self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
+        self._judge(shown, state, control)
+
+    def _judge(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+        """Save what is the best so far, and end the job when it has been good enough. Rank 0 decides for all."""
+        is_best = self.judge.is_best(metrics, self.standing(state))
+        is_enough = self.judge.is_enough(metrics, state.global_step)
+        is_best, is_enough = (bool(ranks.agree(said)) for said in (is_best, is_enough))
+        if state.global_step >= state.max_steps:
+            return  # it ends here anyway
+        if is_enough:
+            # No checkpoint of a step that is the last: a job that dies now comes back here, and ends here.
+            self.stopped, self.paused = True, False
+            control.should_training_stop, control.should_save = True, False
+            self.writer.write(Warned(message=self.judge.why_enough(state.global_step, state.max_steps)))
+        elif is_best:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The checkpoint is copied and being written."""
+        self._losses.clear()
+        self._last_saved = state.global_step
+        self._saved_at = time.monotonic()
+        state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
+        if self.paused:
+            self.trainer.finish_saving()
+
+    def standing(self, state: TrainerState) -> dict[str, Any]:
+        """The fields of a checkpoint event that say where training stands."""
+        steps = sum(count for count, _ in self._losses)
+        fresh = self.validation is not None and self.validation[0] == state.global_step
+        validation_loss = self.validation[1] if self.validation and fresh else None
+        return {
+            "step": state.global_step,
+            "epoch": max(1, math.ceil(round(state.epoch or 0.0, 6))),
+            "train_loss": sum(count * loss for count, loss in self._losses) / steps if steps else None,
+            "validation_loss": validation_loss,
+            "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
+        }
+
+    def announce(self, event: CheckpointSaved) -> None:
+        self.writer.write(event, durable=True)
+
+    def _is_planned(self, state: TrainerState) -> bool:
+        """Whether this step ends with a checkpoint, whatever else happens."""
+        steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
+        return state.global_step % steps == 0
+
+    def _is_evaluated(self, state: TrainerState) -> bool:
+        """Whether this step ends with an evaluation, whatever else happens."""
+        return self.spec.eval_steps is not None and state.global_step % self.spec.eval_steps == 0
+
+    def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
+        control.should_log = True
+        control.should_evaluate = evaluate and self.spec.validation is not None
+        control.should_save = True
+
+    def _tokens_per_second(self, logs: dict[str, float]) -> float:
+        """Tokens (padding left out) per second of step time: evaluation and saving do not count."""
+        tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
+        busy, self._busy = self._busy, 0.0
+        return round(tokens / busy, 3) if busy else 0.0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """cuda: peak allocated by torch. Elsewhere: peak resident set of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
+
+
+def _perplexity(loss: float | None) -> float | None:
+    # exp overflows a float beyond 709; such a model has no meaningful perplexity.
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def _refuse_divergence(step: int, logs: dict[str, float], *, scaled: bool) -> None:
+    # Loss scaling finds its scale by overflows: it skips such a step, and halves the scale.
+    for name in ("loss",) if scaled else ("loss", "grad_norm"):
+        if not math.isfinite(logs.get(name, 0.0)):
+            raise JobFailure(
+                Reason.diverged,
+                f"{name} became {logs[name]} at step {step}, so every later step would be wasted. Lower the learning "
+                "rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
+            )

@@ -1,0 +1,209 @@
+"""Direct Preference Optimization on TRL's DPOTrainer, with a loss of our own.
+
+TRL's trainer brings the reference model, the fused head and the collator; the loss is ours because the promised
+request fields `reward_scale` and `reward_clip` have no place in TRL's. Without them it is plain DPO and gives TRL's
+numbers (tests/process/test_recipes.py compares the two step by step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import PeftConfig
+from trl import DPOTrainer
+from trl.trainer.utils import use_adapter
+
+from ...specs.events import EventWriter, Silent
+from ...specs.job import DpoSpec, JobSpec
+from ..checkpoint.transfer import Turn
+from ..data.sampling import Share
+from .base import RecipeTrainer
+from .reference import NoReference, is_needed, load_reference, precomputes
+
+
+def _forward(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments of a forward that scores the completions of a collated batch."""
+    return {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "labels": inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100),
+        "use_cache": False,
+        "fused_lm_head": True,
+    }
+
+
+def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
+    """Loss of each pair, shape (pairs,).
+
+    Args:
+        logratios: log pi(completion|prompt) - log pi_ref(completion|prompt), summed over the completion's tokens; the
+            chosen completions first, then the rejected ones in the same order, shape (2 * pairs,).
+        lengths: completion tokens, same shape; `ipo` averages by them, and pairs without any count in no mean.
+        spec: margin = clip(reward_scale * beta * (chosen - rejected), +-reward_clip); `sigmoid` is eq. 7 of
+            arXiv:2305.18290, with label_smoothing the conservative loss (Mitchell, A note on DPO with noisy
+            preferences), `hinge` is SLiC (arXiv:2305.10425), `ipo` eq. 17 of arXiv:2310.12036 per token,
+            `kto_pair` eq. 7 of the HALOs report on which arXiv:2402.01306 is based.
+    """
+    if spec.loss_type == "ipo":
+        chosen, rejected = (logratios / lengths.clamp(min=1)).chunk(2)
+        return (chosen - rejected - 1 / (2 * spec.beta)) ** 2
+    chosen, rejected = logratios.chunk(2)
+    if spec.loss_type == "kto_pair":
+        return _kto_pair(chosen, rejected, _real(lengths), spec)
+    margin = _margin(chosen - rejected, spec)
+    if spec.loss_type == "hinge":
+        return torch.relu(1 - margin)
+    smoothing = spec.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _kto_pair(chosen: torch.Tensor, rejected: torch.Tensor, real: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
+    """KTO on pairs as TRL first published it (0.7 releases): the mean of the losses of a pair's two completions.
+
+    The KL divergence from the reference is estimated by the mean log-ratio, not below 0, over the pairs given: for a
+    chosen completion from the rejected half and the other way round. It has a gradient, as it had there. At the first
+    step it is 0 but for rounding, and rounding decides whether its gradient counts.
+    """
+    num_pairs = real.sum().clamp(min=1)
+    chosen_kl = ((chosen * real).sum() / num_pairs).clamp(min=0)
+    rejected_kl = ((rejected * real).sum() / num_pairs).clamp(min=0)
+    of_chosen = 1 - torch.sigmoid(_margin(chosen - rejected_kl, spec))
+    of_rejected = 1 - torch.sigmoid(_margin(chosen_kl - rejected, spec))
+    return (of_chosen + of_rejected) / 2
+
+
+def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
+    margin = spec.reward_scale * spec.beta * difference
+    return margin if spec.reward_clip is None else margin.clamp(-spec.reward_clip, spec.reward_clip)
+
+
+def _real(lengths: torch.Tensor) -> torch.Tensor:
+    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,)."""
+    return (lengths.view(2, -1).sum(dim=0) > 0).float()
+
+
+@contextmanager
+def nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
+    """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
+    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for module in recomputed:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in recomputed:
+            module.gradient_checkpointing = True
+
+
+class DpoRecipe(RecipeTrainer, DPOTrainer):
+    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off.
+
+    Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
+    """
+
+    head_outputs = ("log_probs",)
+
+    def __init__(self, *, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+        given = None if peft_config else NoReference()
+        super().__init__(ref_model=given, peft_config=peft_config, **arguments)
+        self.ref_model = None
+
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
+        """Attach the job, and load its reference."""
+        super().bind(spec, share, writer, turn)
+        if is_needed(spec) and not precomputes(spec):
+            self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+        return dataset  # tokenized already; TRL would tokenize it again
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
+        mask = inputs["completion_mask"]
+        outputs = model(**_forward(inputs), **({"output_router_logits": True} if self.aux_loss_enabled else {}))
+        logps = outputs.log_probs.sum(dim=1)
+        logratios = logps - self.reference_logps(inputs)
+        lengths = mask[:, 1:].sum(dim=1)
+        real = _real(lengths)
+        losses = self._losses(logratios, lengths) * real
+        num_pairs = self.accelerator.reduce(real.sum())
+        if self.model.training:
+            # The mean over the pairs of the whole step, however they are dealt out to ranks and micro steps; gradients
+            # are averaged over both afterwards.
+            averaged = self.accelerator.num_processes * self.current_gradient_accumulation_steps
+            loss = losses.sum() * averaged / self.rows_of_step
+        else:
+            loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
+            self.note_evaluated(losses.sum(), real.sum())
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
+        self._note(logps.detach(), logratios.detach(), real, num_pairs, num_tokens)
+        return loss
+
+    def _losses(self, logratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Loss of each pair of this rank, shape (pairs,)."""
+        spec, ranks = self.spec.dpo, self.accelerator.num_processes
+        if spec is None:
+            raise AssertionError("a DPO job without a DpoSpec")
+        if spec.loss_type != "kto_pair" or ranks == 1:
+            return preference_loss(logratios, lengths, spec)
+        # Its means are over the pairs of all ranks. So this rank's log-ratios are in the losses of the others' pairs:
+        # of those, the gradient belongs here and the value does not.
+        everyones = self._of_all_ranks(lengths)
+        losses = preference_loss(self._of_all_ranks(logratios), everyones, spec) * _real(everyones)
+        own, real = losses.chunk(ranks)[self.accelerator.process_index], _real(lengths)
+        others = losses.sum() - own.sum()
+        return own + (others - others.detach()) * real / real.sum().clamp(min=1)
+
+    def _of_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of two halves, shape (2 * pairs,), of all ranks, in halves too. Only this rank's have a gradient."""
+        mine = values.view(2, -1).T
+        parts = list(self.accelerator.gather(mine.detach().contiguous()).chunk(self.accelerator.num_processes))
+        parts[self.accelerator.process_index] = mine
+        return torch.cat(parts).T.reshape(-1)
+
+    def reference_logps(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """log pi_ref(completion|prompt) of a collated batch, chosen then rejected, shape (2 * pairs,)."""
+        if "ref_chosen_logps" in inputs:
+            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        forward = _forward(inputs)
+        with torch.no_grad(), nothing_recomputed(self.model), self.accelerator.autocast():
+            if self.ref_model is not None:
+                return self.ref_model(**forward).log_probs.float().sum(dim=1)
+            if is_peft_model(self.model):
+                with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+                    return self.model(**forward).log_probs.float().sum(dim=1)
+            if self.state.global_step > 0:
+                raise AssertionError("full fine-tuning without a reference model")
+            return self.model(**forward).log_probs.float().sum(dim=1)  # still the base model
+
+    def _note(
+        self,
+        logps: torch.Tensor,
+        logratios: torch.Tensor,
+        real: torch.Tensor,
+        num_pairs: torch.Tensor,
+        num_tokens: torch.Tensor,
+    ) -> None:
+        scale = self.spec.dpo.reward_scale * self.spec.dpo.beta if self.spec.dpo else 1.0
+        chosen, rejected = (scale * part for part in logratios.chunk(2))
+        chosen_logps, rejected_logps = logps.chunk(2)
+        values = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": chosen_logps,
+            "logps/rejected": rejected_logps,
+        }
+        sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
+        *sums, all_tokens = self.accelerator.reduce(sums)
+        self.note(dict(zip(values, sums, strict=True)), num_pairs)
+        if self.model.training:
+            self._total_train_tokens += all_tokens.long()

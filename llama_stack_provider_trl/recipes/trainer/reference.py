@@ -1,0 +1,193 @@
+"""DPO's reference: the frozen model that the policy is compared with.
+
+It is the base model (under LoRA the policy with its adapter switched off, else a second, frozen copy), or another
+model that the job names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from datasets import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import add_fused_lm_head
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from ..distributed import ranks
+from ..model.fsdp import describe, is_sharded, shard_frozen
+from ..model.loading import check_length, commit_of, load_model, load_tokenizer, vocabulary_size
+from .reference_cache import LogProbCache, pair_lengths, row_bytes
+
+
+class NoReference(PreTrainedModel):
+    """An empty model for TRL, which would load a reference of its own, and shard it as one unit."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+def is_needed(spec: JobSpec) -> bool:
+    """Whether the reference is a model of its own, rather than the policy without its adapter."""
+    return spec.dpo is not None and (spec.lora is None or spec.dpo.reference.model is not None)
+
+
+def loading_spec(spec: JobSpec) -> JobSpec:
+    """The job as `recipes.model.loading` reads it, with the reference in the place of the base model."""
+    given = spec.dpo.reference if spec.dpo else None
+    if given is None or given.model is None:
+        return spec
+    source = {"model": given.model, "revision": given.revision, "trust_remote_code": given.trust_remote_code}
+    return spec.model_copy(update=source)
+
+
+def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a reference model that reads other tokens than the base model's tokenizer writes.
+
+    Raises:
+        JobFailure: invalid_model, naming both models and where they differ.
+    """
+    reference = loading_spec(spec)
+    if reference.model == spec.model:
+        return
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    problem = ""
+    if different:
+        problem = f"{len(different)} tokens have another number or are in one of them only, such as {different[0]!r}"
+    elif (rows := vocabulary_size(reference)) <= (largest := max(ours.values())):
+        problem = f"it has embeddings for {rows} tokens, and the tokenizer's numbers go up to {largest}"
+    if problem:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"reference_model {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name a reference "
+            "with the same tokenizer, such as an earlier checkpoint of the model, or leave it out: the base model.",
+        )
+
+
+def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator) -> torch.nn.Module:
+    """The reference model, frozen and ready to score; under FSDP2 each rank holds a part of every layer.
+
+    Raises:
+        JobFailure: invalid_model or invalid_request, as for the policy.
+    """
+    model = load_model(loading_spec(spec), device).requires_grad_(False).eval()
+    check_length(model, spec)
+    add_fused_lm_head(model, outputs=("log_probs",))
+    return shard_frozen(model, accelerator) if is_sharded(spec) else model
+
+
+def precomputes(spec: JobSpec) -> bool:
+    """Whether the reference is asked once, before training."""
+    return spec.dpo is not None and spec.dpo.reference.precompute
+
+
+class Precomputation:
+    """Asks the reference about every row before training starts, or takes its answers from the cache.
+
+    Rows go through it longest first, `batch_size` at a time, every rank taking its share. The answers become columns
+    of the trainer's datasets, which its collator carries into every batch; so they belong to their rows, whatever
+    order those come in. Under FSDP2 the policy is not shared out yet: there a reference is loaded, and freed after.
+
+    Args:
+        trainer: a bound DpoRecipe that has not begun to train.
+        beat: called after every batch.
+        told_to_stop: asked after every batch, by all ranks.
+    """
+
+    def __init__(self, trainer: Any, beat: Callable[[], None], told_to_stop: Callable[[], bool]) -> None:
+        self._trainer, self._spec = trainer, trainer.spec
+        self._beat, self._told_to_stop = beat, told_to_stop
+        self._sharding: dict[str, Any] = {}
+        directory = self._spec.dpo.reference.cache
+        self._cache = LogProbCache(directory, beat) if directory and ranks.rank() == 0 else None
+
+    def run(self) -> dict[str, Any] | None:
+        """What was done, for the job's record; None where the job was told to stop."""
+        began = time.perf_counter()
+        done: dict[str, Any] = {}
+        try:
+            for name in ("train_dataset", "eval_dataset"):
+                rows = getattr(self._trainer, name)
+                if rows is None:
+                    continue
+                values, source = self._answers(rows)
+                if values is None:
+                    return None
+                setattr(self._trainer, name, _with_columns(rows, values))
+                done[name.replace("eval", "validation")] = source
+        finally:
+            self._trainer.ref_model = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        seconds = round(time.perf_counter() - began, 3)
+        return {"log_probs": "precomputed", **done, "seconds": seconds, **self._sharding}
+
+    def _answers(self, rows: Dataset) -> tuple[torch.Tensor | None, str]:
+        """Log-probabilities in CPU memory, shape (rows, 2), and where they come from; None: told to stop."""
+        num_rows = self._trainer.rows_of(rows)
+        key = self._key(self._cache, rows, num_rows) if self._cache else None
+        found = self._cache.find(key, num_rows) if self._cache and key else None
+        if ranks.agree(int(found is not None)):
+            kept = torch.zeros(num_rows, 2) if found is None else found
+            return broadcast(kept.to(self._trainer.args.device)).cpu(), "cache"
+        values = self._ask(rows, num_rows)
+        if values is not None and self._cache and key and self._cache.store(key, values):
+            return values, "computed"
+        return values, "computed, not kept"
+
+    def _key(self, cache: LogProbCache, rows: Dataset, num_rows: int) -> str | None:
+        policy = self._trainer.model.get_base_model() if self._spec.lora else self._trainer.model
+        reference = loading_spec(self._spec)
+        commit = None if Path(reference.model).is_dir() else commit_of(reference)
+        return cache.key(
+            reference.model,
+            commit,
+            row_bytes(rows, num_rows),
+            dtype=self._spec.dtype,
+            weights=str(policy.dtype),
+            quantization=str(getattr(policy.config, "quantization_config", None)),
+            attention=policy.config._attn_implementation,
+            device=self._trainer.args.device.type,
+        )
+
+    def _ask(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
+        trainer, spec, world = self._trainer, self._spec, ranks.world_size()
+        if trainer.ref_model is None and (is_sharded(spec) or spec.dpo.reference.model):
+            trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
+            if is_sharded(spec):
+                self._sharding = {"sharding": describe(trainer.ref_model, spec)}
+        order = pair_lengths(rows, num_rows).argsort(descending=True, stable=True).tolist()
+        if world > 1:
+            order += [num_rows] * (-num_rows % (world * spec.batch_size))  # the filler
+        answers = torch.zeros(len(rows), 2, device=trainer.args.device)
+        trainer.model.eval()
+        for start in range(ranks.rank() * spec.batch_size, len(order), world * spec.batch_size):
+            batch = order[start : start + spec.batch_size]
+            inputs = trainer._prepare_inputs(trainer.data_collator([rows[number] for number in batch]))
+            answers[batch] = trainer.reference_logps(inputs).view(2, -1).T
+            self._beat()
+            if self._told_to_stop():
+                return None
+        everyones: torch.Tensor = trainer.accelerator.reduce(answers)
+        return everyones[:num_rows].cpu().contiguous()
+
+
+def _with_columns(rows: Dataset, values: torch.Tensor) -> Dataset:
+    """The rows with what the reference says of them, in the columns that TRL's collator knows; 0 for a filler."""
+    filled = torch.cat([values, torch.zeros(len(rows) - len(values), 2)]).double().numpy()
+    for column, name in enumerate(("ref_chosen_logps", "ref_rejected_logps")):
+        rows = rows.add_column(name, filled[:, column])
+    return rows

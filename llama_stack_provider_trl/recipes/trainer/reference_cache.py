@@ -1,0 +1,167 @@
+"""What the reference said of a dataset, kept on disk by content: the next job on the same pair need not ask again.
+
+`<data_dir>/reference/<key>.safetensors` holds one tensor, `log_probs`, float32, shape (rows, 2). The key is a digest of
+all that decides the numbers but rounding. `digests.json` beside it remembers the digests of weight files. Files that
+were not used for `KEEP_SECONDS` go, and the oldest of those beyond `KEEP_BYTES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ...system.files import atomic_write, atomic_write_json
+
+KEEP_SECONDS = 30 * 24 * 3600.0
+KEEP_BYTES = 1 << 30
+"""100 million pairs."""
+_DIGESTS = "digests.json"
+_MAX_DIGESTS = 4096
+_WEIGHTS = re.compile(r".+\.(safetensors|bin|py)|(adapter_)?config\.json")
+"""Files of a model's directory that decide what it computes."""
+_CHUNK = 16 << 20
+_ROWS = 1000
+
+
+class LogProbCache:
+    """The directory, for one process at a time or several.
+
+    Args:
+        directory: made when something is stored.
+        beat: called now and then while files are read, which takes minutes with large models.
+    """
+
+    def __init__(self, directory: Path, beat: Callable[[], None]) -> None:
+        self.directory, self._beat = directory, beat
+
+    def key(self, model: str, commit: str | None, rows: Iterator[bytes], **settings: Any) -> str | None:
+        """Name of what `model` says of `rows`; None where nobody can say which weights those are.
+
+        Args:
+            model: a directory, known by the content of its files, or a model id, known by `commit`.
+            rows: the token ids, as bytes. What decided them (tokenizer, chat template, truncation) is in them.
+            settings: what else decides the numbers; JSON values.
+        """
+        weights = self._content(Path(model)) if Path(model).is_dir() else commit and f"{model}@{commit}"
+        if not weights:
+            return None
+        digest = hashlib.sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode())
+        for part in rows:
+            digest.update(part)
+            self._beat()
+        return digest.hexdigest()
+
+    def find(self, key: str, num_rows: int) -> torch.Tensor | None:
+        """The log-probabilities under `key`; None where there are none, or the file is damaged."""
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                values: torch.Tensor = file.get_tensor("log_probs")
+                intact = file.metadata()["sha256"] == _sha256(values) and values.shape == (num_rows, 2)
+            if intact:
+                os.utime(path)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            return None
+        return values if intact else None
+
+    def store(self, key: str, values: torch.Tensor) -> bool:
+        """Keep log-probabilities, float32 in CPU memory, shape (rows, 2); returns whether the disk let us."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            atomic_write(self._path(key), save({"log_probs": values}, metadata={"sha256": _sha256(values)}))
+            self._tidy()
+        except OSError:
+            return False
+        return True
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.safetensors"
+
+    def _tidy(self) -> None:
+        found = []
+        for path in self.directory.glob("*.safetensors"):
+            try:
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+            except FileNotFoundError:  # another job tidies up
+                continue
+        total, now = 0, time.time()
+        for used, size, path in sorted(found, reverse=True):
+            total += size
+            if total > KEEP_BYTES or now - used > KEEP_SECONDS:
+                path.unlink(missing_ok=True)
+
+    def _content(self, model: Path) -> str:
+        """Digest of the files of a model's directory. A file is read again when its inode, size or time differs."""
+        remembered = self._remembered()
+        known, parts = dict(remembered), []
+        for path in sorted(path for path in model.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file()):
+            stat = path.stat()
+            mark = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+            # Put last again: the oldest are forgotten first.
+            known[mark] = known.pop(mark, "") or self._file_digest(path)
+            parts.append((path.name, known[mark]))
+        if known.keys() != remembered.keys():
+            self._remember(dict(list(known.items())[-_MAX_DIGESTS:]))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _file_digest(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                self._beat()
+        return digest.hexdigest()
+
+    def _remembered(self) -> dict[str, str]:
+        try:
+            found = json.loads((self.directory / _DIGESTS).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _remember(self, digests: dict[str, str]) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(self.directory / _DIGESTS, digests)
+        except OSError:  # read again next time
+            return
+
+
+def row_bytes(rows: Dataset, num_rows: int) -> Iterator[bytes]:
+    """The token ids of a tokenized DPO dataset's first `num_rows` pairs; other ids or other borders, other bytes."""
+    for lists in _lists(rows, num_rows):
+        for column in lists:
+            yield column.value_lengths().to_numpy().tobytes()
+            yield column.flatten().to_numpy().tobytes()
+
+
+def pair_lengths(rows: Dataset, num_rows: int) -> torch.Tensor:
+    """Tokens of the longer sequence of each of the first `num_rows` pairs, shape (num_rows,)."""
+    found = [torch.zeros(0, dtype=torch.int64)]
+    for lists in _lists(rows, num_rows):
+        prompt, chosen, rejected = (torch.tensor(column.value_lengths().to_numpy()).long() for column in lists)
+        found.append(prompt + torch.maximum(chosen, rejected))
+    return torch.cat(found)
+
+
+def _lists(rows: Dataset, num_rows: int) -> Iterator[list[Any]]:
+    """Arrow's list arrays of the three columns, some rows at a time."""
+    arrow = rows.with_format("arrow")
+    for start in range(0, num_rows, _ROWS):
+        table = arrow[start : min(start + _ROWS, num_rows)]
+        yield [table.column(name).combine_chunks() for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+
+
+def _sha256(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()

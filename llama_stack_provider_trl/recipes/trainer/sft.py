@@ -1,0 +1,63 @@
+"""Supervised fine-tuning on TRL's SFTTrainer, fed with rows that `recipes.data.prepare` tokenized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+from ...specs.events import EventWriter, Silent
+from ...specs.job import JobSpec
+from ..checkpoint.transfer import Turn
+from ..data.sampling import Share
+from .base import RecipeTrainer
+
+
+class SftRecipe(RecipeTrainer, SFTTrainer):
+    """Token-level cross entropy over the trained tokens of the whole (accumulated) batch: TRL's loss and numbers.
+
+    Datasets have the columns input_ids and labels; -100 is outside the loss. Packed ones also have seq_lengths.
+    """
+
+    head_outputs = ("log_probs", "is_top1")
+
+    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
+        super().bind(spec, share, writer, turn)
+        self.data_collator.return_position_ids = spec.packed
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        mask = inputs["attention_mask"]
+        if self.spec.packed:
+            # Without an attention mask transformers tells the rows of a sequence apart by their positions, and
+            # takes each padding token for a row.
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
+        trained = outputs.label_mask.sum()
+        count = trained if num_items_in_batch is None else num_items_in_batch
+        loss = -outputs.log_probs.sum() / torch.as_tensor(count).clamp(min=1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        if not self.model.training:
+            self.note_evaluated(-outputs.log_probs.sum(), trained)
+        fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
+        num_tokens = mask.masked_fill(fillers, 0).sum()
+        self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
+        return loss
+
+    def _note(self, counts: torch.Tensor) -> None:
+        hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
+        self.note({"mean_token_accuracy": hits}, trained)
+        if self.model.training:
+            self._total_train_tokens += num_tokens

@@ -1,0 +1,1 @@
+"""Request bodies, provider options, and the resolution of both into a JobSpec."""

@@ -1,0 +1,167 @@
+"""Request bodies as our own models: lenient in shape, strict in meaning.
+
+They accept what Llama Stack 0.2.14 to 0.6.1 and the promised payload send, keep unset fields unset (None), and keep
+unknown fields, so that `resolve` can refuse them by name. What each field does stands in docs/api.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..documented import Documented
+
+COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
+"""Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
+JOB_UUID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+
+class _Body(Documented):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class DataConfig(_Body):
+    dataset_id: str = Field(max_length=512)
+    """Id of a dataset registered with Llama Stack."""
+    batch_size: int = Field(**COUNT)
+    """Rows (SFT) or pairs (DPO) per rank and micro step."""
+    shuffle: bool = True
+    """Shuffle all rows anew in every epoch."""
+    data_format: str | None = None
+    """SFT rows: `instruct` or `dialog`; where a row carries both shapes, this one is read. DPO: not used."""
+    validation_dataset_id: str | None = Field(None, max_length=512)
+    """Dataset to evaluate on before every checkpoint and at the end."""
+    packed: bool | None = None
+    """SFT: several rows in one sequence of max_seq_length tokens, none of which sees another."""
+    train_on_input: bool | None = None
+    """SFT: the loss covers every token, not only the assistant's."""
+    train_split_percentage: float | None = Field(None, gt=0, le=1)
+    """Share of the rows to train on; the others, at least one, chosen by the seed, are for validation."""
+
+
+class OptimizerConfig(_Body):
+    optimizer_type: str | None = None
+    """adamw (default), adam or sgd."""
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """adamw: decoupled; adam and sgd: L2. Default 0."""
+    num_warmup_steps: int | None = Field(None, ge=0, le=10**9)
+    """Optimizer steps of linear warmup. Default 0."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Linear warmup as a share of all optimizer steps, in place of num_warmup_steps."""
+
+
+class EfficiencyConfig(_Body):
+    enable_activation_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about 20 % slower."""
+    enable_activation_offloading: bool | None = None
+    """Activations wait for the backward pass in CPU memory. Only on cuda; elsewhere refused when true."""
+    memory_efficient_fsdp_wrap: bool | None = None
+    """Embeddings as FSDP2 units of their own, which the service always does. Inline: refused when true."""
+    fsdp_cpu_offload: bool | None = None
+    """Parts of the model rest in CPU memory while they are not used. Inline: refused when true."""
+
+
+class TrainingConfig(_Body):
+    n_epochs: int = Field(**COUNT)
+    """Passes over the dataset."""
+    max_steps_per_epoch: int | None = Field(None, **COUNT)
+    """Optimizer steps after which an epoch ends early; only when you set it."""
+    gradient_accumulation_steps: int | None = Field(None, **COUNT)
+    """Micro steps per optimizer step. Default 1."""
+    max_validation_steps: int | None = Field(None, **COUNT)
+    """Batches per evaluation; only when you set it."""
+    data_config: DataConfig | None = None
+    """Required: which data to train on."""
+    optimizer_config: OptimizerConfig | None = None
+    """Optimizer, learning rate, weight decay, warmup; every part has a default."""
+    efficiency_config: EfficiencyConfig | None = None
+    """Memory savers."""
+    dtype: str | None = None
+    """bf16, fp32 or, on cuda, fp16. Default: bf16 on cuda, else fp32."""
+    learning_rate: float | None = Field(None, gt=0)
+    """The same as optimizer_config.lr; both with different values are refused."""
+
+
+class LoraFinetuningConfig(_Body):
+    type: str = "LoRA"
+    """LoRA."""
+    lora_attn_modules: list[str] = Field(default_factory=lambda: ["q_proj", "v_proj"])
+    """Attention modules to adapt, in Llama Stack's or Hugging Face's names."""
+    apply_lora_to_mlp: bool | None = None
+    """Adapt every linear layer of the MLP blocks too."""
+    apply_lora_to_output: bool | None = None
+    """Refused when true."""
+    rank: int = Field(8, **COUNT)
+    """Rank of the adapters."""
+    alpha: int = Field(16, **COUNT)
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    use_dora: bool | None = None
+    """Weight-decomposed adapters (DoRA)."""
+    quantize_base: bool | None = None
+    """Hold the frozen base in 4 bits (QLoRA)."""
+
+
+class QATFinetuningConfig(_Body):
+    type: str = "QAT"
+    """QAT: every weight is trained for being rounded to few bits."""
+    quantizer_name: str | None = None
+    """Int8DynActInt4WeightQATQuantizer or Int4WeightOnlyQATQuantizer."""
+    group_size: int | None = Field(None, gt=1, le=10**6)
+    """Weights that share a scale; must divide the input width of every linear layer."""
+
+
+class DPOAlignmentConfig(_Body):
+    type: str | None = None
+    """dpo, or left out."""
+    beta: float | None = Field(None, gt=0)
+    """How strongly the reference holds the model back. Default 0.1."""
+    loss_type: str | None = None
+    """sigmoid (default), hinge, ipo or kto_pair."""
+    reward_scale: float | None = Field(None, ge=0)
+    """Factor on the margin. 0.0 together with a reward_clip of 0.0: not set."""
+    reward_clip: float | None = Field(None, ge=0)
+    """Largest absolute margin that the loss sees."""
+    epsilon: float | None = None
+    """No meaning in DPO: the job's warnings say so."""
+    gamma: float | None = None
+    """No meaning in DPO: the job's warnings say so."""
+
+
+class _JobRequest(_Body):
+    job_uuid: str
+    """Your name for the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    training_config: TrainingConfig
+    """How to train."""
+    hyperparam_search_config: dict[str, Any] | None = None
+    """{} or null; anything else is refused."""
+    logger_config: dict[str, Any] | None = None
+    """{} or null; anything else is refused."""
+    model: str | None = None
+    """Base model: a local directory or a model id. Required for SFT."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go: relative to the data directory, or absolute inside an allowed root."""
+
+    def digest(self, options: BaseModel) -> str:
+        """sha256 of what the caller set: two requests with the same digest ask for the same job."""
+        # Of the options too: a release that adds one must not make another request of an old one.
+        given = options.model_dump(mode="json", exclude_unset=True)
+        body = {"body": self.model_dump(mode="json", exclude_unset=True), "options": given}
+        text = json.dumps({"call": type(self).__name__, **body}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class SupervisedFineTuneRequest(_JobRequest):
+    algorithm_config: dict[str, Any] | None = None
+    """LoRA settings; left out: every weight is trained."""
+
+
+class PreferenceOptimizeRequest(_JobRequest):
+    algorithm_config: dict[str, Any] | None = None
+    """DPO settings."""
+    finetuned_model: str | None = None
+    """Name of the result; where `model` is left out, the base model (Llama Stack's own meaning)."""

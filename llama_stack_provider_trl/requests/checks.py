@@ -1,0 +1,86 @@
+"""Refuses fields that would be ignored, by name, with the nearest choice."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import InvalidRequest
+from .bodies import (
+    EfficiencyConfig,
+)
+from .settings import Request
+
+NO_SAVERS = EfficiencyConfig()
+
+
+COMPARED = 100
+"""Characters of a name that is compared with ours: the time grows with the square of its length."""
+
+
+def refuse_unknown(request: Request) -> None:
+    for path, name, value, known in unknown_fields(request, ""):
+        close = difflib.get_close_matches(name[:COMPARED], known, n=1)
+        hint = (
+            f"there is no such field: did you mean `{close[0]}`?" if close else "there is no such field: leave it out."
+        )
+        raise InvalidRequest(path + name, value, f"{hint} docs/api.md lists every field")
+
+
+def unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any, list[str]]]:
+    known = list(type(model).model_fields)
+    for name, value in (model.model_extra or {}).items():
+        if value is not None:
+            yield prefix, name, value, known
+    for name in known:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from unknown_fields(value, f"{prefix}{name}.")
+
+
+def refuse_infinite(model: BaseModel, prefix: str) -> None:
+    """Python reads JSON's 1e999 as infinity, and JSON writes that as null: the stored job could not be read again."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(prefix + name, value, "send a finite number")
+        if isinstance(value, BaseModel):
+            refuse_infinite(value, f"{prefix}{name}.")
+
+
+def refuse_unsupported(request: Request, *, sharded: bool) -> None:
+    """The fields whose one supported value is 'off', in one table."""
+    savers = request.training_config.efficiency_config or NO_SAVERS
+    efficiency = "training_config.efficiency_config."
+    one_process = "this provider trains in one process and shards nothing; leave it out or set false"
+    refused = [
+        ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
+        ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
+        # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
+        (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
+        (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
+    ]
+    for name, value, hint in refused:
+        if value:
+            raise InvalidRequest(name, value, hint)
+
+
+def parse_fields[Model: BaseModel](model: type[Model], value: Any, where: str) -> Model:
+    try:
+        parsed = model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join([where, *map(str, first["loc"])])
+        raise InvalidRequest(path, first["input"], first["msg"]) from error
+    refuse_infinite(parsed, f"{where}.")
+    return parsed
+
+
+def nearest_choice(value: str, choices: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value[:COMPARED], choices, n=1)
+    nearest = f"; the nearest is '{close[0]}'" if close else ""
+    return f"expected one of {', '.join(choices)}{nearest}"

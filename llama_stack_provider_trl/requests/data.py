@@ -1,0 +1,102 @@
+"""The fields of a job's data: format, loss, packing, validation, evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..specs.evaluations import METRICS
+from ..specs.job import (
+    Algorithm,
+    EarlyStoppingSpec,
+)
+from .bodies import (
+    DataConfig,
+    TrainingConfig,
+)
+from .checks import nearest_choice
+from .options import ProviderOptions
+
+
+def resolve_data_config(training: TrainingConfig) -> DataConfig:
+    if training.data_config is None:
+        raise InvalidRequest("training_config.data_config", None, "name a dataset_id, a batch_size and shuffle")
+    return training.data_config
+
+
+def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> str | None:
+    if data.data_format is None or data.data_format in ("instruct", "dialog"):
+        return data.data_format if is_sft else None
+    if not is_sft and data.data_format == "preference":
+        return None
+    raise InvalidRequest(
+        "training_config.data_config.data_format",
+        data.data_format,
+        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape (docs/data-formats.md)",
+    )
+
+
+def resolve_train_on_input(data: DataConfig, is_sft: bool) -> bool:
+    if data.train_on_input and not is_sft:
+        raise InvalidRequest(
+            "training_config.data_config.train_on_input", True, "DPO compares completions only; set false"
+        )
+    return bool(data.train_on_input)
+
+
+def resolve_packed(data: DataConfig, is_sft: bool) -> bool:
+    if data.packed and not is_sft:
+        raise InvalidRequest(
+            "training_config.data_config.packed",
+            True,
+            "DPO scores each pair on its own; set false: pairs are padded to the longest of their batch",
+        )
+    return bool(data.packed)
+
+
+def resolve_max_validation_steps(training: TrainingConfig, data: DataConfig, warnings: list[str]) -> int | None:
+    if _validates(data):
+        return training.max_validation_steps
+    if training.max_validation_steps is not None:  # not refused: some clients always send the schema's default
+        warnings.append("training_config.max_validation_steps has no effect without a validation_dataset_id")
+    return None
+
+
+def _validates(data: DataConfig) -> bool:
+    """Whether the job has rows to evaluate on."""
+    return bool(data.validation_dataset_id) or (data.train_split_percentage or 1.0) < 1.0
+
+
+def resolve_train_share(data: DataConfig) -> float:
+    if data.validation_dataset_id and (data.train_split_percentage or 1.0) < 1.0:
+        raise InvalidRequest(
+            "training_config.data_config.train_split_percentage",
+            data.train_split_percentage,
+            f"validation_dataset_id names the rows to evaluate on, {data.validation_dataset_id!r}; send one of them",
+        )
+    return data.train_split_percentage or 1.0
+
+
+def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:
+    for name in ("eval_steps", "early_stopping", "best_checkpoint"):
+        if getattr(options, name) is not None and not _validates(data):
+            value = options.model_dump()[name]
+            raise InvalidRequest(
+                f"provider_options.{name}", value, "there is nothing to evaluate on: name a validation_dataset_id"
+            )
+    early, best = options.early_stopping, options.best_checkpoint
+    if early:
+        metric = _metric("provider_options.early_stopping.metric", early.metric, algorithm)
+    return {
+        "eval_steps": options.eval_steps,
+        "early_stopping": early and EarlyStoppingSpec(**{**early.model_dump(), "metric": metric}),
+        "best_checkpoint": best and _metric("provider_options.best_checkpoint", best, algorithm),
+    }
+
+
+def _metric(name: str, metric: str, algorithm: Algorithm) -> str:
+    """As evaluations report it; `eval_` may be left out."""
+    full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    if full not in METRICS[algorithm]:
+        raise InvalidRequest(name, metric, nearest_choice(full, METRICS[algorithm]))
+    return full

@@ -1,0 +1,154 @@
+"""What a job trains and with which loss: LoRA, QLoRA, QAT, DPO and its reference."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from ..errors import InvalidRequest
+from ..specs.job import (
+    DpoLoss,
+    DpoSpec,
+    LoraSpec,
+    QatSpec,
+    Quantizer,
+    ReferenceSpec,
+)
+from .bodies import (
+    DPOAlignmentConfig,
+    LoraFinetuningConfig,
+    PreferenceOptimizeRequest,
+    QATFinetuningConfig,
+    SupervisedFineTuneRequest,
+)
+from .checks import nearest_choice, parse_fields, unknown_fields
+from .options import ProviderOptions
+from .paths import resolve_base_model, resolve_names, resolve_trust
+from .settings import Settings
+
+# Llama Stack's names (from torchtune) that differ from Hugging Face's.
+MODULE_NAMES = {"output_proj": "o_proj"}
+
+
+INT4_GROUP_SIZES = (32, 64, 128, 256)
+
+
+def resolve_sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> LoraSpec | None:
+    if options.lora is not None:
+        raise InvalidRequest("provider_options.lora", "...", "SFT takes its LoRA settings from algorithm_config")
+    config = request.algorithm_config
+    if not config:
+        return None
+    kind = config.get("type", "LoRA")
+    if kind == "QAT":
+        return None
+    if kind != "LoRA":
+        hint = "send {'type': 'LoRA', ...} or {'type': 'QAT', ...}, or leave algorithm_config out to train every weight"
+        raise InvalidRequest("algorithm_config.type", kind, hint)
+    return _lora(parse_fields(LoraFinetuningConfig, config, "algorithm_config"), "algorithm_config")
+
+
+def resolve_dpo_lora(options: ProviderOptions) -> LoraSpec | None:
+    return _lora(options.lora, "provider_options.lora") if options.lora else None
+
+
+def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
+    for path, name, value, known in unknown_fields(config, f"{where}."):
+        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+    if config.type != "LoRA":
+        raise InvalidRequest(f"{where}.type", config.type, "send 'LoRA'")
+    if config.apply_lora_to_output:
+        raise InvalidRequest(
+            f"{where}.apply_lora_to_output",
+            True,
+            "set false: the loss multiplies by the output weights directly, so an adapter there would never train",
+        )
+    modules = tuple(MODULE_NAMES.get(name, name) for name in config.lora_attn_modules)
+    if not modules and not config.apply_lora_to_mlp:
+        raise InvalidRequest(f"{where}.lora_attn_modules", [], "name at least one module, such as q_proj and v_proj")
+    return LoraSpec(
+        target_modules=modules,
+        mlp=bool(config.apply_lora_to_mlp),
+        rank=config.rank,
+        alpha=config.alpha,
+        use_dora=bool(config.use_dora),
+        quantize_base=bool(config.quantize_base),
+    )
+
+
+def resolve_qat(request: SupervisedFineTuneRequest) -> QatSpec | None:
+    if not request.algorithm_config or request.algorithm_config.get("type") != "QAT":
+        return None
+    config = parse_fields(QATFinetuningConfig, request.algorithm_config, "algorithm_config")
+    for path, name, value, known in unknown_fields(config, "algorithm_config."):
+        hint = f"QAT trains every weight and has no LoRA fields; its fields are: {', '.join(known)}"
+        raise InvalidRequest(path + name, value, hint)
+    quantizers = get_args(Quantizer)
+    if config.quantizer_name not in quantizers:
+        hint = nearest_choice(config.quantizer_name or "", quantizers)
+        raise InvalidRequest("algorithm_config.quantizer_name", config.quantizer_name, hint)
+    if config.group_size is None:
+        raise InvalidRequest("algorithm_config.group_size", None, "send 32: it divides the widths of most models")
+    if config.quantizer_name == "Int4WeightOnlyQATQuantizer" and config.group_size not in INT4_GROUP_SIZES:
+        hint = f"torchao's int4 kernels have groups of {', '.join(map(str, INT4_GROUP_SIZES))}"
+        raise InvalidRequest("algorithm_config.group_size", config.group_size, hint)
+    return QatSpec(quantizer_name=config.quantizer_name, group_size=config.group_size)  # type: ignore[arg-type]
+
+
+def resolve_dpo(
+    request: PreferenceOptimizeRequest, options: ProviderOptions, settings: Settings, warnings: list[str]
+) -> DpoSpec:
+    config = parse_fields(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
+    for path, name, value, known in unknown_fields(config, "algorithm_config."):
+        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+    if config.type not in (None, "dpo"):
+        raise InvalidRequest("algorithm_config.type", config.type, "send 'dpo', or leave it out")
+    loss = config.loss_type or "sigmoid"
+    if loss not in get_args(DpoLoss):
+        raise InvalidRequest("algorithm_config.loss_type", loss, nearest_choice(loss, get_args(DpoLoss)))
+    if config.reward_scale == config.reward_clip == 0.0:
+        config = config.model_copy(update={"reward_scale": None, "reward_clip": None})
+        warnings.append(
+            "algorithm_config.reward_scale and reward_clip are both 0.0, which is read as not set: plain DPO"
+        )
+    for name in ("reward_scale", "reward_clip"):
+        if getattr(config, name) == 0.0:
+            hint = "a margin of 0 teaches nothing: send a number above 0, or leave it out"
+            raise InvalidRequest(f"algorithm_config.{name}", 0.0, hint)
+    if loss == "ipo" and (config.reward_clip is not None or config.reward_scale not in (None, 1.0)):
+        raise InvalidRequest(
+            "algorithm_config.loss_type", loss, "IPO has no reward margin to scale or clip; leave the reward fields out"
+        )
+    if loss != "sigmoid" and options.label_smoothing:
+        raise InvalidRequest(
+            "provider_options.label_smoothing",
+            options.label_smoothing,
+            f"the loss {loss} has no form with smoothed labels; use loss_type 'sigmoid', or leave it out",
+        )
+    for name in ("epsilon", "gamma"):
+        if getattr(config, name) is not None:
+            warnings.append(f"algorithm_config.{name} means nothing in DPO and has no effect")
+    return DpoSpec(
+        beta=config.beta or 0.1,
+        loss_type=loss,  # type: ignore[arg-type]
+        reward_scale=config.reward_scale or 1.0,
+        reward_clip=config.reward_clip,
+        label_smoothing=options.label_smoothing,
+        reference=_reference(options, resolve_names(request, settings)["model"], settings),
+    )
+
+
+def _reference(options: ProviderOptions, base_model: str, settings: Settings) -> ReferenceSpec:
+    fields: dict[str, Any] = {}
+    if options.precompute_reference:
+        fields = {"precompute": True, "cache": settings.data_dir / "reference"}
+    if options.reference_model is not None:
+        model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
+        if model != base_model:
+            fields |= {"model": model, **resolve_trust(model, settings)}
+    return ReferenceSpec(**fields)
+
+
+def refuse_dpo_options(options: ProviderOptions) -> None:
+    for name in ("label_smoothing", "reference_model", "precompute_reference"):
+        if value := getattr(options, name):
+            raise InvalidRequest(f"provider_options.{name}", value, "it belongs to DPO; leave it out")

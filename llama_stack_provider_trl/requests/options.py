@@ -1,0 +1,135 @@
+"""What Llama Stack's schema cannot carry: per-job options under the key `trl` of `X-LlamaStack-Provider-Data`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..documented import Documented
+from ..errors import InvalidRequest
+from ..specs.job import PreflightMode
+from .bodies import LoraFinetuningConfig
+
+PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
+Priority = Literal["low", "normal", "high", "critical"]
+
+
+class ProviderData(BaseModel):
+    """What Llama Stack validates the header with. It takes anything: a failed validation would reach us as None, so
+    `ProviderOptions` does the refusing, inside the call."""
+
+    model_config = ConfigDict(extra="allow")
+    trl: Any = None
+
+
+class EarlyStopping(Documented):
+    """When to end a job before its last step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    patience: int = Field(gt=0, le=10**6)
+    """Evaluations in a row that are not better."""
+    min_delta: float = Field(0.0, ge=0)
+    """An evaluation is better only by more than this."""
+    metric: str = "eval_loss"
+    """What is looked at."""
+
+
+class Resources(Documented):
+    """What a job asks of the machines that it runs on; all of it is per node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    nodes: int | None = Field(None, gt=0, le=1024)
+    """Machines that train together, with `nproc_per_node` processes on each. Default: the configuration's nnodes."""
+    min_nodes: int | None = Field(None, gt=0, le=1024)
+    """After a failure go on with as few as these, with the same global batch. Default: nodes."""
+    gpu_memory_gb: float | None = Field(None, gt=0, le=10**6)
+    """GiB that each of its GPUs has at least."""
+    cpus: int | None = Field(None, gt=0, le=10**6)
+    """CPUs that a node has at least."""
+    memory_gb: float | None = Field(None, gt=0, le=10**6)
+    """GiB of memory that a node has at least."""
+    labels: dict[str, str] = Field(default={}, max_length=64)
+    """Labels that a node has, such as {"zone": "a"}."""
+    model_present: bool = False
+    """Only nodes with the model in their local cache."""
+
+
+class ProviderOptions(Documented):
+    """One job's options; unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    lora: LoraFinetuningConfig | None = None
+    """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
+    merge_adapter: bool = False
+    """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
+    reference_model: str | None = Field(None, min_length=1)
+    """DPO: the model that the trained one is compared with, a directory or a model id. Default: the base model."""
+    precompute_reference: bool = False
+    """DPO: what the reference says is computed once, before training, and kept for later jobs on the same rows."""
+    max_seq_length: int | None = Field(None, gt=1, le=10**7)
+    """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
+    truncation_side: Literal["right", "left"] = "right"
+    """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
+    lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
+    """Learning rate after warmup."""
+    lr_decay_steps: int | None = Field(None, gt=0, le=10**9)
+    """With warmup_stable_decay: the last so many optimizer steps bring the learning rate to 0. Default: a tenth."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip gradients to this norm; 0: no clipping."""
+    save_steps: int | None = Field(None, gt=0, le=10**9)
+    """A checkpoint every so many optimizer steps. Default: the configuration's, else each epoch and 30 minutes."""
+    eval_steps: int | None = Field(None, gt=0, le=10**9)
+    """Evaluate every so many optimizer steps, besides before checkpoints and at the end."""
+    early_stopping: EarlyStopping | None = None
+    """End the job when evaluations in a row are not better than the best: {patience, min_delta 0, metric eval_loss}."""
+    best_checkpoint: str | None = None
+    """Keep the checkpoint that is best by this metric of the evaluations, and make it `final`."""
+    keep_last: int | None = Field(None, gt=0, le=10**9)
+    """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
+    retries: int | None = Field(None, ge=0, le=1000)
+    """How often the job is tried again, from its last checkpoint, after a failure that another try can mend."""
+    oom_retry: bool | None = None
+    """Out of memory: try once more with half the batch_size, twice the accumulation. Default: the configuration's."""
+    max_duration: float | None = Field(None, gt=0, le=10**9)
+    """Seconds of training in all; then the job saves a checkpoint and fails. Default: the configuration's."""
+    priority: Priority | None = None
+    """`low`, `normal`, `high` or `critical`: who gets a free device first; equals in order of arrival."""
+    logging_steps: int = Field(1, gt=0, le=10**9)
+    """A metric point every so many optimizer steps."""
+    seed: int = Field(42, ge=0, lt=2**31)
+    """Decides shuffling and the initial values of adapters."""
+    nproc_per_node: int | None = Field(None, gt=0, le=1024)
+    """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
+    trains in one. Default: the configuration's."""
+    resources: Resources | None = None
+    """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, memory_gb, labels, model_present}. The service only."""
+    resume_from: str | None = None
+    """Go on from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
+    preflight: PreflightMode = "refuse"
+    """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
+    device: str | None = None
+    """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
+
+    @classmethod
+    def parse(cls, value: Any) -> ProviderOptions:
+        """The options in a header's `trl` key or a body's `provider_options`; None means none given.
+
+        Raises:
+            InvalidRequest: naming the first field that is unknown or has a wrong value.
+        """
+        try:
+            return cls.model_validate(value if value is not None else {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["provider_options", *map(str, first["loc"])])
+            problem = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
+            blocks: dict[str, type[Documented]] = {"early_stopping": EarlyStopping, "resources": Resources}
+            block = blocks.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
+            names = ", ".join((block or cls).model_fields)
+            raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

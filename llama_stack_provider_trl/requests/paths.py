@@ -1,0 +1,145 @@
+"""The names and directories of a job: base model, result, checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..specs.job import (
+    ResumeFrom,
+)
+from ..system.files import DATA_DIRECTORIES
+from .bodies import (
+    JOB_UUID_PATTERN,
+    SupervisedFineTuneRequest,
+)
+from .options import ProviderOptions
+from .settings import Request, Settings
+
+# What a job writes into its directory: a job of such a name could land on another one's checkpoint.
+RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
+
+
+def resolve_job_uuid(job_uuid: str) -> str:
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or re.fullmatch(RESERVED_NAMES, job_uuid):
+        raise InvalidRequest(
+            "job_uuid",
+            job_uuid,
+            "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit, and not a name that "
+            "checkpoints have (final, merged, checkpoint-7); it names a directory",
+        )
+    return job_uuid
+
+
+def resolve_names(request: Request, settings: Settings) -> dict[str, str]:
+    """Base model and name of the result."""
+    if isinstance(request, SupervisedFineTuneRequest):
+        return {"model": resolve_base_model("model", request.model, settings), "output_name": request.job_uuid}
+    if request.model is None:
+        model = resolve_base_model("finetuned_model", request.finetuned_model, settings)
+        return {"model": model, "output_name": request.job_uuid}
+    model = resolve_base_model("model", request.model, settings)
+    return {"model": model, "output_name": request.finetuned_model or request.job_uuid}
+
+
+def resolve_trust(model: str, settings: Settings) -> dict[str, Any]:
+    """Whether the operator lets this model's own code run, and of which revision."""
+    for entry in settings.trust_remote_code:
+        name, _, revision = entry.partition("@")
+        if name == model or (not revision and Path(name).expanduser().resolve() == Path(model)):
+            return {"trust_remote_code": True, "revision": revision or None}
+    return {}
+
+
+def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
+    if not model:
+        raise InvalidRequest(name, model, "name the base model: a local directory or a model id such as org/name")
+    path = absolute_path(name, model)
+    is_path = model.startswith(("/", "./", "~")) or ".." in Path(model).parts
+    # Before anything is said of what is there.
+    if (is_path or path.is_dir()) and not _may_be_read(path, settings):
+        roots = ", ".join(map(str, settings.model_roots or ())) or "none is configured"
+        raise InvalidRequest(
+            name,
+            model,
+            f"a model that is a directory must lie below one of the configured model_roots ({roots}), or be a "
+            "checkpoint of a job of this service; or name a model id such as org/name",
+        )
+    if not path.is_dir():
+        if is_path:
+            raise InvalidRequest(name, model, "there is no such directory on the machine that trains")
+        return model
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise InvalidRequest(
+                name,
+                model,
+                "this directory holds a LoRA adapter, not a model; train it with provider option merge_adapter and "
+                "name its `merged` checkpoint",
+            )
+        raise InvalidRequest(name, model, "the directory has no config.json; expected what save_pretrained writes")
+    return str(path)
+
+
+def _may_be_read(path: Path, settings: Settings) -> bool:
+    """Whether a request may name a model's directory: everywhere without `model_roots`; else below one of them, where
+    jobs write checkpoints, and what the operator trusts by its path."""
+    if settings.model_roots is None:
+        return True
+    data_dir = settings.data_dir.resolve()
+    if path.is_relative_to(data_dir):
+        return path != data_dir and not any(path.is_relative_to(data_dir / name) for name in DATA_DIRECTORIES)
+    trusted = (entry for entry in settings.trust_remote_code if entry.startswith(("/", "~")))
+    roots = (*settings.model_roots, *settings.checkpoint_roots, *map(Path, trusted))
+    return any(path.is_relative_to(root.expanduser().resolve()) for root in roots)
+
+
+def absolute_path(name: str, text: str, root: Path = Path()) -> Path:
+    """The absolute path that a text means; one that the system cannot look at is refused under its field's name."""
+    try:
+        path = (root / Path(text).expanduser()).resolve()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no permission; no such ~user; a NUL character
+        raise InvalidRequest(name, text, f"it cannot be looked up on this machine: {error}") from error
+    return path
+
+
+def resolve_checkpoint_dir(request: Request, settings: Settings) -> Path:
+    """`<checkpoint_dir>/<job_uuid>`: jobs that name the same directory never overwrite each other."""
+    roots = [settings.data_dir, *settings.checkpoint_roots]
+    base = absolute_path("checkpoint_dir", request.checkpoint_dir or "checkpoints", settings.data_dir)
+    if not any(base.is_relative_to(root.resolve()) for root in roots):
+        raise InvalidRequest(
+            "checkpoint_dir",
+            request.checkpoint_dir,
+            f"give a path relative to the data directory, or one inside {', '.join(map(str, roots))} "
+            "(`checkpoint_roots` in the provider's configuration adds more)",
+        )
+    data_dir = settings.data_dir.resolve()
+    if base == data_dir or data_dir.is_relative_to(base / request.job_uuid):
+        raise InvalidRequest(
+            "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
+        )
+    for reserved in DATA_DIRECTORIES:
+        if base.is_relative_to(data_dir / reserved):
+            raise InvalidRequest(
+                "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
+            )
+    for path in (base / request.job_uuid, base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise InvalidRequest("checkpoint_dir", request.checkpoint_dir, f"{path} is a file; name a directory")
+    return base / request.job_uuid
+
+
+def resolve_resume_from(options: ProviderOptions) -> ResumeFrom | None:
+    """Which checkpoint; whether it is there is found out when the job is submitted."""
+    if options.resume_from is None:
+        return None
+    job_uuid, _, checkpoint = options.resume_from.partition("/")
+    is_named = re.fullmatch(JOB_UUID_PATTERN, job_uuid) and re.fullmatch(r"(checkpoint-\d+)?", checkpoint)
+    if not is_named or options.resume_from.endswith("/"):
+        hint = "send JOB_UUID, or JOB_UUID/checkpoint-N, of a job of this provider; a path is not taken"
+        raise InvalidRequest("provider_options.resume_from", options.resume_from, hint)
+    return ResumeFrom(job_uuid=job_uuid, checkpoint=checkpoint or None)

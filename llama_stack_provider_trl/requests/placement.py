@@ -1,0 +1,85 @@
+"""Where a job may run: device, ranks, nodes, resources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..specs.job import (
+    ResourcesSpec,
+)
+from .checks import NO_SAVERS, nearest_choice
+from .options import ProviderOptions
+from .settings import Request, Settings
+
+
+def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
+    """What the job asks of its nodes; None: it stays on this machine."""
+    asked = options.resources
+    if asked is not None and settings.sharding is None:
+        hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
+        raise InvalidRequest("provider_options.resources", asked.model_dump(exclude_unset=True), hint)
+    nodes = (asked.nodes if asked else None) or settings.nodes
+    if nodes > settings.max_nodes:
+        hint = "no other machine can join this service, which listens on loopback: set TRL_SERVICE_HOST and its token"
+        raise InvalidRequest("provider_options.resources.nodes", nodes, hint)
+    if asked is None:
+        # What has a path, or a device of its own, may be on this machine only.
+        is_here = Path(model).is_absolute() or ":" in (options.device or "")
+        stays = nodes == 1 and (settings.max_nodes == 1 or is_here)
+        return None if stays else ResourcesSpec(nodes=nodes, min_nodes=nodes)
+    if asked.min_nodes is not None and asked.min_nodes > nodes:
+        raise InvalidRequest("provider_options.resources.min_nodes", asked.min_nodes, f"use at most nodes, {nodes}")
+    if asked.model_present and Path(model).is_absolute():
+        hint = "a model that is a directory is in no node's cache; name a model id, or leave it out"
+        raise InvalidRequest("provider_options.resources.model_present", True, hint)
+    if asked.gpu_memory_gb and options.device in ("cpu", "mps"):
+        hint = f"device {options.device} has no memory of its own; leave one of the two out"
+        raise InvalidRequest("provider_options.resources.gpu_memory_gb", asked.gpu_memory_gb, hint)
+    given = asked.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
+    return ResourcesSpec(nodes=nodes, min_nodes=asked.min_nodes or nodes, **given)
+
+
+def resolve_ranks(
+    request: Request, options: ProviderOptions, settings: Settings, resources: ResourcesSpec | None
+) -> dict[str, Any]:
+    """How many processes train, and how they share the model."""
+    nodes = resources.nodes if resources else 1
+    per_node = options.nproc_per_node or settings.ranks
+    ranks = per_node * nodes
+    # What devices or cores another machine has is its own matter: a job that asks for too many waits, and says so.
+    if per_node > settings.max_ranks and resources is None:
+        if settings.sharding is None:
+            hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
+        else:
+            hint = f"this node has devices for {settings.max_ranks}"
+        raise InvalidRequest("provider_options.nproc_per_node", per_node, hint)
+    if settings.sharding is None:
+        return {"ranks": ranks}
+    savers = request.training_config.efficiency_config or NO_SAVERS
+    if ranks == 1:
+        for name in ("memory_efficient_fsdp_wrap", "fsdp_cpu_offload"):
+            if getattr(savers, name):
+                hint = "one process shards nothing: ask for more with the provider option nproc_per_node, or set false"
+                raise InvalidRequest(f"training_config.efficiency_config.{name}", True, hint)
+        return {"ranks": 1}
+    offload = settings.sharding.cpu_offload or bool(savers.fsdp_cpu_offload)
+    if offload and settings.sharding.strategy == "NO_SHARD":
+        raise InvalidRequest(
+            "training_config.efficiency_config.fsdp_cpu_offload",
+            True,
+            "the service's sharding_strategy is NO_SHARD, which keeps everything on the device; set false",
+        )
+    return {"ranks": ranks, "sharding": settings.sharding.model_copy(update={"cpu_offload": offload})}
+
+
+def resolve_device(options: ProviderOptions, settings: Settings) -> str:
+    if options.device is None:
+        return "auto"
+    kinds = ("cpu", "cuda") if settings.max_nodes > 1 else ()
+    if options.device not in (*settings.devices, *kinds):
+        raise InvalidRequest(
+            "provider_options.device", options.device, nearest_choice(options.device, settings.devices)
+        )
+    return options.device

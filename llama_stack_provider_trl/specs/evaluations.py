@@ -1,0 +1,90 @@
+"""What follows from an evaluation: which checkpoint is the best so far, and whether to stop.
+
+Hugging Face's rules: the first of equals is the best (`load_best_model_at_end`), and patience counts evaluations in a
+row that are not better than the best by more than `min_delta` (`EarlyStoppingCallback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .job import Algorithm, JobSpec
+
+HIGHER_IS_BETTER = {
+    "eval_loss": False,
+    "eval_mean_token_accuracy": True,
+    "eval_rewards/accuracies": True,
+    "eval_rewards/margins": True,
+}
+METRICS: dict[Algorithm, tuple[str, ...]] = {
+    "sft": ("eval_loss", "eval_mean_token_accuracy"),
+    "dpo": ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"),
+}
+"""What a job can be judged by."""
+
+
+def is_better(metric: str, value: float, than: float | None, by: float = 0.0) -> bool:
+    """Whether `value` beats the best so far by more than `by`."""
+    if than is None:
+        return True
+    return value - than > by if HIGHER_IS_BETTER[metric] else than - value > by
+
+
+def best_step(metric: str, evaluations: Iterable[tuple[int, Mapping[str, float]]]) -> int | None:
+    """The step of the best of (step, metrics), given by step; None where none has the metric."""
+    best: tuple[int, float] | None = None
+    for step, metrics in evaluations:
+        if metric in metrics and is_better(metric, metrics[metric], best and best[1]):
+            best = step, metrics[metric]
+    return best and best[0]
+
+
+class Judge:
+    """Looks at every evaluation of a job.
+
+    Args:
+        notes: all that it remembers, as JSON would have it: a step checkpoint takes it along, so that a job that goes
+            on from there decides as one that was never interrupted.
+    """
+
+    def __init__(self, spec: JobSpec, notes: dict[str, Any]) -> None:
+        self.spec, self.notes = spec, notes
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """`value` of the best evaluation so far, and its `standing`, the fields of a checkpoint event."""
+        return self.notes.get("best")
+
+    def is_best(self, metrics: Mapping[str, float], standing: Mapping[str, Any]) -> bool:
+        """Whether no evaluation before was as good, by the job's `best_checkpoint`; remembers it if so."""
+        metric = self.spec.best_checkpoint
+        if metric is None or metric not in metrics:
+            return False
+        if not is_better(metric, metrics[metric], self.best["value"] if self.best else None):
+            return False
+        self.notes["best"] = {"value": metrics[metric], "standing": dict(standing)}
+        return True
+
+    def is_enough(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Whether the job's patience is over. One evaluation counts once."""
+        rule = self.spec.early_stopping
+        if rule is None or rule.metric not in metrics:
+            return False
+        value = metrics[rule.metric]
+        seen = self.notes.setdefault("early_stopping", {"best": None, "best_step": None, "waited": 0})
+        if is_better(rule.metric, value, seen["best"], rule.min_delta):
+            seen.update(best=value, best_step=step, waited=0)
+        else:
+            seen["waited"] += 1
+        return bool(seen["waited"] >= rule.patience)
+
+    def why_enough(self, step: int, total_steps: int) -> str:
+        """The sentence for a job that stops early."""
+        rule, seen = self.spec.early_stopping, self.notes["early_stopping"]
+        assert rule is not None
+        return (
+            f"early_stopping: ended at step {step} of {total_steps}, because {rule.metric} was not better than "
+            f"{seen['best']:.6g} (step {seen['best_step']}) by more than min_delta={rule.min_delta:g} in "
+            f"{seen['waited']} evaluations in a row"
+        )

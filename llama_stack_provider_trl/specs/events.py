@@ -1,0 +1,395 @@
+"""What a training process tells the world: one JSON object per line, appended to the attempt's `events.jsonl`.
+
+The file is the only channel from a rank to the supervisor. It is append-only, a line is written by one `write`, and a
+reader consumes whole lines only, so a kill -9 at any moment leaves a file that can be read to the last whole event.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from ..system.files import open_regular
+
+LINE_BYTES = 2 << 20
+"""Bytes of the longest line that is read as an event; `prepared` with 18,000 adapted modules has 1.1 MiB."""
+LAST_TIME = 253_402_300_799.0
+"""The last second of the year 9999, which is the last that `datetime` can hold."""
+_MAX_DEPTH = 32
+_MAX_VALUES = 100_000
+_MAX_KEY = 256
+_MAX_TEXT = 65_536
+_MAX_MESSAGE = 16_384
+_MAX_INTEGER = 2**63 - 1
+"""The largest integer that a database column holds."""
+
+
+def _cut(limit: int, *, end: bool = False) -> BeforeValidator:
+    """Shortens a text to `limit` characters instead of refusing the event: the first ones, or the last (`end`)."""
+
+    def shorten(text: Any) -> Any:
+        if not isinstance(text, str) or len(text) <= limit:
+            return text
+        return text[-limit:] if end else f"{text[: limit - 1]}…"
+
+    return BeforeValidator(shorten)
+
+
+def _bounded[Value](value: Value) -> Value:
+    """Refuses free-form JSON that could not be stored, shown or walked through later."""
+    waiting: list[tuple[Any, int]] = [(value, 1)]
+    count = 0
+    while waiting:
+        found, depth = waiting.pop()
+        count += 1
+        if depth > _MAX_DEPTH or count > _MAX_VALUES:
+            raise ValueError(f"at most {_MAX_DEPTH} levels and {_MAX_VALUES} values are expected")
+        if isinstance(found, dict):
+            if any(isinstance(key, str) and len(key) > _MAX_KEY for key in found):
+                raise ValueError(f"a key has more than {_MAX_KEY} characters")
+            waiting += [(item, depth + 1) for item in found.values()]
+        elif isinstance(found, list | tuple):
+            waiting += [(item, depth + 1) for item in found]
+        elif isinstance(found, int) and abs(found) > _MAX_INTEGER:
+            raise ValueError("an integer has more than 63 bits")
+        elif isinstance(found, str) and len(found) > _MAX_TEXT:
+            raise ValueError(f"a text has more than {_MAX_TEXT} characters")
+    return value
+
+
+def _usable(path: Path) -> Path:
+    if "\0" in str(path) or len(str(path)) > 4096:
+        raise ValueError("a path has at most 4096 characters, none of them NUL")
+    return path
+
+
+Seconds = Annotated[float, Field(ge=0, le=LAST_TIME, allow_inf_nan=False)]
+"""Since the epoch, up to the year 9999."""
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Of steps, rows, parameters: JSON's readers hold integers up to 2**53 without loss."""
+Epochs = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
+Name = Annotated[str, Field(max_length=_MAX_KEY)]
+Message = Annotated[str, _cut(_MAX_MESSAGE)]
+Metrics = Annotated[dict[Name, float], Field(max_length=256)]
+Tree = Annotated[dict[str, Any], AfterValidator(_bounded)]
+UsablePath = Annotated[Path, AfterValidator(_usable)]
+
+
+class Reason(StrEnum):
+    """Why a job failed. The total mapping to status, retryability and advice is `jobs.states.REASONS`."""
+
+    invalid_dataset = "invalid_dataset"
+    invalid_model = "invalid_model"
+    invalid_request = "invalid_request"
+    launch_failed = "launch_failed"
+    rank_failed = "rank_failed"
+    out_of_memory = "out_of_memory"
+    diverged = "diverged"
+    does_not_fit = "does_not_fit"
+    not_sharded = "not_sharded"
+    export_failed = "export_failed"
+    disk_full = "disk_full"
+    hung = "hung"
+    timed_out = "timed_out"
+    node_lost = "node_lost"
+    no_result = "no_result"
+    internal = "internal"
+
+
+class _Event(BaseModel):
+    # Unknown keys survive: an older supervisor reads a newer recipe's file.
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    time: Seconds = Field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    @model_validator(mode="after")
+    def _bound_unknown_keys(self) -> Self:
+        if self.model_extra:
+            _bounded(self.model_extra)
+        return self
+
+
+class Started(_Event):
+    """The process is up and has read its spec; the model is not loaded yet."""
+
+    type: Literal["started"] = "started"
+    pid: Annotated[int, Field(ge=0, le=2**31)]
+    device: Name
+    """The concrete device: cpu, cuda:0, mps."""
+    versions: Annotated[dict[Name, Name], Field(max_length=256)]
+
+
+class Prepared(_Event):
+    """Model loaded and data tokenized: training starts now."""
+
+    type: Literal["prepared"] = "prepared"
+    total_steps: Count
+    """Optimizer steps of the whole job."""
+    start_step: Count = 0
+    """Optimizer steps that a checkpoint brought along: training goes on with the next one."""
+    resumed_from: UsablePath | None = None
+    """That checkpoint; not the one that the attempt was given, where that is damaged."""
+    num_rows: Count
+    """Rows that are trained on, after dropping those that cannot be."""
+    trainable_parameters: Count
+    total_parameters: Count
+    effective: Tree = Field(default_factory=dict)
+    """What the recipe decided beyond the spec (attention kernel, adapted modules, truncated rows ...)."""
+
+
+class Warned(_Event):
+    """Something the user should know, said once; training goes on."""
+
+    type: Literal["warning"] = "warning"
+    message: Message
+
+
+class Preflighted(_Event):
+    """What a job would do, and whether it fits: the result of a preflight, in place of training."""
+
+    type: Literal["preflight"] = "preflight"
+    fits: bool
+    """Memory x 1.1 and disk."""
+    message: Message
+    """What does not fit and the nearest that does, in a sentence."""
+    data: Tree
+    """Rows, what was cut or dropped, and a histogram of lengths in tokens."""
+    steps: Annotated[dict[Name, Count], Field(max_length=256)]
+    memory: Tree
+    disk: Tree
+    warnings: Annotated[list[Message], Field(max_length=1000)]
+
+
+class Progress(_Event):
+    """One metric point, after optimizer step `step` (1-based). Key in the store: (job, step)."""
+
+    type: Literal["progress"] = "progress"
+    step: Count
+    epoch: Epochs
+    """Fraction of epochs done, 1.0 after the first."""
+    metrics: Metrics
+    """loss (mean since the last point), learning_rate, grad_norm, tokens_per_second, and the trainer's own."""
+    peak_memory_bytes: Bytes
+    """cuda: peak allocated. cpu, mps: peak resident set of the process."""
+
+
+class Evaluated(_Event):
+    """One pass over the validation dataset, after optimizer step `step`."""
+
+    type: Literal["evaluated"] = "evaluated"
+    step: Count
+    epoch: Epochs
+    metrics: Metrics
+
+
+class CheckpointSaved(_Event):
+    """A directory that is complete on disk, fsynced and loadable. Nothing is announced before that."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    kind: Literal["step", "final", "merged"]
+    step: Count
+    epoch: Count
+    """Number of the epoch in which it was saved, 1-based."""
+    path: UsablePath
+    train_loss: float | None
+    """Mean training loss over the optimizer steps since the previous step checkpoint (or the start)."""
+    validation_loss: float | None = None
+    perplexity: float | None = None
+    """exp(validation_loss), SFT only."""
+    verified: Literal["logits", "weights"] | None = None
+    """What `final` and `merged` were compared in with the trained model after they were written: every weight bit for
+    bit, or that and the logits of the model loaded from there."""
+    logits_difference: float | None = None
+    """How far those logits are off, as a fraction of their own scale: rounding."""
+
+
+class CheckpointDamaged(_Event):
+    """A step checkpoint that was announced is not what was written, and was set aside: it is listed no longer."""
+
+    type: Literal["checkpoint_damaged"] = "checkpoint_damaged"
+    path: UsablePath
+    message: Message
+    """What is wrong with it, and where it is now."""
+
+
+class Paused(_Event):
+    """Told to stop (`control.json`): all is saved up to `step`, nothing is exported, the process ends."""
+
+    type: Literal["paused"] = "paused"
+    step: Count
+
+
+class Finished(_Event):
+    """Everything was done and written. A job without this event did not complete, whatever its exit code."""
+
+    type: Literal["finished"] = "finished"
+    step: Count
+
+
+class Failed(_Event):
+    """The recipe caught what ended it."""
+
+    type: Literal["failed"] = "failed"
+    rank: Annotated[int, Field(ge=0, le=2**20)] = 0
+    """Which of the job's processes it was."""
+    reason: Reason
+    message: Message
+    traceback: Annotated[str, _cut(_MAX_TEXT, end=True)] = ""
+    """The last lines of the traceback; empty where the reason alone says it."""
+
+
+Event = Annotated[
+    Started
+    | Prepared
+    | Warned
+    | Preflighted
+    | Progress
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointDamaged
+    | Paused
+    | Finished
+    | Failed,
+    Field(discriminator="type"),
+]
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+class EventWriter:
+    """Appends events to a file. Safe against kill -9.
+
+    One process writes, rank 0; of the others only the last word (`failed`) may be in between, as one line.
+
+    The file's modification time says when the process last got anything done: a runner ends one that stands still.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._lock = threading.Lock()
+
+    def write(self, event: BaseModel, *, durable: bool = False) -> None:
+        """Append one event, whole or not at all; `durable` waits until it is on disk (checkpoints, results).
+
+        Raises:
+            OSError: the disk is full.
+        """
+        line = event.model_dump_json().encode() + b"\n"
+        with self._lock:  # checkpoints are announced by the thread that writes them
+            written = os.write(self._fd, line)
+            try:
+                while written < len(line):  # the disk has filled up in the middle of the line
+                    written += os.write(self._fd, line[written:])
+            except OSError:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise
+        if durable:
+            os.fsync(self._fd)
+
+    def beat(self) -> None:
+        """Say that work goes on, without an event."""
+        os.utime(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Silent:
+    """The event writer of every rank but the first: what they would say, rank 0 says."""
+
+    def write(self, event: BaseModel, *, durable: bool = False) -> None:
+        """Say nothing."""
+
+    def beat(self) -> None:
+        """Say nothing."""
+
+
+def parse_event(line: bytes) -> Event:
+    """Read one line.
+
+    Raises:
+        ValueError: it is not an event, or holds a number, a text or a nesting beyond the bounds above; one short
+            sentence says which.
+    """
+    if len(line) > LINE_BYTES:
+        raise ValueError(f"it has {len(line)} bytes, an event has {LINE_BYTES} at most")
+    # Before it becomes objects: a line of commas only would take 50 times its size, and an error for each value more.
+    if line.count(b",") + line.count(b"[") + line.count(b"{") > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
+    try:
+        return _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:_MAX_KEY]
+        raise ValueError(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
+
+
+def event_lines(data: bytes) -> list[bytes]:
+    """The lines of what `EventWriter` wrote. (`splitlines` would part a line at carriage returns too.)"""
+    return [line for line in data.split(b"\n") if line]
+
+
+def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:
+    """Read the whole lines of `path` from byte `offset` on: about `limit` bytes, and at least one line.
+
+    A line that is not an event does not hold up those behind it: a warning takes its place.
+
+    Returns:
+        The events and the offset after the last whole line.
+    """
+    try:
+        with open_regular(path) as file:
+            file.seek(offset)
+            data = file.read(limit)
+            while b"\n" not in data and len(data) <= LINE_BYTES and (more := file.read(limit)):
+                data += more
+    except FileNotFoundError:
+        return [], offset
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) > LINE_BYTES:
+        # Without a number, so that the parts of one endless line give one warning.
+        return [Warned(message=f"a line of {path.name} is longer than {LINE_BYTES} bytes and was left out")], (
+            offset + len(data)
+        )
+    events: list[Event] = []
+    begin = offset
+    for line in data[:end].split(b"\n")[:-1]:
+        if line:
+            events.append(_event_or_warning(line, path, begin))
+        begin += len(line) + 1
+    return events, offset + end
+
+
+def iter_events(path: Path) -> Iterator[Event]:
+    """All events of a file that nobody writes any more."""
+    offset = 0
+    while True:
+        events, after = read_events(path, offset)
+        yield from events
+        if after == offset:
+            return
+        offset = after
+
+
+def _event_or_warning(line: bytes, path: Path, begin: int) -> Event:
+    try:
+        return parse_event(line)
+    except ValueError as error:
+        return Warned(message=f"the line at byte {begin} of {path.name} is not an event and was left out: {error}")

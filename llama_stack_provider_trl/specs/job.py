@@ -1,0 +1,388 @@
+"""What a job is (`JobSpec`, frozen at POST) and what one try at it is (`AttemptSpec`, the run's `spec.json`).
+
+Both are plain data: no defaults are decided here that depend on a request (`resolve` decides them), no torch is
+imported, and everything a training process needs is in the file it is given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+
+Algorithm = Literal["sft", "dpo"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adam", "adamw", "sgd"]
+SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
+DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
+DataFormat = Literal["instruct", "dialog"]
+TruncationSide = Literal["right", "left"]
+Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+PreflightMode = Literal["refuse", "warn", "off"]
+Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class DatasetRef(_Frozen):
+    """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
+
+    dataset_id: str
+    path: Path
+    sha256: str
+    num_rows: int
+
+
+class LoraSpec(_Frozen):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request."""
+
+    target_modules: tuple[str, ...]
+    """Module name suffixes in Hugging Face's vocabulary, such as `q_proj`."""
+    mlp: bool = False
+    """Add the three (or two) linear layers of every MLP block, whatever the architecture calls them."""
+    rank: int = Field(gt=0)
+    alpha: int = Field(gt=0)
+    use_dora: bool = False
+    quantize_base: bool = False
+    """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""
+
+
+class QatSpec(_Frozen):
+    """Quantization-aware training: torchao's fake quantization of the linear layers of every block."""
+
+    quantizer_name: Quantizer
+    """torchao's names (torchao.quantization.qat): weights in int4 per group, with activations in int8 per token, or
+    with activations as they are."""
+    group_size: int = Field(gt=1)
+    """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
+
+
+class ReferenceSpec(_Frozen):
+    """DPO's reference."""
+
+    model: str | None = None
+    """An absolute local path or a model id; None: the base model."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    """Both as in JobSpec, of `model`."""
+    precompute: bool = False
+    """Its log-probabilities are computed once, before training, instead of at every step."""
+    cache: Path | None = None
+    """Directory in which they are kept for other jobs; None: they are not."""
+
+
+class DpoSpec(_Frozen):
+    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
+    `kto_pair` KTO on pairs (arXiv:2402.01306).
+
+    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip); with `kto_pair`
+    each completion has one of its own, against the estimated KL divergence of the other half (`recipes.trainer.dpo`).
+    """
+
+    beta: float = Field(0.1, gt=0)
+    loss_type: DpoLoss = "sigmoid"
+    reward_scale: float = Field(1.0, gt=0)
+    reward_clip: float | None = Field(None, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
+    reference: ReferenceSpec = ReferenceSpec()
+
+
+class OptimizerSpec(_Frozen):
+    name: OptimizerName = "adamw"
+    learning_rate: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """adamw: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """The same as a share of all optimizer steps, where `warmup_steps` is 0."""
+    scheduler: SchedulerName = "linear"
+    decay_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of warmup_stable_decay's last part (arXiv:2404.06395), in which the learning rate falls to 0
+    along a cosine; None: a tenth of all."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradients are clipped to this norm; 0 switches clipping off."""
+
+
+class EarlyStoppingSpec(_Frozen):
+    """When to end a job before its last step."""
+
+    patience: int = Field(gt=0)
+    """Evaluations in a row that are not better than the best before them."""
+    min_delta: float = Field(0.0, ge=0)
+    """By more than this an evaluation must be better."""
+    metric: str = "eval_loss"
+    """Its name in the evaluations' metrics."""
+
+
+class ShardingSpec(_Frozen):
+    """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
+
+    strategy: ShardingStrategy = "FULL_SHARD"
+    """FULL_SHARD: weights, gradients and optimizer in parts. SHARD_GRAD_OP: weights stay whole between forward and
+    backward. HYBRID_SHARD: parts within a node, copies across nodes. NO_SHARD: DDP, every rank holds everything."""
+    cpu_offload: bool = False
+    """Parts rest in CPU memory while they are not used."""
+    forward_prefetch: bool = False
+    """Fetch the next block's weights while this one computes forward."""
+    backward_prefetch: Prefetch | None = None
+    """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
+
+
+class ResourcesSpec(_Frozen):
+    """What a job asks of the machines that it runs on. All of it is per node."""
+
+    nodes: int = Field(1, gt=0)
+    """Machines that train together."""
+    min_nodes: int = Field(1, gt=0)
+    """After a failure it may go on with as few as these, with the same global batch."""
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    """GiB that each of its GPUs has at least."""
+    cpus: int | None = Field(None, gt=0)
+    """Cores that a node has at least; this and `memory_gb` choose nodes and reserve nothing."""
+    memory_gb: float | None = Field(None, gt=0)
+    """GiB of memory that a node has at least."""
+    labels: dict[str, str] = {}
+    """Labels that a node has, with these values."""
+    model_present: bool = False
+    """Only nodes that have the model in their local cache."""
+
+
+class ResumeFrom(_Frozen):
+    """A step checkpoint of another job to begin with."""
+
+    job_uuid: str
+    checkpoint: str | None = None
+    """Such as `checkpoint-6`; None: the newest."""
+    path: Path | None = None
+    """The job's own copy of it; None: not looked up yet."""
+
+
+class JobSpec(_Frozen):
+    """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
+
+    job_uuid: str
+    algorithm: Algorithm
+    model: str
+    """Base model: an absolute local path or a model id that transformers can load."""
+    revision: str | None = None
+    """Branch, tag or commit of a model id; None: the default branch."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model: the operator has named this model (and revision)."""
+    output_name: str
+    """Name of the result; identifiers of checkpoints start with it."""
+    checkpoint_dir: Path
+    """Absolute and this job's own: `<checkpoint_dir of the request>/<job_uuid>`."""
+    dataset: DatasetRef
+    validation: DatasetRef | None = None
+    data_format: DataFormat | None = None
+    """Which shape to read where a row carries both; a row with only one shape is read by that one."""
+    n_epochs: int = Field(gt=0)
+    max_steps_per_epoch: int | None = Field(None, gt=0)
+    """Optimizer steps; None: the whole epoch."""
+    batch_size: int = Field(gt=0)
+    """Rows (SFT) or pairs (DPO) per rank and micro step."""
+    gradient_accumulation_steps: int = Field(1, gt=0)
+    max_validation_steps: int | None = Field(None, gt=0)
+    """Batches per evaluation; None: the whole validation dataset."""
+    shuffle: bool = True
+    train_on_input: bool = False
+    """SFT: False, the loss covers assistant tokens; True, every token."""
+    packed: bool = False
+    """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
+    sequences. The rows of an evaluation are packed too, which does not change its numbers."""
+    max_seq_length: int = Field(1024, gt=1)
+    """Tokens; longer sequences are cut, and counted."""
+    max_seq_length_is_default: bool = False
+    """The request did not set it: a model with fewer positions lowers it, with a warning."""
+    truncation_side: TruncationSide = "right"
+    """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
+    the beginning of the prompt."""
+    dtype: Dtype = "bf16"
+    """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
+    fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    checkpoint_every: int = Field(1, gt=0)
+    """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
+    activation_offloading: bool = False
+    """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
+    optimizer: OptimizerSpec
+    lora: LoraSpec | None = None
+    qat: QatSpec | None = None
+    dpo: DpoSpec | None = None
+    merge_adapter: bool = False
+    """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
+    eval_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between evaluations; None: only before checkpoints and at the end."""
+    early_stopping: EarlyStoppingSpec | None = None
+    best_checkpoint: str | None = None
+    """A metric of the evaluations: each one that is better than all before ends in a checkpoint, the best one is kept,
+    and `final` holds its weights. None: `final` holds the last step's."""
+    keep_last: int | None = Field(None, gt=0)
+    """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
+    logging_steps: int = Field(1, gt=0)
+    seed: int = 42
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    ranks: int = Field(1, gt=0)
+    """Processes that train together, as many on each node; on cuda each has a GPU of its own, on a CPU those of a node
+    share it."""
+    resources: ResourcesSpec | None = None
+    """None: it runs on the service's (or provider's) own machine."""
+    sharding: ShardingSpec | None = None
+    """None: one process, nothing to share out."""
+    retries: int = Field(0, ge=0)
+    """How often the job is tried again after a failure that another try can mend."""
+    oom_retry: bool = False
+    """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
+    priority: int = 0
+    """The higher, the sooner it gets a device; equals in order of arrival."""
+    min_free_bytes: int = Field(0, ge=0)
+    """Disk space that a checkpoint must leave free."""
+    preflight: PreflightMode = "refuse"
+    """What follows where the estimated memory, with its margin, does not fit: refuse, the job fails before its model
+    is loaded; warn, it says so and tries; off, nothing is estimated."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads for torch; None: torch's own choice."""
+    resume_from: ResumeFrom | None = None
+    """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def nodes(self) -> int:
+        """Machines that train together."""
+        return self.resources.nodes if self.resources else 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def has_batch_means(self) -> bool:
+        """Whether the loss has means over the pairs of a batch, so that other batches are another loss."""
+        return self.dpo is not None and self.dpo.loss_type == "kto_pair"
+
+    def in_smaller_parts(self) -> JobSpec | None:
+        """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
+        every evaluation sees the same rows. None: batch_size is 1, or the loss has means over the batch (kto_pair)."""
+        if self.batch_size == 1 or self.has_batch_means:
+            return None
+        smaller = max(size for size in range(1, self.batch_size // 2 + 1) if self.batch_size % size == 0)
+        times = self.batch_size // smaller
+        accumulation = self.gradient_accumulation_steps * times
+        batches = None if self.max_validation_steps is None else self.max_validation_steps * times
+        changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
+        return self.model_copy(update={"batch_size": smaller, **changes})
+
+
+class PreflightSpec(_Frozen):
+    """What a preflight has to know of the devices that the job would get: it runs on none of them."""
+
+    device: Literal["cpu", "cuda", "mps"]
+    memory_bytes: int | None = Field(None, gt=0)
+    """Of each device; None: this machine's memory, shared by the job's ranks."""
+    max_ranks: int = Field(1, gt=0)
+    """The most that the job could ask for."""
+    free_bytes: int | None = Field(None, ge=0)
+    """Free on the disk of the job's checkpoints, which an isolated process does not see; None: it looks itself."""
+    own_memory_bytes: int | None = Field(None, gt=0)
+    """What the preflight's own process may allocate besides its libraries; None: no limit."""
+
+    @property
+    def too_much_memory(self) -> str:
+        """Why a preflight ended at that limit."""
+        return (
+            f"the preflight takes more than {(self.own_memory_bytes or 0) >> 20} MiB of memory (preflight_memory_mb "
+            "of the service) for the rows and the model's chat template: try it with fewer or shorter rows, and check "
+            "the template"
+        )
+
+
+class AttemptSpec(_Frozen):
+    """One try at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
+
+    job: JobSpec
+    attempt: int = Field(gt=0)
+    run_dir: Path
+    """`<data_dir>/jobs/<job_uuid>/attempts/<attempt>`; every path of the attempt is a function of it."""
+    world_size: int = 1
+    """Processes that train together in this attempt; they may be others than the job's `ranks`."""
+    rows_per_step: int | None = Field(None, gt=0)
+    """The global batch, which is the same in every attempt whatever its batch size and ranks; None: as `job` has it."""
+    resume_from: Path | None = None
+    """A checkpoint directory of this job to go on from; None: from the start."""
+    fall_back_to: tuple[Path, ...] = ()
+    """Checkpoints to go on from where that one turns out to be damaged, the best first."""
+    turn: Path | None = None
+    """On a disk that several machines see: a file that says, by its task_id, which attempt may write into the job's
+    checkpoint directory. None: no other can."""
+
+    @property
+    def resume_candidates(self) -> tuple[Path, ...]:
+        return (self.resume_from, *self.fall_back_to) if self.resume_from else ()
+
+    preflight: PreflightSpec | None = None
+    """Not None: nothing is trained, the process only says what would be (`events.Preflighted`)."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether all that it writes lies in the data directory, which no other user can enter."""
+        *above, jobs, _, attempts, _ = ("", "", "", "", *self.run_dir.parts)
+        data_dir = Path(*above)
+        in_it = (jobs, attempts) == ("jobs", "attempts") and self.job.checkpoint_dir.is_relative_to(data_dir)
+        return in_it or self.preflight is not None
+
+    @property
+    def task_id(self) -> str:
+        return f"{self.job.job_uuid}-{self.attempt}"
+
+
+def derive(
+    spec: JobSpec,
+    attempt: int,
+    device: str,
+    run_dir: Path,
+    resume_from: Path | None = None,
+    *fall_back_to: Path,
+    in_smaller_parts: bool = False,
+    has_trained: bool = False,
+    nodes: int | None = None,
+) -> AttemptSpec:
+    """One try at a job on a concrete device. Pure: the same arguments give the same spec.
+
+    Args:
+        fall_back_to: checkpoints for the case that `resume_from` is damaged, the best first.
+        in_smaller_parts: it ran out of memory before.
+        has_trained: an attempt before has done steps. It did fit: an estimate no longer refuses it, since what others
+            leave free on a GPU at the moment would end for good what another try can finish.
+        nodes: that it runs on; None: as many as the job asks for.
+    """
+    spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
+    preflight = "warn" if has_trained and spec.preflight == "refuse" else spec.preflight
+    placed = spec.model_copy(update={"device": device, "preflight": preflight})
+    return AttemptSpec(
+        job=placed,
+        attempt=attempt,
+        run_dir=run_dir,
+        world_size=spec.ranks_per_node * (nodes or spec.nodes),
+        # Of the job and not of `placed`: whatever an attempt changes, a step takes the same rows.
+        rows_per_step=spec.rows_per_step,
+        resume_from=resume_from,
+        fall_back_to=fall_back_to,
+    )

@@ -1,0 +1,542 @@
+"""Dataset rows as users write them -> the examples that the recipes train on. Stdlib only: servers import this.
+
+The accepted shapes are the table `ROW_SHAPES`; docs/data-formats.md is checked against it. Three rules hold for all:
+
+- None, NaN and a missing key are one thing, *absent*: rows may have made a round trip through pandas.
+- A number or a boolean where text is expected is read as its JSON text, and the report says so.
+- The first bad row ends the reading with `InvalidRows`, which names the row (from 0), the column, what was found and
+  what was expected. A row is never skipped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ..errors import InvalidRows
+from .job import Algorithm, DataFormat
+
+Message = dict[str, str]
+"""One turn: `role` (system, user, assistant or tool) and `content`."""
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Role names as found in chat and ShareGPT datasets -> the four that chat templates know."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that some chat templates render beside `content`."""
+_TOOLS = ("tools", "functions")
+"""Columns with the tools that a conversation may call, which some chat templates render."""
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SftExample:
+    """One supervised example: a conversation or a plain text, never both."""
+
+    messages: list[Message] | None
+    prompt_turns: int | None
+    """Leading messages that are context only, the loss is on the rest; None: the loss is on every assistant turn."""
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceExample:
+    """One preference pair: the prompt stands once, `chosen` and `rejected` are assistant turns."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+Example = SftExample | PreferenceExample
+
+
+@dataclass(frozen=True, slots=True)
+class RowsReport:
+    """What `check_rows` saw in a dataset that can be trained on."""
+
+    num_rows: int
+    shapes: dict[str, int]
+    """Rows per shape, keyed by `RowShape.name`."""
+    warnings: list[str]
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What is worth a warning, gathered over all rows."""
+
+    scalars: Counter[str] = field(default_factory=Counter)
+    message_keys: set[str] = field(default_factory=set)
+    identical: int = 0
+
+
+class _Row:
+    """One row without its absent values; turns columns into text and messages, or says why it cannot."""
+
+    __slots__ = ("index", "notes", "values")
+
+    def __init__(self, index: int, values: Mapping[str, Any], notes: _Notes) -> None:
+        self.index, self.values, self.notes = index, values, notes
+
+    def refuse(self, where: str, found: str, expected: str) -> InvalidRows:
+        return InvalidRows(f"column {where}: found {found}, expected {expected}", row=self.index)
+
+    def text(self, column: str) -> str:
+        """The column's text; blank text is refused."""
+        text = self.plain(self.values[column], column, column)
+        if not text or text.isspace():
+            raise self.refuse(column, "blank text", "text")
+        return text
+
+    def turns(self, column: str, role: str) -> list[Message]:
+        """A column that holds text (one turn of `role`) or a list of messages, possibly as JSON text."""
+        value = self.values[column]
+        if isinstance(value, list) or (isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value)):
+            return self.messages(column)
+        return [{"role": role, "content": self.text(column)}]
+
+    def messages(self, column: str) -> list[Message]:
+        """A column that holds a list of messages, or its JSON text."""
+        value = self.values[column]
+        if isinstance(value, str):
+            value = self._parsed(column, value)
+        if not isinstance(value, list):
+            raise self.refuse(column, _kind(value), "a list of {role, content} messages")
+        if not value:
+            raise self.refuse(column, "an empty list", "at least one message")
+        return [_ordinary(message) or self._message(message, column, turn) for turn, message in enumerate(value)]
+
+    def plain(self, value: Any, column: str, where: str) -> str:
+        """`value` as text: text as it stands, a number or a boolean as JSON writes it."""
+        if not isinstance(value, str):
+            if not isinstance(value, (int, float)) or value in (math.inf, -math.inf) or value != value:
+                raise self.refuse(where, _kind(value), "text")
+            self.notes.scalars[column] += 1
+            # pandas makes floats of a column of integers with gaps: 42 arrives as 42.0.
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            return json.dumps(int(value) if whole else value)
+        if not value.isascii() and not _is_unicode(value):
+            raise self.refuse(where, "half of a UTF-16 surrogate pair", "valid Unicode text")
+        return value
+
+    def _parsed(self, column: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            at = f"{error.msg} at character {error.pos}" if isinstance(error, ValueError) else "nested too deeply"
+            found = f"text that is not JSON ({at})"
+            expected = "a list of {role, content} messages, or its JSON text (json.dumps, not str)"
+            raise self.refuse(column, found, expected) from error
+
+    def _message(self, message: Any, column: str, turn: int) -> Message:
+        where = f"{column}, turn {turn}"
+        if not isinstance(message, Mapping):
+            raise self.refuse(where, _kind(message), "an object with role and content")
+        role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
+        self._note_extra_keys(message, {role_key, content_key}, where)
+        role = self._role(message, role_key, where)
+        content = self._content(message.get(content_key), column, f"{where} ({role})")
+        if role in ("user", "assistant") and (not content or content.isspace()):
+            raise self.refuse(f"{where} ({role})", "blank text", "text")
+        return {"role": role, "content": content}
+
+    def _note_extra_keys(self, message: Mapping[str, Any], read: set[str], where: str) -> None:
+        for key in ("tool_calls", "function_call"):
+            if message.get(key):
+                raise self.refuse(where, f"{key}, which no recipe renders", "the call written out as text in content")
+        for key in _REASONING:
+            if message.get(key):
+                raise self.refuse(where, f"{key}, which no recipe renders", "the reasoning as text in content, or none")
+        weight = message.get("weight")
+        if not _absent(weight) and weight != 1:
+            expected = (
+                "1, or no weight: the loss is on every assistant turn of a conversation; write the turns that are "
+            )
+            expected += "context only as a prompt (prompt and completion)"
+            raise self.refuse(where, f"weight {_shown(weight)}", expected)
+        self.notes.message_keys |= {key for key, value in message.items() if key not in read and not _absent(value)}
+
+    def _role(self, message: Mapping[str, Any], key: str, where: str) -> str:
+        role = message.get(key)
+        if isinstance(role, str) and role in ROLES:
+            return ROLES[role]
+        found = f"no {key}" if role is None else f"{key} {_shown(role)}"
+        raise self.refuse(where, found, f"one of {', '.join(ROLES)}")
+
+    def _content(self, content: Any, column: str, where: str) -> str:
+        if _absent(content):
+            raise self.refuse(where, "null content", "text")
+        if isinstance(content, Mapping):
+            content = [content]
+        if isinstance(content, list):
+            return "".join(self._part(part, column, where) for part in content)
+        return self.plain(content, column, where)
+
+    def _part(self, part: Any, column: str, where: str) -> str:
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            part = part.get("text")
+        if isinstance(part, str):
+            return self.plain(part, column, where)
+        named = isinstance(part, Mapping) and "type" in part
+        found = f"a content part of type {_shown(part['type'])}" if named else _kind(part)
+        raise self.refuse(where, found, 'text, or parts {"type": "text", "text": ...}')
+
+
+def _ordinary(message: Any) -> Message | None:
+    """The message if it is plain text under a known role, as nearly all are; the careful way is 3 times slower."""
+    if type(message) is not dict or len(message) != 2:
+        return None
+    if "from" in message:
+        role, content = message["from"], message.get("value")
+    else:
+        role, content = message.get("role"), message.get("content")
+    if type(role) is not str or role not in ROLES or type(content) is not str or not content or content.isspace():
+        return None
+    return {"role": ROLES[role], "content": content} if content.isascii() or _is_unicode(content) else None
+
+
+def _read_prompt_completion(row: _Row) -> SftExample:
+    prompt, completion = _prompt(row, "prompt"), row.turns("completion", "assistant")
+    if len(completion) > len(prompt) and completion[: len(prompt)] == prompt:
+        completion = completion[len(prompt) :]
+    return _prompted(prompt, _answer(row, "completion", completion))
+
+
+def _read_instruction(row: _Row) -> SftExample:
+    prompt = row.text("instruction")
+    extra = row.plain(row.values["input"], "input", "input") if "input" in row.values else ""
+    if extra and not extra.isspace():
+        prompt = f"{prompt}\n\n{extra}"
+    return _single_turn(prompt, row.text("output"))
+
+
+def _read_input_output(row: _Row) -> SftExample:
+    return _single_turn(row.text("input"), row.text("output"))
+
+
+def _read_question_answer(row: _Row) -> SftExample:
+    return _single_turn(row.text("question"), row.text("answer"))
+
+
+def _read_chat_completion_input(row: _Row) -> SftExample:
+    prompt = row.messages("chat_completion_input")
+    _refuse_open_answer(row, "chat_completion_input", prompt)
+    return _prompted(prompt, [{"role": "assistant", "content": row.text("expected_answer")}])
+
+
+def _conversation_reader(column: str) -> Callable[[_Row], SftExample]:
+    def read(row: _Row) -> SftExample:
+        messages = row.messages(column)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise row.refuse(column, "no assistant turn", "at least one, since that is what is trained")
+        return SftExample(messages, None)
+
+    return read
+
+
+def _read_text(row: _Row) -> SftExample:
+    return SftExample(None, None, row.text("text"))
+
+
+def _read_preference(row: _Row) -> PreferenceExample:
+    prompt = _prompt(row, "prompt")
+    chosen = _without_prompt(prompt, row.turns("chosen", "assistant"))
+    rejected = _without_prompt(prompt, row.turns("rejected", "assistant"))
+    shared = _shared_turns(chosen, rejected)
+    if shared[-len(prompt) :] == prompt:  # the conversations carry more context, such as a system turn
+        return _pair(row, shared, chosen[len(shared) :], rejected[len(shared) :])
+    if shared and shared[0]["role"] == "assistant" and shared[-1]["role"] != "assistant":  # and more turns
+        return _pair(row, prompt + shared, chosen[len(shared) :], rejected[len(shared) :])
+    return _pair(row, prompt, chosen, rejected)
+
+
+def _read_implicit_preference(row: _Row) -> PreferenceExample:
+    chosen, rejected = row.messages("chosen"), row.messages("rejected")
+    shared = _shared_turns(chosen, rejected)
+    if not shared:
+        expected = "the same leading turns in both (they are the prompt), or a prompt column"
+        raise row.refuse("chosen", "a first turn that differs from that of rejected", expected)
+    _refuse_open_answer(row, "chosen", shared)
+    return _pair(row, shared, chosen[len(shared) :], rejected[len(shared) :])
+
+
+def _single_turn(prompt: str, completion: str) -> SftExample:
+    return SftExample([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1)
+
+
+def _prompted(prompt: list[Message], completion: list[Message]) -> SftExample:
+    return SftExample(prompt + completion, len(prompt))
+
+
+def _prompt(row: _Row, column: str) -> list[Message]:
+    prompt = row.turns(column, "user")
+    _refuse_open_answer(row, column, prompt)
+    return prompt
+
+
+def _refuse_open_answer(row: _Row, column: str, prompt: list[Message]) -> None:
+    if prompt[-1]["role"] == "assistant":
+        raise row.refuse(column, "a prompt that ends in an assistant turn", "one that asks for an answer")
+
+
+def _answer(row: _Row, column: str, turns: list[Message]) -> list[Message]:
+    """Only assistant turns may be trained as an answer: anything else would put words into the model's mouth."""
+    other = next((turn["role"] for turn in turns if turn["role"] != "assistant"), None)
+    if other is not None:
+        expected = "assistant turns that follow the prompt (its own turns may be repeated in front, unchanged)"
+        raise row.refuse(column, f"{_article(other)} turn", expected)
+    return turns
+
+
+def _pair(row: _Row, prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> PreferenceExample:
+    row.notes.identical += chosen == rejected
+    return PreferenceExample(prompt, _answer(row, "chosen", chosen), _answer(row, "rejected", rejected))
+
+
+def _without_prompt(prompt: list[Message], turns: list[Message]) -> list[Message]:
+    return turns[len(prompt) :] if len(turns) > len(prompt) and turns[: len(prompt)] == prompt else turns
+
+
+def _shared_turns(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """The leading turns that both have; the last turn of each is never shared, so that something is left to compare."""
+    count = 0
+    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
+        if one != other:
+            break
+        count += 1
+    return chosen[:count]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowShape:
+    """One way to write a row. Columns beside those of the shape are allowed, not read, and reported."""
+
+    columns: tuple[str, ...]
+    algorithm: Algorithm
+    data_format: DataFormat | None
+    meaning: str
+    """One line for docs/data-formats.md."""
+    read: Callable[[_Row], Example]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.columns)
+
+
+ROW_SHAPES: tuple[RowShape, ...] = (
+    RowShape(
+        ("chat_completion_input", "expected_answer"),
+        "sft",
+        "instruct",
+        "Llama Stack's instruct rows: a message list, and the answer's text",
+        _read_chat_completion_input,
+    ),
+    RowShape(
+        ("dialog",),
+        "sft",
+        "dialog",
+        "Llama Stack's dialog rows: a message list, every turn of it",
+        _conversation_reader("dialog"),
+    ),
+    RowShape(
+        ("prompt", "completion"),
+        "sft",
+        "instruct",
+        "text (a user turn, an assistant turn) or message lists",
+        _read_prompt_completion,
+    ),
+    RowShape(
+        ("instruction", "output"),
+        "sft",
+        "instruct",
+        "Alpaca: the prompt is instruction, a blank line, input; or instruction alone",
+        _read_instruction,
+        ("input",),
+    ),
+    RowShape(("input", "output"), "sft", "instruct", "text: a user turn, an assistant turn", _read_input_output),
+    RowShape(("question", "answer"), "sft", "instruct", "text: a user turn, an assistant turn", _read_question_answer),
+    RowShape(("messages",), "sft", "dialog", "a message list, every turn of it", _conversation_reader("messages")),
+    RowShape(
+        ("conversations",),
+        "sft",
+        "dialog",
+        "ShareGPT: a list of {from, value}, every turn of it",
+        _conversation_reader("conversations"),
+    ),
+    RowShape(("text",), "sft", None, "plain text without a chat template, every token trained", _read_text),
+    RowShape(
+        ("prompt", "chosen", "rejected"),
+        "dpo",
+        None,
+        "text or message lists; chosen and rejected may repeat the prompt's turns in front",
+        _read_preference,
+    ),
+    RowShape(
+        ("chosen", "rejected"),
+        "dpo",
+        None,
+        "two conversations; the turns they have in common at the start are the prompt",
+        _read_implicit_preference,
+    ),
+)
+"""Every accepted shape. Where a row fits several, the first one of the asked `data_format` is read, else the first."""
+
+
+def parse_row(
+    row: Mapping[str, Any], index: int, algorithm: Algorithm, data_format: DataFormat | None = None
+) -> Example:
+    """Read one row.
+
+    Args:
+        index: the row's number, from 0, for the error message.
+        data_format: which shape to read where the row fits an instruct and a dialog shape; ignored by DPO.
+
+    Raises:
+        InvalidRows: the row fits no shape, or one of its columns cannot be read.
+    """
+    return _parse(row, index, algorithm, data_format, _Notes())[2]
+
+
+def check_rows(
+    rows: Iterable[Mapping[str, Any]], algorithm: Algorithm, data_format: DataFormat | None = None
+) -> RowsReport:
+    """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s).
+
+    Raises:
+        InvalidRows: at the first bad row, or if there is no row at all.
+    """
+    notes, seen = _Notes(), _Seen()
+    for index, row in enumerate(rows):
+        shape, columns, _ = _parse(row, index, algorithm, data_format, notes)
+        seen[shape, columns] += 1
+    if not seen:
+        raise InvalidRows("the dataset is empty: expected at least one row")
+    shapes: Counter[str] = Counter()
+    for (shape, _), count in seen.items():
+        shapes[shape.name] += count
+    return RowsReport(seen.total(), dict(shapes), _warnings(seen, notes, algorithm, data_format))
+
+
+def _parse(
+    row: Mapping[str, Any], index: int, algorithm: Algorithm, data_format: DataFormat | None, notes: _Notes
+) -> tuple[RowShape, frozenset[str], Example]:
+    if not isinstance(row, Mapping):
+        raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
+    values = {column: value for column, value in row.items() if not _absent(value)}
+    for column in _TOOLS:
+        if values.get(column):
+            found = f"column {column}: found {_kind(values[column])}, which no recipe renders"
+            raise InvalidRows(f"{found}: write the tools out as text in a system message", row=index)
+    columns = frozenset(values)
+    shape = _choose(columns, algorithm, data_format)
+    if shape is None:
+        raise InvalidRows(_no_shape(row, columns, algorithm), row=index)
+    return shape, columns, shape.read(_Row(index, values, notes))
+
+
+@lru_cache(maxsize=256)
+def _choose(columns: frozenset[str], algorithm: Algorithm, data_format: DataFormat | None) -> RowShape | None:
+    fitting = [shape for shape in ROW_SHAPES if shape.algorithm == algorithm and columns.issuperset(shape.columns)]
+    wanted = [shape for shape in fitting if shape.data_format == data_format]
+    return next(iter(wanted if data_format else fitting), None) or next(iter(fitting), None)
+
+
+def _no_shape(row: Mapping[str, Any], columns: frozenset[str], algorithm: Algorithm) -> str:
+    found = ", ".join(f"{column} (null)" if column not in columns else column for column in row)
+    expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.algorithm == algorithm)
+    other: Algorithm = "dpo" if algorithm == "sft" else "sft"
+    call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
+    fits = _choose(columns, other, None) is not None
+    hint = f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if fits else ""
+    return (
+        f"found the columns {found or 'of an empty object'}, expected for {algorithm.upper()} one of: {expected}{hint}"
+    )
+
+
+_Seen = Counter[tuple[RowShape, frozenset[str]]]
+"""Rows per shape and set of columns that have a value."""
+
+
+def _warnings(seen: _Seen, notes: _Notes, algorithm: Algorithm, data_format: DataFormat | None) -> list[str]:
+    warnings = []
+    if unread := {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}:
+        warnings.append(f"columns never read: {_listed(unread)}")
+    if notes.message_keys:
+        warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
+    if algorithm == "sft" and data_format is not None:
+        warnings += _format_warnings(seen, data_format)
+    if notes.scalars:
+        counts = _listed(f"{column} ({count})" for column, count in notes.scalars.items())
+        warnings.append(f"numbers or booleans where text is expected, read as their JSON text: {counts}")
+    if notes.identical:
+        warnings.append(
+            f"{notes.identical} of {seen.total()} pairs have identical chosen and rejected answers: no signal"
+        )
+    return warnings
+
+
+def _format_warnings(seen: _Seen, data_format: DataFormat) -> list[str]:
+    other = Counter[str]()
+    for (shape, _), count in seen.items():
+        if shape.data_format not in (None, data_format):
+            other[shape.name] += count
+    if not other:
+        return []
+    found = f"{other.total()} of {seen.total()} rows have only {_listed(other)}"
+    return [f"data_format is {data_format!r}, but {found}: read as they are"]
+
+
+def _absent(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a tokenizer can take it: JSON can carry half of a surrogate pair, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in JSON's words, with a glimpse of it."""
+    names = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    name = "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")
+    return name if value is None or value == [] else f"{name} {_shown(value)}"
+
+
+def _shown(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
+
+
+def _listed(items: Iterable[str]) -> str:
+    names = sorted(items)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -1,0 +1,1 @@
+"""What Llama Stack and OGX see of us, and what differs between their releases."""

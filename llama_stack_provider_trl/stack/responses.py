@@ -1,0 +1,160 @@
+"""What the calls answer: Llama Stack's response models with null allowed where we have no true value.
+
+Llama Stack's own `PostTrainingMetric` demands a validation loss; a job without validation data has none, and inventing
+one would be a lie. Clients of every release read null there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..jobs.records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord
+from ..jobs.verdict import has_shrunk
+from ..system.files import RunDir
+
+
+class PostTrainingJob(BaseModel):
+    job_uuid: str
+
+
+class ListPostTrainingJobsResponse(BaseModel):
+    data: list[PostTrainingJob]
+
+
+class PostTrainingMetric(BaseModel):
+    epoch: int
+    train_loss: float | None
+    validation_loss: float | None
+    perplexity: float | None
+
+
+class Checkpoint(BaseModel):
+    identifier: str
+    created_at: datetime
+    epoch: int
+    post_training_job_id: str
+    path: str
+    training_metrics: PostTrainingMetric | None
+
+
+class PostTrainingJobStatusResponse(BaseModel):
+    job_uuid: str
+    status: str
+    scheduled_at: datetime | None
+    started_at: datetime | None
+    completed_at: datetime | None
+    resources_allocated: dict[str, Any]
+    """Everything that Llama Stack's schema has no field for; docs/api.md lists the keys."""
+    checkpoints: list[Checkpoint]
+
+
+class PostTrainingJobArtifactsResponse(BaseModel):
+    job_uuid: str
+    checkpoints: list[Checkpoint]
+
+
+def status_response(
+    job: JobRecord, checkpoints: Sequence[CheckpointRecord], attempts: Sequence[AttemptRecord] = ()
+) -> PostTrainingJobStatusResponse:
+    return PostTrainingJobStatusResponse(
+        job_uuid=job.job_uuid,
+        status=job.status,
+        scheduled_at=job.scheduled_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+        resources_allocated=resources(job, attempts),
+        checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
+    )
+
+
+def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> PostTrainingJobArtifactsResponse:
+    shown = [checkpoint_response(job, checkpoint) for checkpoint in checkpoints]
+    return PostTrainingJobArtifactsResponse(job_uuid=job.job_uuid, checkpoints=shown)
+
+
+def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[str, Any]:
+    """Where the job runs, how far it is, what it really does, and why it failed."""
+    return {
+        "state": job.state.value,
+        "detail": job.detail,
+        "created_by": job.created_by or None,
+        "device": job.device,
+        "attempt": job.attempt,
+        "retries_used": job.retries_used,
+        "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
+        "progress": _progress(job.progress),
+        "warnings": list(job.warnings),
+        "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
+        "log_path": str(job.log_path) if job.log_path else None,
+        "error": _error(job),
+    }
+
+
+def checkpoint_response(job: JobRecord, checkpoint: CheckpointRecord) -> Checkpoint:
+    metrics = PostTrainingMetric(
+        epoch=checkpoint.epoch,
+        train_loss=checkpoint.train_loss,
+        validation_loss=checkpoint.validation_loss,
+        perplexity=checkpoint.perplexity,
+    )
+    return Checkpoint(
+        identifier=_identifier(job, checkpoint),
+        created_at=checkpoint.created_at,
+        epoch=checkpoint.epoch,
+        post_training_job_id=job.job_uuid,
+        path=str(checkpoint.path),
+        training_metrics=metrics,
+    )
+
+
+def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
+    suffix = f"checkpoint-{checkpoint.step}" if checkpoint.kind == "step" else checkpoint.kind
+    return f"{job.spec.output_name}-{suffix}"
+
+
+def _progress(progress: JobProgress) -> dict[str, Any]:
+    return {
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+        "percent": progress.percent,
+        "eta_seconds": progress.eta_seconds,
+        "epoch": progress.epoch,
+        "loss": progress.loss,
+        "tokens_per_second": progress.tokens_per_second,
+        "peak_memory_bytes": progress.peak_memory_bytes,
+    }
+
+
+def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:
+    """What the attempt after `before` had in place of the job's own configuration."""
+    smaller = job.spec.in_smaller_parts() if has_shrunk(before) else None
+    names = ("batch_size", "gradient_accumulation_steps")
+    return {} if smaller is None else {name: getattr(smaller, name) for name in names}
+
+
+def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attempt": attempt.attempt,
+        "device": attempt.device,
+        "started_at": None if attempt.started_at is None else attempt.started_at.isoformat(),
+        "ended_at": None if attempt.ended_at is None else attempt.ended_at.isoformat(),
+        "resumed_from": None if attempt.resume_from is None else str(attempt.resume_from),
+        "start_step": attempt.start_step,
+        "step": attempt.step,
+        "reason": attempt.reason,
+        "message": attempt.message,
+        "log_path": str(RunDir(attempt.run_dir).log),
+        **trained,
+    }
+
+
+def _error(job: JobRecord) -> dict[str, Any] | None:
+    if job.reason is None:
+        return None
+    message = f"{job.message}\n{job.advice}" if job.advice else job.message
+    log_path = str(job.log_path) if job.log_path else None
+    return {"reason": job.reason.value, "message": message, "log_path": log_path}

@@ -1,0 +1,434 @@
+"""Files that outlive a crash: content-addressed rows, atomic JSON, whole directories, confinement to a root, paths."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from ..errors import InvalidRequest, InvalidRows, is_exhausted
+from .beneath import NotAFile, open_beneath
+
+log = logging.getLogger(__name__)
+DATA_DIRECTORIES = ("jobs", "datasets", "reference", "preflights", "llama-stack", "node")
+"""Of a data directory: never a model or a directory of checkpoints, whatever a request names."""
+MANIFEST = "manifest.json"
+"""In a checkpoint: the size of each of its files, and the digests of a step checkpoint's. Written last, so that a
+directory with it was complete once."""
+LATEST = "latest"
+"""In a job's checkpoint directory: the name of the step checkpoint that was put in place last."""
+_STEP = re.compile(r"checkpoint-\d+")
+_STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
+_SMALL = 16 << 20
+"""Bytes of a small file that a training may have written; the largest manifests have 1 MiB."""
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
+
+
+class RunDir:
+    """Every path of one attempt, as a function of its directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.spec = root / "spec.json"
+        self.events = root / "events.jsonl"
+        self.log = self.rank_log(0)
+        self.launcher_log = root / "torchrun.log"
+        """What torchrun says where several ranks train: which of them ended first, and how."""
+        self.launcher_dir = root / "torchrun"
+        """torchrun's own, which nobody reads: left to itself it makes one in /tmp and never removes it."""
+        self.stacks = root / "stacks"
+        """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
+        self.control = root / "control.json"
+        """What rank 0 is to do after the step at hand; written by the launcher."""
+        self.cancelled = root / "cancelled"
+        """Its time is that of the first cancel."""
+        self.ballast = root / "ballast"
+        """Given up for the last words of a training process on a full disk."""
+        self.uploads = root / "uploads"
+        """How many checkpoints wait here for their way to the service; written by the agent of another machine."""
+        self.task = root / "task.json"
+        self.runner_lock = root / "runner.lock"
+        self.runner_log = root / "runner.log"
+        self.runner_status = root / "runner.json"
+
+    def rank_log(self, rank: int) -> Path:
+        """What this rank printed."""
+        return self.root / f"rank-{rank}.log"
+
+
+class Blob(NamedTuple):
+    """A stored dataset."""
+
+    sha256: str
+    path: Path
+    num_rows: int
+    num_bytes: int
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading whose name belongs to a training: no symbolic link is followed, no FIFO waited for.
+
+    Raises:
+        FileNotFoundError: nothing has the name.
+        NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotAFile(errno.EINVAL, "it is a symbolic link or a socket, not a file", str(path)) from error
+        raise
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return os.fdopen(file, "rb")
+    os.close(file)
+    raise NotAFile(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def open_in(directory: Path, relative: str | Path) -> BufferedReader:
+    """Open a regular file below a directory in which a training writes; no symbolic link leads out of it.
+
+    Raises:
+        NotAFile: it is something else.
+        OSError: it cannot be opened. EXDEV or ELOOP: a symbolic link on the path leads out of `directory`.
+    """
+    return os.fdopen(open_beneath(directory, Path(relative)), "rb")
+
+
+def read_regular(path: Path, limit: int = _SMALL) -> bytes:
+    """The content of a small file, opened as by `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`. EFBIG: it has more than `limit` bytes.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return data
+
+
+def is_regular(path: Path) -> bool:
+    """Whether `path` is a regular file itself, and not a symbolic link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def private_directory(directory: Path) -> None:
+    """Make a directory that no other user can enter; one that is there, and ours, becomes so.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = stat.S_IMODE(directory.stat().st_mode)
+    if not found & 0o077:
+        return
+    try:
+        directory.chmod(found & ~0o077)
+    except OSError as error:
+        log.warning(
+            "%s can be entered by other users (mode %04o), and that cannot be changed (%s): rows and logs in it are "
+            "readable for them; have its owner run chmod 700",
+            *(directory, found, error.strerror),
+        )
+
+
+def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
+    """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
+
+    A column whose value is NaN is left out of its row: that is how a data frame says that a row has no such column.
+
+    Raises:
+        InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
+            surrogate, a set ...); names the row, and nothing is stored.
+        OSError: the directory cannot be written.
+    """
+    return put_lines(directory, (_encoded(row, number) for number, row in enumerate(rows)))
+
+
+def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
+    """Store rows that are lines of JSON already, as `put_rows` does.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=directory, prefix=".rows-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb", buffering=1 << 20) as file:
+            digest, num_rows = _write_lines(file, lines)
+            num_bytes = file.tell()
+            _flush(file)
+        path = directory / f"{digest}.jsonl"
+        if not touched(path):
+            os.replace(temporary, path)
+            _fsync_path(directory)
+        return Blob(digest, path, num_rows, num_bytes)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def touched(rows: Path) -> bool:
+    """Whether these rows are stored; if so they are marked as used now, and are not removed for a while."""
+    try:
+        os.utime(rows)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def atomic_write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+    """Write JSON as `atomic_write` does."""
+    atomic_write(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n", mode)
+
+
+def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file so that a reader, or a power cut, finds the old one or the new one and never a part."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(data)
+            _flush(file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def fsync_tree(directory: Path) -> None:
+    """Force every file and directory below (and including) `directory` to disk."""
+    for root, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _fsync_path(Path(root, name))
+        _fsync_path(Path(root))
+
+
+def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Record the size of every file of a directory that is complete, in the directory.
+
+    Args:
+        digests: path in the directory -> sha256 of the file, where known; `damage` compares them.
+    """
+    sizes = {name: (directory / name).stat().st_size for name in file_names(directory)}
+    manifest = {"files": sizes, **({"sha256": dict(sorted(digests.items()))} if digests else {})}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether every file that the directory's manifest names is there with its size. Reads no file but that."""
+    return damage(directory, of=()) is None
+
+
+def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
+    """What is wrong with a directory that has a manifest, as a sentence; None: nothing is.
+
+    Args:
+        of: read these files, and compare their digests; None: all. A manifest without digests, as there were before
+            step checkpoints had them, is taken by its sizes.
+
+    Raises:
+        OSError: this process has no descriptor or no memory left to find out.
+    """
+    try:
+        manifest = json.loads(read_regular(directory / MANIFEST))
+        for name, size in manifest["files"].items():
+            with open_in(directory, name) as file:
+                found = os.fstat(file.fileno()).st_size
+            if found != size:
+                return f"{name} has {found} bytes, its manifest says {size}"
+        for name, digest in manifest.get("sha256", {}).items():
+            if (of is None or name in of) and sha256_in(directory, name) != digest:
+                return f"{name} does not have the sha256 that its manifest says"
+    except OSError as error:
+        if is_exhausted(error):
+            raise  # the files may be whole; a checkpoint that counts as damaged is given up
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read: {error!r}"
+    return None
+
+
+def file_names(directory: Path) -> list[str]:
+    """Paths in `directory` of all files in and below it, sorted: the same on every rank."""
+    return sorted(str(path.relative_to(directory)) for path in _files(directory))
+
+
+def sha256_of(path: Path) -> str:
+    """0.7 GB/s on one core of a server CPU, and Python's other threads go on meanwhile (hashlib)."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_in(directory: Path, name: str) -> str:
+    """As `sha256_of`, of a file that is opened as by `open_in`."""
+    with open_in(directory, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def point_latest(directory: Path, name: str) -> None:
+    """Have the file `latest` name a checkpoint of its directory. A reader finds the old name or the new one."""
+    temporary = directory / f"{LATEST}.tmp"
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:  # follows no symbolic link
+        file.write(name.encode() + b"\n")
+        _flush(file)
+    os.replace(temporary, directory / LATEST)
+    _fsync_path(directory)
+
+
+def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Make a complete directory visible under its name, in one step; one that has the name is replaced.
+
+    Args:
+        check: called when all is on the disk, as late as can be; nothing becomes visible where it raises.
+    """
+    fsync_tree(staging)
+    check()
+    old = target.with_name(f"{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    _fsync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
+    """Remove what a process that was killed has left in a job's checkpoint directory: parts of a checkpoint, and step
+    checkpoints that nobody was told of or that were forgotten and not yet deleted.
+
+    A checkpoint that was set aside for a new one which never came gets its name back.
+
+    Args:
+        listed: names of the job's checkpoints; they stay.
+    """
+    if not directory.is_dir():
+        return
+    for path in list(directory.iterdir()):
+        replaced = path.with_suffix("")
+        if path.suffix == ".old" and not replaced.exists():
+            path.rename(replaced)
+        elif path.name == f"{LATEST}.tmp":
+            path.unlink()
+        elif _STAGED.fullmatch(path.name) or (_STEP.fullmatch(path.name) and path.name not in listed):
+            shutil.rmtree(path, ignore_errors=True)
+    latest = directory / LATEST
+    if os.path.lexists(latest) and _named_by(latest) not in listed:  # it was put in place and not announced
+        steps = [name for name in listed if _STEP.fullmatch(name)]
+        if steps:
+            point_latest(directory, max(steps, key=lambda name: int(name.rpartition("-")[2])))
+        else:
+            latest.unlink()
+
+
+def _named_by(latest: Path) -> str | None:
+    try:
+        return read_regular(latest).decode(errors="replace").strip()
+    except NotAFile:
+        return None
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that we may still write where `path` is or would be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def tree_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in _files(directory))
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Rename a directory to `<name>.stale-<n>`, if there is one; returns its new name."""
+    if not directory.exists():
+        return None
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.stale-{number}")).exists():
+        number += 1
+    return directory.rename(aside)
+
+
+def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
+    """`root / relative` without symlinks, sure to lie under `root`.
+
+    Raises:
+        InvalidRequest: `relative` is absolute, has a `..`, or leads out of `root` through a symlink; names `field`.
+    """
+    text = str(relative)
+    if "\0" in text or Path(text).is_absolute() or ".." in Path(text).parts:
+        raise InvalidRequest(field, text, "give a relative path without '..'.")
+    resolved = (root / text).resolve()
+    if not resolved.is_relative_to(root.resolve()):
+        raise InvalidRequest(field, text, f"a symbolic link on it leads out of {root}: give a path that stays inside.")
+    return resolved
+
+
+def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
+    """The last lines of a text file, at most `limit` bytes of them; empty where there is no such regular file."""
+    try:
+        with open_regular(path) as file:
+            return tail_of(file, lines, limit)
+    except (FileNotFoundError, NotAFile):
+        return ""
+
+
+def tail_of(file: BinaryIO, lines: int, limit: int) -> str:
+    """As `tail`, of an open file."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+    text = file.read(limit).decode(errors="replace")
+    return "\n".join(text.splitlines()[-lines:]).strip()
+
+
+def _write_lines(file: BinaryIO, lines: Iterable[bytes]) -> tuple[str, int]:
+    digest, count = hashlib.sha256(), 0
+    for line in lines:
+        digest.update(line)
+        file.write(line)
+        count += 1
+    return digest.hexdigest(), count
+
+
+def _encoded(row: dict[str, Any], number: int) -> bytes:
+    if not isinstance(row, dict):
+        raise InvalidRows(f"found {type(row).__name__}, expected an object with named columns", row=number)
+    present = {name: value for name, value in row.items() if not (isinstance(value, float) and value != value)}
+    try:
+        return _ENCODE(present).encode() + b"\n"
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRows(
+            f"cannot be written as JSON ({error}); columns: {sorted(map(str, row))}", row=number
+        ) from error
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if is_regular(path))
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _fsync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,399 @@
+"""Processes: who they are, whether they live, how a whole tree of them is ended, and who holds a lock.
+
+Standard library and psutil only: the runner imports this, and it must start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from ..errors import is_exhausted
+
+TASK_MARK = "TRL_TASK_ID"
+RUN_DIR_MARK = "TRL_RUN_DIR"
+"""Environment variables that every process of a task carries. Both together name a task: two data directories on one
+machine may well hold jobs of the same name."""
+
+_LINUX = sys.platform == "linux"
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+_PF_EXITING = 0x4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+_PASSED_TO_CHILDREN = re.compile(
+    r"""PATH | HOME | USER | LOGNAME | LANG | LANGUAGE | LC_.* | TZ | TMPDIR | TEMP | TMP | VIRTUAL_ENV | CONDA_.*
+    | PYTHON.* | LD_LIBRARY_PATH | DYLD_.* | XDG_CACHE_HOME | SSL_CERT_.* | REQUESTS_CA_BUNDLE | CURL_CA_BUNDLE
+    | (http|https|all|no)_proxy | (HTTP|HTTPS|ALL|NO)_PROXY
+    | (CUDA|NVIDIA|NCCL|GLOO|HSA|HIP|ROCR|ROCM)_?.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.*
+    | HF_.* | HUGGINGFACE_.* | HUGGING_FACE_.* | TRANSFORMERS_.* | TOKENIZERS_.* | ACCELERATE_.* | BNB_.*
+    | TORCH.* | PYTORCH_.* | TRITON_.* | MALLOC_.* | GLIBC_TUNABLES | TRL_LOCK_DIR | TRL_FAULTS""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, not just a number: a pid that the system has given to somebody else is not equal to it."""
+
+    pid: int
+    started: str
+    """Opaque. Linux: boot id and clock ticks since boot, which no change of the clock and no reboot can repeat."""
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None where none has, or only a zombie."""
+    started = _started_on_linux(pid) if _LINUX else _started_elsewhere(pid)
+    return None if started is None else ProcessId(pid, started)
+
+
+def myself() -> ProcessId:
+    me = identify(os.getpid())
+    assert me is not None
+    return me
+
+
+def alive(process: ProcessId) -> bool:
+    """Whether this very process runs; a zombie does not."""
+    return identify(process.pid) == process
+
+
+def send_signal(process: ProcessId, number: int) -> bool:
+    """Signal this very process; False where it is gone."""
+    if not alive(process):
+        return False
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def descendants(pid: int) -> list[ProcessId]:
+    """Children of `pid`, their children and so on. Zombies are left out."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return _identified(child.pid for child in children)
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the children of `pid`, zombies included."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def innermost_pid(pid: int) -> int:
+    """The pid by which a process knows itself: another one where it is in a process namespace below ours."""
+    try:
+        found = re.search(r"^NSpid:\t(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:  # it has ended, or this is no Linux
+        return pid
+    return int(found[1].split()[-1]) if found else pid
+
+
+def carries(process: ProcessId, marks: Mapping[str, str]) -> bool:
+    """Whether this very process was started with these environment variables."""
+    try:
+        return _carries(psutil.Process(process.pid), marks) and alive(process)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def exiting(process: ProcessId) -> bool:
+    """Whether this very process has begun to exit: its environment is gone, and it is no zombie yet. Linux only."""
+    if not _LINUX or not alive(process):
+        return False
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(stat[stat.rindex(b")") + 2 :].split()[6]) & _PF_EXITING)
+
+
+def marked(marks: Mapping[str, str]) -> list[ProcessId]:
+    """Processes of this user whose environment carries all of `marks`: a tree whose root is gone is found that way."""
+    return _identified(process.pid for process in psutil.process_iter() if _carries(process, marks))
+
+
+def tasks_below(directory: Path) -> dict[Path, list[ProcessId]]:
+    """Every process of this user that belongs to a task whose run directory is below `directory`, by run directory."""
+    found: dict[Path, list[ProcessId]] = {}
+    for process in psutil.process_iter():
+        run_dir = _environment(process).get(RUN_DIR_MARK)
+        if run_dir and Path(run_dir).is_relative_to(directory) and (known := identify(process.pid)):
+            found.setdefault(Path(run_dir), []).append(known)
+    return found
+
+
+def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> None:
+    """End everything that `find` finds: SIGTERM, then SIGKILL `grace` seconds later; returns when it finds nothing.
+
+    `find` is asked again and again, so that a process forked meanwhile is not missed. A process that the kernel
+    cannot kill (state D) is waited for: its device is not free either.
+    """
+    for process in find():
+        send_signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while left := find():
+        if time.monotonic() >= deadline:
+            for process in left:
+                send_signal(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def reap(pid: int) -> None:
+    """Collect a dead child, if it is one of ours; anything else is left alone."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def become_subreaper() -> None:
+    """Linux: orphans among our descendants become our children, so that `descendants` still finds them."""
+    if _LINUX:
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux: the kernel sends us SIGKILL when the thread that forked us ends. To be called right after the fork.
+
+    Args:
+        parent: pid of the process that forked us; if it is gone already, so are we.
+    """
+    if _LINUX:
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def hide_from_other_processes() -> None:
+    """Linux: other processes of this user, unless it is root, can no longer read our environment and memory."""
+    if _LINUX:
+        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def machine_memory() -> int:
+    """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
+
+
+def available_memory() -> int:
+    """Bytes that processes here can still take: of the machine, or of the control group where it allows less."""
+    return max(0, min([psutil.virtual_memory().available, *(limit - taken for limit, taken in _memory_groups())]))
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process takes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def limit_memory(size: int) -> None:
+    """Linux: let this process, and each of its children, allocate at most `size` bytes; more is a MemoryError.
+
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts what libraries map and never touch: torch and trl
+    import within 2 GiB of the former (measured: 0.8 GiB resident) and not within 2 GiB of the latter.
+    """
+    if _LINUX:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        size = size if most == resource.RLIM_INFINITY else min(size, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def allocated_memory() -> int:
+    """Linux: bytes that `limit_memory` counts now; 0 elsewhere."""
+    try:
+        found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
+
+
+def memory_of(processes: Iterable[ProcessId]) -> int:
+    """Bytes of memory that processes take together; what they share through a tmpfs counts once, files that they have
+    mapped do not count. Elsewhere than on Linux, the sum of their resident memory."""
+    own = shared = 0
+    for process in processes:
+        try:
+            if _LINUX:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                sizes = {name: int(size) << 10 for name, size in _RESIDENT.findall(status)}
+                own, shared = own + sizes.get("Anon", 0), max(shared, sizes.get("Shmem", 0))
+            else:
+                own += psutil.Process(process.pid).memory_info().rss
+        except (OSError, psutil.Error):  # it has ended
+            continue
+    return own + shared
+
+
+def work_done() -> tuple[float, int]:
+    """CPU seconds that this process has taken so far, and bytes that it has read and written (0 on macOS)."""
+    me = psutil.Process()
+    times = me.cpu_times()
+    try:
+        moved = me.io_counters()
+    except (AttributeError, psutil.Error):
+        return times.user + times.system, 0
+    # What is mapped counts in read_bytes only, what comes from the page cache in read_chars only.
+    return times.user + times.system, sum(moved[2:])
+
+
+def _memory_groups() -> Iterator[tuple[int, int]]:
+    """Of each control group (version 2 and 1) that limits this process: the limit, and what is taken of it for good, in
+    bytes. Files in the page cache give way; those in a tmpfs do not."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    # In a container its own group is seen as the root, whatever path the host knows it by.
+    for root, group, limits, usage, cached in (
+        (_CONTROL_GROUPS, own.get("", ""), ("memory.max", "memory.high"), "memory.current", r"(?:in)?active_file"),
+        (
+            *(_CONTROL_GROUPS / "memory", own.get("memory", ""), ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+            r"total_(?:in)?active_file",
+        ),
+    ):
+        home = root / group
+        for place in (home, *home.parents):
+            if place.is_relative_to(root) and (limit := _smallest(place, limits)) is not None:
+                yield limit, _taken(place, usage, cached, limit)
+
+
+def _smallest(group: Path, names: Iterable[str]) -> int | None:
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # no such file: the root; no number: no limit
+            found.append(int((group / name).read_text()))
+    return min(found, default=None)
+
+
+def _taken(group: Path, usage: str, cached: str, limit: int) -> int:
+    try:
+        taken = int((group / usage).read_text())
+        given_way = re.findall(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return limit  # who does not know must not count on any
+    return taken - sum(map(int, given_way))
+
+
+def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """What a training process may see of `environ`, by an allow-list, and `added`.
+
+    The service's own tokens are not on the list. HF_TOKEN is: private models of the hub need it.
+    """
+    allowed = {name: value for name, value in environ.items() if _PASSED_TO_CHILDREN.fullmatch(name)}
+    return {**allowed, **added}
+
+
+class FileLock:
+    """An exclusive lock on a file, held until released or until this process ends, however it ends.
+
+    The file is never removed. While somebody holds the lock it says who, so that a waiter can say what it waits for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
+    def acquire(self, holder: str) -> bool:
+        """Take the lock if it is free, without waiting; `holder` is what others will read.
+
+        Raises:
+            OSError: the file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten.
+        """
+        assert self._fd is None, f"{self.path} is already held by this object"
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        with suppress(OSError):  # on a full disk the lock is nameless, and held all the same
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, holder.encode(), 0)
+        return True
+
+    def holder(self) -> str:
+        """Who wrote itself into the file last: the holder, where `acquire` has just said no."""
+        try:
+            return self.path.read_text(errors="replace").strip() or "an unnamed process"
+        except FileNotFoundError:
+            return "nobody"
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None
+
+
+def _identified(pids: Iterable[int]) -> list[ProcessId]:
+    return [found for pid in pids if (found := identify(pid)) is not None]
+
+
+def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
+    environ = _environment(process)
+    return all(environ.get(name) == value for name, value in marks.items())
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """The environment a process was started with; empty where we may not look."""
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+    except OSError as error:
+        if is_exhausted(error):
+            raise  # a process that could not be read would count as gone
+        return {}
+
+
+def _started_on_linux(pid: int) -> str | None:
+    # psutil's create_time() is a wall clock time: it moves when the clock is set.
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    state, ticks = fields[0], fields[19]
+    return None if state in (b"Z", b"X") else f"{_boot_id()}:{int(ticks)}"
+
+
+def _started_elsewhere(pid: int) -> str | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,171 @@
+"""`trl-remote doctor`: whether this machine is fit for the service or an agent, and what to do where it is not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.launch.interpreter import check_interpreter
+from llama_stack_provider_trl.launch.isolation import ADVICE, probe
+from llama_stack_provider_trl.system.files import free_bytes
+
+from ..nodes.identity import NodeError, versions
+from ..service.loading import load_settings
+from ..service.settings import ServiceSettings, SettingsError
+
+Level = Literal["ok", "warn", "fail"]
+_OPEN_FILES = 4096
+_SHARED_MEMORY = 1 << 30
+_SHARED_MEMORY_AT = Path("/dev/shm")
+_SPARE_DISK = 10 << 30
+"""Bytes; a checkpoint of a small model takes some of them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    level: Level
+    what: str
+    found: str
+    advice: str = ""
+    """What to do; empty where nothing is."""
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print what was found. Returns the exit status: 1 where a check failed."""
+    findings = list(examine(options.config))
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for one in findings:
+            advice = f"; {one.advice}" if one.advice else ""
+            print(f"{one.level:<4}  {one.what:<13} {one.found}{advice}")
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def examine(config: Path | None = None) -> Iterator[Finding]:
+    """Every check, in the order of the report. Where the settings cannot be loaded, the defaults are examined."""
+    try:
+        settings, path = load_settings(config)
+        yield Finding("ok", "settings", str(path or "defaults and TRL_SERVICE_* variables"))
+    except SettingsError as error:
+        settings = ServiceSettings()
+        yield Finding("fail", "settings", str(error), "docs/service.md lists every setting")
+    for check in _CHECKS:
+        yield from check(settings)
+
+
+def _python(settings: ServiceSettings) -> Iterator[Finding]:
+    python = str(settings.train_python or sys.executable)
+    try:
+        check_interpreter(settings.train_python)
+        found = versions(str(settings.train_python) if settings.train_python else None)
+    except (TrlError, NodeError) as error:
+        yield Finding("fail", "python", str(error))
+        return
+    yield Finding("ok", "python", f"{python}: {', '.join(f'{name} {version}' for name, version in found.items())}")
+    if settings.train_python is None and not _is_compiled("transformers"):
+        yield Finding(
+            *("warn", "bytecode", "the packages are not compiled, and isolated trainings cannot do that either"),
+            f"run {python} -m compileall -q {sys.prefix}/lib: every training starts seconds faster",
+        )
+
+
+def _is_compiled(package: str) -> bool:
+    found = importlib.util.find_spec(package)
+    return found is None or found.origin is None or Path(importlib.util.cache_from_source(found.origin)).exists()
+
+
+def _exposure(settings: ServiceSettings) -> Iterator[Finding]:
+    try:
+        settings.check_exposure()
+    except SettingsError as error:
+        yield Finding("fail", "exposure", str(error))
+        return
+    if settings.on_loopback and not settings.credentials:
+        found = f"{settings.host}, no token: every user of this machine may use the service, and so may trainings"
+        yield Finding("warn", "exposure", found, "set TRL_SERVICE_TOKEN")
+    else:
+        yield Finding("ok", "exposure", f"{settings.host}, token required")
+
+
+def _data_dir(settings: ServiceSettings) -> Iterator[Finding]:
+    path = settings.data_dir
+    if not path.exists():
+        yield Finding("ok", "data_dir", f"{path} will be created")
+        return
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid():
+        yield Finding(
+            "fail", "data_dir", f"{path} belongs to user {found.st_uid}", "choose another, or change its owner"
+        )
+    elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        yield Finding("fail", "data_dir", f"{path} cannot be written", f"chmod 0700 {path}")
+    elif mode & 0o077:
+        yield Finding("warn", "data_dir", f"{path} has mode {mode:04o}: others can read it", f"chmod 0700 {path}")
+    else:
+        yield Finding("ok", "data_dir", str(path))
+
+
+def _isolation(settings: ServiceSettings) -> Iterator[Finding]:
+    found = probe()
+    if found.how:
+        off = settings.isolation == "off"
+        said = f"possible ({found.how}), and switched off" if off else f"trainings are isolated ({found.how})"
+        yield Finding("warn" if off else "ok", "isolation", said, "set isolation to auto" if off else "")
+    else:
+        level: Level = "fail" if settings.isolation == "required" else "warn"
+        yield Finding(level, "isolation", f"trainings cannot be isolated: {found.why_not}", ADVICE)
+
+
+def _devices(settings: ServiceSettings) -> Iterator[Finding]:
+    try:
+        yield Finding("ok", "devices", ", ".join(settings.devices()))
+    except SettingsError as error:
+        yield Finding("fail", "devices", str(error))
+
+
+def _shared_memory(settings: ServiceSettings) -> Iterator[Finding]:
+    if not _SHARED_MEMORY_AT.is_dir():
+        return  # no Linux
+    size = shutil.disk_usage(_SHARED_MEMORY_AT).total
+    found = f"{_SHARED_MEMORY_AT} has {size / 2**30:.1f} GiB"
+    enough = size >= _SHARED_MEMORY
+    yield Finding(
+        *("ok" if enough else "warn", "shared memory", found),
+        "" if enough else "ranks exchange gradients there; in a container, --shm-size=8g",
+    )
+
+
+def _open_files(settings: ServiceSettings) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    enough = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
+    advice = f"ulimit -n {_OPEN_FILES}, or LimitNOFILE={_OPEN_FILES} in the unit"
+    yield Finding("ok" if enough else "warn", "open files", limit, "" if enough else advice)
+
+
+def _disk(settings: ServiceSettings) -> Iterator[Finding]:
+    free, needed = free_bytes(settings.data_dir), settings.min_free_disk_mb << 20
+    found = f"{free / 2**30:.1f} GiB are free for {settings.data_dir}"
+    level: Level = "fail" if free < needed else "warn" if free < needed + _SPARE_DISK else "ok"
+    advice = "" if level == "ok" else f"free some; min_free_disk_mb keeps {settings.min_free_disk_mb} MiB"
+    yield Finding(level, "disk", found, advice)
+
+
+_CHECKS: tuple[Callable[[ServiceSettings], Iterator[Finding]], ...] = (
+    *(_python, _exposure, _data_dir, _isolation, _devices, _shared_memory, _open_files, _disk),
+)

@@ -1,0 +1,284 @@
+"""`trl-remote`: the training service from a shell. Each command imports what it needs, and no more."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from llama_stack_provider_trl.errors import TrlError
+
+SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
+AGENT = "be a worker node of a training service on another machine"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 with a sentence on standard error (2: an option, or a token, that cannot be
+    one); `jobs watch` tells how the job ended."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["serve"]:
+        return _serve(given[1:])
+    options = parser().parse_args(given)
+    try:
+        return _doctor(options) if options.group == "doctor" else _run(options)
+    except BrokenPipeError:  # `| head` has seen enough; without this, Python complains once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (TrlError, OSError) as error:
+        print(f"trl-remote: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ntrl-remote: stopped looking; what was submitted goes on.", file=sys.stderr)
+        return 130
+
+
+def _serve(arguments: list[str]) -> int:
+    from ..service.__main__ import main as serve
+
+    return serve(arguments)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import report
+
+    return report(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ..client import ServiceClient, Timeouts
+    from ..config import checked_token, checked_url
+    from . import commands
+
+    is_agent = options.group == "agent"
+    try:
+        url = checked_url(options.url)
+    except ValueError as error:
+        print(f"trl-remote: {'--service' if is_agent else '--url'} or TRL_SERVICE_URL: {error}", file=sys.stderr)
+        return 1
+    tokens: dict[str, str] = {}
+    for name in ("TRL_SERVICE_TOKEN", "TRL_SERVICE_NODE_TOKEN") if is_agent else ("TRL_SERVICE_TOKEN",):
+        try:
+            tokens[name] = checked_token(os.environ.get(name)) or ""
+        except ValueError as error:
+            print(f"trl-remote: {name}: {error}", file=sys.stderr)
+            return 2
+
+    if is_agent:
+        return _agent(url, options, {**os.environ, **tokens})
+    # The service bounds a preflight itself (preflight_timeout).
+    timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
+    client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
+    return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
+
+
+def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from ..nodes.start import serve, worker_settings
+
+    given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s", "isolation")}
+    return serve(worker_settings(url, environ, labels=dict(options.label), **given))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="trl-remote",
+        description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
+        "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",
+    )
+    top.set_defaults(command="")
+    groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
+    groups.add_parser("serve", help=SERVE, add_help=False)
+    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
+    _datasets(groups.add_parser("datasets", help="add, list"))
+    _nodes(groups.add_parser("nodes", help="list (the default), cordon, uncordon, drain, remove machines"))
+    _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
+    _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
+    _agent_options(groups.add_parser("agent", help=AGENT))
+    doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
+    doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
+    doctor.add_argument("--json", action="store_true", help="the findings as a list")
+    return top
+
+
+def _nodes(group: argparse.ArgumentParser) -> None:
+    _at_service(group)
+    commands = group.add_subparsers(dest="command", metavar="COMMAND")
+    commands.default = "list"
+    for name, meaning in (
+        ("list", "machines, their devices, and which job has them"),
+        ("cordon", "give a machine no further jobs"),
+        ("uncordon", "give it jobs again"),
+        ("drain", "give it no further jobs; those that train there save, and go on elsewhere"),
+        ("remove", "forget a machine that is empty or gone"),
+    ):
+        command = commands.add_parser(name, help=meaning)
+        # No default of its own: it would replace what was given before the command.
+        command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
+        if name != "list":
+            command.add_argument("node", metavar="NODE")
+
+
+def _agent_options(command: argparse.ArgumentParser) -> None:
+    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
+    command.add_argument(
+        "--service", dest="url", default=default, metavar="URL", help="address of the service (TRL_SERVICE_URL)"
+    )
+    command.add_argument("--name", help="of this node (TRL_NODE_NAME; the host name)")
+    command.add_argument("--data-dir", metavar="DIR", help="its own directory (TRL_NODE_DATA_DIR; ~/.llama/trl-node)")
+    command.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps (TRL_NODE_DEVICE; auto)")
+    command.add_argument(
+        "--isolation",
+        choices=("auto", "off", "required"),
+        help="whether trainings are kept apart from the agent and its files (TRL_NODE_ISOLATION; auto)",
+    )
+    command.add_argument(
+        "--label",
+        action="append",
+        type=_label,
+        default=[],
+        metavar="NAME=VALUE",
+        help="for `labels` of a job; repeat it",
+    )
+    command.add_argument(
+        "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
+    )
+
+
+def _jobs(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    submit = _at_service(commands.add_parser("submit", help="queue a job; the same file again is the same job"))
+    submit.add_argument(
+        "file", metavar="FILE", help="the request as JSON, as Llama Stack takes it; - reads it from stdin"
+    )
+    submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    preflight = _at_service(
+        commands.add_parser("preflight", help="what a job would do and whether it fits; exit status 0 it fits, 1 not")
+    )
+    preflight.add_argument("file", metavar="FILE", help="the request as JSON; - reads standard input")
+    preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    preflight.add_argument("--json", action="store_true", help="the whole answer")
+    listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
+    listing.add_argument(
+        "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
+    )
+    _job(commands.add_parser("show", help="the whole status as JSON"))
+    watch = _job(
+        commands.add_parser("watch", help="follow a job to its end; exit status 0 completed, 1 failed, 2 cancelled")
+    )
+    watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (1)")
+    logs = _job(commands.add_parser("logs", help="what the training processes print"))
+    logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
+    logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
+    logs.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    for name, meaning in (
+        ("cancel", "end a job; its checkpoints stay"),
+        ("pause", "save a checkpoint, then free the devices"),
+        ("resume", "queue a paused job again"),
+    ):
+        _job(commands.add_parser(name, help=meaning))
+    pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to go on where it stopped"))
+    pull.add_argument("directory", metavar="DIR", help="where the checkpoint goes; must not exist yet")
+    pull.add_argument("--checkpoint", default="final", metavar="NAME", help="final, merged, checkpoint-100 ... (final)")
+
+
+def _datasets(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = _at_service(commands.add_parser("add", help="upload rows and register them under an id"))
+    add.add_argument("file", metavar="FILE", help=".jsonl, .json (a list of objects) or .csv")
+    add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
+    _at_service(commands.add_parser("list", help="one line per dataset"))
+
+
+def _tokens(group: argparse.ArgumentParser) -> None:
+    commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
+    create.add_argument("name", type=_token_name, metavar="NAME", help="for records: created_by of jobs, the audit log")
+    create.add_argument("--role", choices=("submit", "admin", "node"), default="submit", help="(submit)")
+    create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
+    create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
+    create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")
+    create.add_argument("--priorities", type=_words, metavar="P,P", help="of low, normal, high, critical (all)")
+    create.add_argument("--json", action="store_true", help="the whole answer")
+    listing = _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
+    listing.add_argument("--json", action="store_true", help="the whole answer")
+    revoke = _at_service(commands.add_parser("revoke", help="refuse a token from now on"))
+    revoke.add_argument("name", type=_token_name, metavar="NAME")
+
+
+def _audit(command: argparse.ArgumentParser) -> None:
+    _at_service(command)
+    command.set_defaults(command="show")
+    command.add_argument("--after", type=_number, metavar="N", help="lines behind number N (the last 100)")
+    command.add_argument("--caller", metavar="NAME", help="only of this token")
+    command.add_argument("--route", metavar="PATH", help="only of this path template, such as /v1/tokens/{name}")
+    command.add_argument("--follow", action="store_true", help="continue with new lines until interrupted")
+    command.add_argument("--json", action="store_true", help="one JSON object per line")
+
+
+def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    command.add_argument("job_uuid", metavar="JOB")
+    return _at_service(command)
+
+
+def _at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
+    command.add_argument("--url", default=default, help=f"address of the service (TRL_SERVICE_URL; now {default})")
+    return command
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return value
+
+
+def _token_name(text: str) -> str:
+    if text.startswith("trl_") and len(text) >= 36:
+        # Not repeated: terminals are recorded.
+        raise argparse.ArgumentTypeError(
+            "this looks like a token, expected the name of one: trl-remote tokens list shows the names"
+        )
+    return text
+
+
+def _span(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal() or not int(text[:-1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write a number and s, m, h or d, such as 30d")
+    return float(int(text[:-1]) * unit)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 MiB per second")
+    return value
+
+
+def _lines(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 10000 lines")
+    return value

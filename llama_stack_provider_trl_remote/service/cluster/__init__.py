@@ -1,0 +1,1 @@
+"""Jobs on worker nodes: tasks, presence, uploads, logs and credentials."""

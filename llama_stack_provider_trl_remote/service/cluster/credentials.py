@@ -1,0 +1,55 @@
+"""What nodes authenticate with: issued by a join, kept here as a hash, valid for one node until it is replaced or the
+node is removed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+
+from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.store import Store
+
+from ..security.access import Caller, Refused, Removed
+
+log = logging.getLogger(__name__)
+
+
+class NodeCredentials:
+    """Credential -> the node that calls. Reads the job store every time: a removed node is refused with its next call.
+
+    Raises:
+        Removed: the node was removed.
+        Refused: 500, the store cannot be read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, token: str) -> Caller | None:
+        sha256 = hash_of(token)
+        try:
+            found = self._store.credential(sha256)
+        except StoreError as error:
+            log.error("a credential cannot be checked: %s", error)
+            raise Refused(500, "the job database cannot be read: the service's log says why") from error
+        if found is None:
+            return None
+        if found.revoked:
+            raise Removed(found.node, removed(found.node))
+        return Caller("node", found.node, found.node, presented=True, unused_credential="" if found.used else sha256)
+
+
+def new_credential() -> tuple[str, str]:
+    """A credential, and its hash."""
+    credential = secrets.token_urlsafe(32)
+    return credential, hash_of(credential)
+
+
+def hash_of(credential: str) -> str:
+    # No salt and no slow hash: 256 random bits cannot be guessed from it.
+    return hashlib.sha256(credential.encode()).hexdigest()
+
+
+def removed(node: str) -> str:
+    return f"node {node!r} was removed (trl-remote nodes remove): start its agent again to have it back"

@@ -1,0 +1,322 @@
+"""What nodes bring: event lines, logs, and checkpoints that are put together file by file and put in place at once.
+
+Whatever comes of a task that is not current any more is refused, and a checkpoint becomes visible in the same moment in
+which that is looked at: two attempts can never both be believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.announced import named_path, refusal
+from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.checkpoint_files import check_names, is_checkpoint_name
+from llama_stack_provider_trl.specs.events import CheckpointSaved, EventWriter, event_lines, parse_event
+from llama_stack_provider_trl.system.files import (
+    MANIFEST,
+    RunDir,
+    atomic_write,
+    damage,
+    free_bytes,
+    fsync_tree,
+    point_latest,
+    put_in_place,
+    resolve_under,
+)
+
+from ...wire import CheckpointAnswer, CheckpointReport
+from ..http.errors import Gone, NotFound, WrongOffset
+from ..views.checkpoints import Digests
+from .logs import append_log, write_all
+
+LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
+_LOOK_BYTES = 8 << 20
+"""Bytes of an upload between two checks of the free space."""
+_LONGEST = 240
+"""Bytes of a file's name; file systems take 255."""
+
+
+class Shipping:
+    """Takes in what nodes bring. Safe to share between threads."""
+
+    def __init__(self, store: Store, digests: Digests) -> None:
+        self._store = store
+        self._digests = digests
+        self._lock = threading.Lock()
+        self._asked: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._senders: dict[Path, object] = {}
+        """Who writes a file: the last one to begin. Others may sit on connections that are dead."""
+
+    def current(self, task_id: str, node: str) -> NodeTaskRecord:
+        """A task of which the node may send something. Raises Gone."""
+        task = self._store.current_task(task_id, node)
+        if task is None:
+            raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
+        return task
+
+    def first(self, task_id: str, node: str) -> NodeTaskRecord:
+        """A task whose rank 0 is on this node. Raises Gone."""
+        task = self.current(task_id, node)
+        if task.node_rank:
+            raise Gone(f"node {node!r} has no rank 0 of task {task_id!r}: only that one's events and checkpoints count")
+        return task
+
+    def add_events(self, task_id: str, node: str, offset: int, lines: bytes) -> int:
+        """Append whole lines to the attempt's events; returns how many bytes there are then.
+
+        Raises:
+            Gone: or it is not rank 0's node.
+            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is not there.
+            WrongOffset: they do not begin where the file ends.
+            OSError: the disk is full.
+        """
+        task = self.first(task_id, node)
+        if lines and not lines.endswith(b"\n"):
+            raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
+        self._check_events(task, lines)
+        assert task.run_dir is not None
+        _check_room(self._store.get(task.job_uuid), task.run_dir, len(lines))
+        with self._lock, _opened(RunDir(task.run_dir).events) as file:
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            self.current(task_id, node)  # once more: whoever concludes the attempt writes here under the same lock
+            write_all(file, size, lines)
+            return size + len(lines)
+
+    def _check_events(self, task: NodeTaskRecord, lines: bytes) -> None:
+        """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
+        its event says that it is."""
+        spec = self._store.get(task.job_uuid).spec
+        for line in event_lines(lines):
+            try:
+                event = parse_event(line)
+            except ValueError as error:
+                raise InvalidRequest("body", f"{line[:100]!r}", f"it is no event: {error}") from error
+            if (why := refusal(event, spec)) is not None:
+                raise InvalidRequest("path", str(named_path(event)), why)
+            if isinstance(event, CheckpointSaved) and not (event.path / MANIFEST).is_file():
+                raise InvalidRequest("path", str(event.path), "it is not there: bring its files before its event")
+
+    def append_event(self, path: Path, event: BaseModel) -> None:
+        """A last word of the service's own."""
+        with self._lock:
+            writer = EventWriter(path)
+            writer.write(event)
+            writer.close()
+
+    def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
+        """Append a part of a log; one that begins behind what is here leaves out what is between.
+
+        Returns:
+            Up to which byte of the node's file the log is here.
+
+        Raises:
+            Gone.
+            NotFound: there is no such log.
+            WrongOffset: it begins before what is here ends.
+            OSError: the disk is full.
+        """
+        task = self.current(task_id, node)
+        if not LOG.fullmatch(name):
+            raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")
+        job = self._store.get(task.job_uuid)
+        ranks = job.spec.ranks_per_node * len(self._store.tasks(task_id))
+        if name.startswith("rank-") and int(name[len("rank-") : -len(".log")]) >= ranks:
+            raise NotFound(f"{name!r} is no log of this task: it has {ranks} ranks, counted from 0")
+        assert task.run_dir is not None
+        if name == "torchrun.log" and task.node_rank:
+            name = f"torchrun-{task.node_rank}.log"  # each node has one
+        with self._lock:
+            _check_room(job, task.run_dir, len(data))
+            return append_log(task.run_dir / name, offset, data)
+
+    def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
+        """Which files of a checkpoint are missing; where none is, it is put in place.
+
+        Raises:
+            Gone.
+            InvalidRequest: it is no checkpoint of the job's, not whole, or holds more than data.
+            OSError: the disk is full.
+        """
+        task = self.first(task_id, node)
+        job = self._store.get(task.job_uuid)
+        target = job.spec.checkpoint_dir / name
+        if not is_checkpoint_name(name, report.kind):
+            raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
+        _check_files(report, code=job.spec.trust_remote_code)
+        staging = _staging(job, task, name)
+        with self._asked[staging]:  # asked again while the first one still forces files to disk
+            if self._is_in_place(target, report):
+                return CheckpointAnswer(missing=(), path=str(target))
+            contents, asked = staging / "files", staging / "report.json"
+            if asked.exists() and asked.read_text() != report.model_dump_json():
+                shutil.rmtree(staging)  # another one of that name: nothing of the one before counts
+            contents.mkdir(parents=True, exist_ok=True)
+            atomic_write(asked, report.model_dump_json().encode())
+            missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
+            if missing:
+                self._check_space(job, contents, report, missing)
+                return CheckpointAnswer(missing=missing)
+            self._put_in_place(task, contents, target, report)
+            shutil.rmtree(staging, ignore_errors=True)
+        return CheckpointAnswer(missing=(), path=str(target))
+
+    async def receive(
+        self, task_id: str, node: str, name: str, path: str, sha256: str, offset: int, pieces: AsyncIterator[bytes]
+    ) -> int:
+        """A part of a file that `ask` has called missing; kept as far as it comes. Returns how many bytes are here.
+
+        Raises:
+            Gone.
+            NotFound: `ask` was not told of such a file.
+            InvalidRequest: the file has another digest: what was kept of it is dropped.
+            WrongOffset: it does not begin where what is here ends.
+        """
+        task = self.first(task_id, node)
+        if not is_checkpoint_name(name):
+            raise NotFound(f"{name!r} is not the name of a checkpoint: checkpoint-NUMBER, final and merged are")
+        job = self._store.get(task.job_uuid)
+        staging = _staging(job, task, name)
+        try:
+            report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
+        except FileNotFoundError as error:
+            raise NotFound(f"nobody has asked for checkpoint {name!r} yet: POST its report first") from error
+        wanted = next((file for file in report.files if (file.path, file.sha256) == (path, sha256)), None)
+        if wanted is None:
+            raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
+        whole = resolve_under(staging / "files", path)
+        part = resolve_under(staging / "parts", path)
+        if _size(whole) == wanted.size:
+            return wanted.size
+        part.parent.mkdir(parents=True, exist_ok=True)
+        us = object()
+        with _opened(part, 0o644) as file:  # other users may read what is in `checkpoint_roots`
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            self._senders[part] = us
+            unchecked = 0
+            async for piece in pieces:
+                if self._senders.get(part) is not us:
+                    raise WrongOffset(offset, _size(part) or 0)
+                if size + len(piece) > wanted.size:
+                    raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
+                unchecked += len(piece)
+                if unchecked >= _LOOK_BYTES:  # other uploads take from the same disk
+                    _check_free(job, part.parent, 0)
+                    unchecked = 0
+                write_all(file, size, piece)
+                size += len(piece)
+            if size < wanted.size:
+                return size
+            await asyncio.to_thread(os.fsync, file)
+        try:
+            found = await self._digest(part)
+            if found != sha256:
+                part.unlink()
+                raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
+            # Whoever comes first: a sender that got no answer in time asks again, and waits for the same digest.
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, whole)
+        except FileNotFoundError as error:
+            if _size(whole) != wanted.size:
+                raise WrongOffset(offset, _size(part) or 0) from error
+        finally:
+            if self._senders.get(part) is us:
+                del self._senders[part]
+        return size
+
+    async def _digest(self, path: Path) -> str:
+        loop = asyncio.get_running_loop()
+        _, found = await loop.run_in_executor(self._digests.threads, self._digests.of, path)
+        return found
+
+    def _is_in_place(self, target: Path, report: CheckpointReport) -> bool:
+        """The answer was lost, or the node sees our file system."""
+        try:
+            return all(self._digests.of(target / file.path) == (file.size, file.sha256) for file in report.files)
+        except OSError:
+            return False
+
+    def _put_in_place(self, task: NodeTaskRecord, contents: Path, target: Path, report: CheckpointReport) -> None:
+        if wrong := damage(contents, of=()):
+            raise InvalidRequest("files", target.name, f"it is not whole: {wrong}")
+        fsync_tree(contents)
+        with self._store.while_current(task.task_id, task.node) as is_current:
+            if not is_current:
+                raise Gone(f"task {task.task_id!r} was ended while {target.name} came: it is not kept")
+            put_in_place(contents, target)
+            if report.kind == "step":
+                point_latest(target.parent, target.name)
+
+    def _check_space(self, job: JobRecord, staging: Path, report: CheckpointReport, missing: tuple[str, ...]) -> None:
+        _check_free(job, staging, sum(file.size for file in report.files if file.path in missing))
+
+
+def _check_free(job: JobRecord, directory: Path, coming: int) -> None:
+    free, needed = free_bytes(directory), coming + job.spec.min_free_bytes
+    if free < needed:
+        text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
+        raise OSError(errno.ENOSPC, text)
+
+
+def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
+    """Events and logs may take half of what checkpoints leave free: a full disk is reported by them."""
+    free, needed = free_bytes(run_dir), coming + job.spec.min_free_bytes // 2
+    if free < needed:
+        text = f"{free >> 20} MiB are free where events and logs of {job.job_uuid} go, {needed >> 20} are needed"
+        raise OSError(errno.ENOSPC, text)
+
+
+def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
+    """The attempt's own; `files.remove_leftovers` knows such names."""
+    return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
+
+
+def _check_files(report: CheckpointReport, *, code: bool) -> None:
+    """Refuse a report before a byte of it is sent. Raises InvalidRequest.
+
+    Args:
+        code: the job's model has code of its own, which the operator trusts; its exports hold it.
+    """
+    names = [file.path for file in report.files]
+    if MANIFEST not in names:
+        raise InvalidRequest("files", names[:5], f"a checkpoint has a {MANIFEST}: send all files of it")
+    for name in names:
+        resolve_under(Path("/checkpoint"), name, "files.path")
+        if any(len(part.encode()) > _LONGEST for part in Path(name).parts):
+            raise InvalidRequest("files.path", name[:100], f"a file's name has {_LONGEST} bytes at most")
+    check_names(names, "files.path", code=code)
+    directories = {str(parent) for name in names for parent in Path(name).parents}
+    if len(set(names)) < len(names) or directories & set(names):
+        raise InvalidRequest("files", names[:5], "a file is named twice, or a directory has its name")
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+@contextmanager
+def _opened(path: Path, mode: int = 0o600) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        yield file
+    finally:
+        os.close(file)

@@ -1,0 +1,1 @@
+"""Registered datasets: rows by digest, and the processes that read and check them."""

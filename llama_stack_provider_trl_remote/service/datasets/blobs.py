@@ -1,0 +1,250 @@
+"""Datasets as files named by their sha256: uploaded in pieces, checked once per algorithm, never held in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
+from llama_stack_provider_trl.system.process import child_environment
+
+from ..http.errors import TooLarge
+from ..settings import ServiceSettings
+from .children import run
+from .reader import Verdict, check_file, too_much_memory
+
+READING = "llama_stack_provider_trl_remote.service.datasets.reader"
+_STAGING = ".incoming-"
+_PIECE = 1 << 20
+_SMALL = 4 << 20
+"""Bytes of a file that is checked in a thread: a process of its own costs a third of a second."""
+_SHORT = 256 << 10
+"""Bytes of the longest line in such a file: as Python objects it takes up to 30 times as much, 8 MiB."""
+_LOOK_BYTES = 8 << 20
+"""Bytes of an upload between two checks of the free space."""
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Each thread of a numeric library takes tens of MiB of a reader's memory limit."""
+_CHILDREN = 2
+"""Processes that read datasets at once."""
+
+
+class Blobs:
+    """The files of `<data_dir>/datasets`."""
+
+    def __init__(self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION) -> None:
+        self._isolation = isolation
+        self.directory = settings.data_dir / "datasets"
+        self._settings = settings
+        self._children = asyncio.Semaphore(_CHILDREN)
+        self._checking: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def prepare(self) -> None:
+        """Make the directory, and remove what uploads left there that were under way when a service was killed."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob(f"{_STAGING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def path(self, sha256: str) -> Path:
+        return self.directory / f"{sha256}.jsonl"
+
+    def holds(self, sha256: str) -> bool:
+        """Whether these rows are stored here; whoever asks has time to use them."""
+        return touched(self.path(sha256))
+
+    async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
+        """Store a body whose digest this must be; of one that ends early or differs, nothing stays.
+
+        Raises:
+            InvalidRequest: it has another digest.
+            TooLarge: it has too many rows.
+            OSError: the disk is full.
+        """
+        self.check_space(announced)
+        with self._staging() as staging:
+            file = staging / "rows"
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
+                found = await self._write(output, pieces)
+            if found != sha256:
+                raise InvalidRequest("sha256", sha256, f"the body's is {found}: nothing was kept, send it again")
+            await asyncio.to_thread(self.keep, file, sha256)
+
+    async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
+        """Store the rows of a file or a hub dataset; returns their digest and number.
+
+        Args:
+            file: descriptor of the file; it stays open. None: the uri is one of the hub.
+
+        Raises:
+            InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
+            TooLarge: it has too many rows.
+            OSError: the disk is full.
+        """
+        limits = (str(self._settings.max_rows), str(self._settings.min_free_disk_mb))
+        with self._staging() as staging:
+            # In an empty directory: the hub's library takes ORG/NAME for a local directory where there is such a one.
+            answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
+            if "too_many" in answer:
+                raise self._too_many()
+            if "disk_full" in answer:
+                raise OSError(errno.ENOSPC, f"reading {uri}: {answer['disk_full']}")
+            if "error" in answer:
+                raise InvalidRows(answer["error"])
+            rows = staging / f"{answer['sha256']}.jsonl"
+            await asyncio.to_thread(self.keep, rows, answer["sha256"])
+            return answer["sha256"], answer["num_rows"]
+
+    async def checked(
+        self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        """A stored file that an algorithm can train on, with warnings. Looked into once: the verdict stays beside it.
+
+        Raises:
+            InvalidRows: naming the first bad row.
+        """
+        path = self.path(sha256)
+        kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
+        # One at a time: a POST that is repeated since its client has waited too long picks up the first one's verdict.
+        async with self._checking[kept]:
+            verdict = await asyncio.to_thread(_read_verdict, kept)
+            if verdict is None:
+                verdict = await self._check(path, algorithm, data_format)
+                await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+        if verdict["error"] is not None:
+            raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
+        ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
+        return ref, verdict["warnings"]
+
+    def check_count(self, num_rows: int) -> None:
+        """Raises TooLarge."""
+        if num_rows > self._settings.max_rows:
+            raise self._too_many()
+
+    async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
+        if await asyncio.to_thread(_is_light, path):
+            return await asyncio.to_thread(check_file, path, algorithm, data_format)
+        answer = await self._child(Path("/"), "check", str(path), algorithm, data_format or "", read=[path])
+        if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
+            raise InvalidRows(answer["error"])
+        return Verdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
+
+    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes]) -> str:
+        digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
+        unchecked = 0
+
+        def flush() -> None:
+            nonlocal unchecked
+            digest.update(waiting)
+            output.write(waiting)
+            unchecked += len(waiting)
+            if unchecked >= _LOOK_BYTES:  # a body without Content-Length was announced by nothing
+                output.flush()
+                self.check_space(0)
+                unchecked = 0
+
+        async for piece in pieces:
+            num_rows += piece.count(b"\n")
+            last = piece[-1:] or last
+            self.check_count(num_rows + (last != b"\n"))
+            waiting += piece
+            if len(waiting) >= _PIECE:
+                await asyncio.to_thread(flush)
+                waiting.clear()
+        await asyncio.to_thread(flush)
+        return digest.hexdigest()
+
+    async def _child(
+        self, cwd: Path, *arguments: str, file: int | None = None, read: Sequence[Path] = (), write: Sequence[Path] = ()
+    ) -> dict[str, Any]:
+        """Run `reading` in the training interpreter; it sees no token of ours, of our files those that it is to read or
+        write, and ends when its time is over.
+
+        Args:
+            file: descriptor that it gets, as its last argument.
+        """
+        python = self._settings.train_python or Path(sys.executable)
+        environment = child_environment(os.environ, _ONE_THREAD)
+        argv = [str(python), "-m", READING, *arguments]
+        limit = self._settings.convert_timeout
+        memory = self._settings.reader_memory_mb
+        given = () if file is None else (file,)
+        command = self._isolation.command(
+            [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write, keep=given
+        )
+        async with self._children:
+            try:
+                done = await run(command, cwd=cwd, environ=environment, limit=limit, descriptors=given)
+            except TimeoutError as error:
+                raise InvalidRows(f"reading it took more than {limit:.0f} s (convert_timeout)") from error
+        try:
+            answer: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+        except (ValueError, IndexError):
+            if done.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
+                return {"error": too_much_memory(memory)}
+            return {"error": f"its reader ended with {done.exit_code}: {done.errors or 'it said nothing'}"}
+        return answer
+
+    def check_space(self, announced: int) -> None:
+        """Raises OSError: the disk would have less than `min_free_disk_mb` left."""
+        spare = self._settings.min_free_disk_mb << 20
+        free = free_bytes(self.directory)
+        if free < announced + spare:
+            text = f"{free >> 20} MiB are free below {self.directory.name}, {announced + spare >> 20} are needed"
+            raise OSError(errno.ENOSPC, text)
+
+    def keep(self, file: Path, sha256: str) -> None:
+        """Put a file of rows, on this file system, among the others."""
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(file, self.path(sha256))
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        path = Path(tempfile.mkdtemp(dir=self.directory, prefix=_STAGING))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _too_many(self) -> TooLarge:
+        limit = self._settings.max_rows
+        return TooLarge(f"the dataset has more than {limit} rows (max_rows): split it")
+
+
+def _is_light(path: Path) -> bool:
+    """Whether a file is small, and each of its lines short, so that checking it takes little memory."""
+    if path.stat().st_size > _SMALL:
+        return False
+    with open(path, "rb") as file:
+        return all(len(line) <= _SHORT for line in file)
+
+
+def _read_verdict(path: Path) -> Verdict | None:
+    """None: there is none, or another release gave it."""
+    try:
+        found = json.loads(path.read_text())
+        if found["version"] != __version__:
+            return None
+        return Verdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,231 @@
+"""Reads datasets in a process of its own with a memory limit: neither their size nor their libraries reach the service.
+
+    python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT MEMORY_MB
+    python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MIN_FREE_MB \
+        MEMORY_MB [FD]
+
+prints one JSON object: a `Verdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is the
+open file that the URI named when it was checked: the path is not opened again.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, TypedDict
+from urllib.parse import parse_qsl, urlsplit
+
+from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat
+from llama_stack_provider_trl.specs.rows import check_rows
+from llama_stack_provider_trl.system.files import free_bytes, put_rows
+from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
+
+HUB = "huggingface"
+LINE_BYTES = 16 << 20
+"""The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
+_TOO_LONG = f"has more than {LINE_BYTES >> 20} MiB; a row may have at most that: split it"
+_BATCH_BYTES = 4 << 20
+_BATCH_ROWS = 256
+_ROWS_PER_LOOK = 16
+"""Rows between two checks of the free space: 16 of the longest are 256 MiB."""
+Row = dict[str, Any]
+
+
+class Verdict(TypedDict):
+    """Whether an algorithm can train on a file of rows."""
+
+    num_rows: int
+    warnings: list[str]
+    error: str | None
+    """What is wrong with which row; None: nothing is."""
+
+
+def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
+    """Check an NDJSON file in constant memory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            report = check_rows(read_ndjson(file), algorithm, data_format)
+    except InvalidRows as error:
+        return Verdict(num_rows=0, warnings=[], error=str(error))
+    return Verdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, each held in memory only up to `LINE_BYTES`.
+
+    Raises:
+        InvalidRows: a line is longer.
+    """
+    number = 0
+    while line := file.readline(LINE_BYTES + 1):
+        if len(line) > LINE_BYTES:
+            raise InvalidRows(_TOO_LONG, row=number)
+        yield line
+        number += 1
+
+
+def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
+    """The rows of a file with one JSON object per line.
+
+    Args:
+        blank_lines: pass over them, instead of refusing them.
+
+    Raises:
+        InvalidRows: a line is no JSON, or too long; names it.
+    """
+    number = 0
+    for line in lines_of(file):
+        if blank_lines and line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRows(f"is no JSON ({error}); expected one object per line", row=number) from error
+        yield row
+        number += 1
+
+
+def read_csv(file: BinaryIO) -> Iterator[Row]:
+    """The rows of a CSV file with a header; an empty cell is an absent value, everything else is text."""
+    csv.field_size_limit(LINE_BYTES)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    for number, cells in enumerate(csv.DictReader(_text_lines(text))):
+        if None in cells:
+            raise InvalidRows("has more cells than the header has names", row=number)
+        yield {name: cell for name, cell in cells.items() if cell}
+
+
+def _text_lines(text: TextIO) -> Iterator[str]:
+    """As `lines_of`; a line of a CSV file may end with a carriage return too."""
+    number = 0
+    while line := text.readline(LINE_BYTES + 1):
+        if len(line) > LINE_BYTES:
+            raise InvalidRows(_TOO_LONG, row=number)
+        yield line
+        number += 1
+
+
+def read_json(file: BinaryIO) -> Iterator[Row]:
+    """The rows of a .json file: a list of objects, or one object per line."""
+    start = file.read(4096).lstrip()
+    file.seek(0)
+    if not start.startswith(b"["):
+        yield from read_ndjson(file, blank_lines=True)
+        return
+    try:
+        yield from json.loads(file.read())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRows(f"the file is no JSON ({error}); expected a list of objects") from error
+
+
+def read_parquet(file: BinaryIO) -> Iterator[Row]:
+    """A batch at a time: as many rows as the file's own figures put into `_BATCH_BYTES`, and never more than 256.
+
+    The figures may be wrong, and a value that is stored once may stand in every row (1 KB of file, 5.7 GiB of rows in
+    batches of 1024): then the memory limit ends it.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(file) as table:
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            rows = max(1, group.num_rows)
+            batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, group.total_byte_size)))
+            for rows_read in table.iter_batches(batch_size=batch, row_groups=[number], use_threads=False):
+                yield from rows_read.to_pylist()
+
+
+def read_hub(uri: str) -> Iterable[Row]:
+    """`huggingface://datasets/ORG/NAME?split=train&name=CONFIG&revision=SHA`, from the local cache when offline."""
+    from datasets import load_dataset
+
+    parts = urlsplit(uri)
+    options = dict(parse_qsl(parts.query))
+    return load_dataset(parts.path.strip("/"), **{"split": "train", **options})
+
+
+READERS = {".csv": read_csv, ".jsonl": lambda file: read_ndjson(file, blank_lines=True), ".json": read_json}
+READERS |= {".ndjson": READERS[".jsonl"], ".parquet": read_parquet}
+"""By a file name's ending."""
+
+
+def convert(uri: str, directory: Path, max_rows: int, spare: int, file: int | None) -> dict[str, Any]:
+    """Store the rows of a file or a hub dataset as `<directory>/<sha256>.jsonl`.
+
+    Args:
+        spare: bytes that must stay free on the disk of `directory`.
+        file: descriptor of the file; None: the uri is one of the hub.
+    """
+    if file is None:
+        return _stored(read_hub(uri), directory, max_rows, spare)
+    with open(file, "rb") as source:
+        return _stored(READERS[Path(uri).suffix.lower()](source), directory, max_rows, spare)
+
+
+def _stored(rows: Iterable[Row], directory: Path, max_rows: int, spare: int) -> dict[str, Any]:
+    blob = put_rows(directory, _limited(rows, max_rows, directory, spare))
+    return {"sha256": blob.sha256, "num_rows": blob.num_rows}
+
+
+class _TooMany(Exception):
+    """Raised when there are more rows than the service takes."""
+
+
+def _limited(rows: Iterable[Row], limit: int, directory: Path, spare: int) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if number >= limit:
+            raise _TooMany
+        if number % _ROWS_PER_LOOK == 0 and (free := free_bytes(directory)) < spare:
+            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are left and {spare >> 20} must stay free")
+        yield row
+
+
+def main(arguments: list[str]) -> None:
+    die_with_parent(os.getppid())  # nobody waits for the answer then, and nobody minds the time it takes
+    memory_mb = 0
+    try:
+        match arguments:
+            case ["check", path, algorithm, data_format, memory]:
+                limit_memory((memory_mb := int(memory)) << 20)
+                answer: Any = check_file(Path(path), algorithm, data_format or None)  # type: ignore[arg-type]
+            case ["convert", uri, directory, max_rows, min_free_mb, memory, *file]:
+                limit_memory((memory_mb := int(memory)) << 20)
+                descriptor = int(file[0]) if file else None
+                answer = convert(uri, Path(directory), int(max_rows), int(min_free_mb) << 20, descriptor)
+            case _:
+                sys.exit(__doc__)
+    except _TooMany:
+        answer = {"too_many": True}
+    except InvalidRows as error:
+        answer = {"error": str(error)}
+    except MemoryError:  # pyarrow's is one too
+        answer = {"error": too_much_memory(memory_mb)}
+    except Exception as error:  # csv's, pyarrow's, the hub's ...: whatever a reader of some format raises
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            answer = {"disk_full": error.strerror}
+        else:
+            answer = {"error": f"it cannot be read: {type(error).__name__}: {str(error)[:1000]}"}
+    print(json.dumps(answer))
+
+
+def too_much_memory(memory_mb: int) -> str:
+    """Why a reader ended at its memory limit."""
+    return (
+        f"reading it takes more than {memory_mb} MiB of memory (reader_memory_mb): split long rows, or send the rows "
+        "as one JSON object per line"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

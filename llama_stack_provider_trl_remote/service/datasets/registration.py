@@ -1,0 +1,185 @@
+"""Registers rows in a process of its own, so that their number does not weigh on the service.
+
+    python -m llama_stack_provider_trl_remote.service.datasets.registry.registration BODY DIRECTORY MAX_ROWS
+
+parses a body of POST /v1/datasets, stores its rows below DIRECTORY and prints one JSON object: `{"body", "sha256",
+"num_rows"}` with the body without its rows, or what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fastapi import HTTPException
+from pydantic import ValidationError
+
+from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl.system.process import child_environment, die_with_parent
+
+from ..http.bodies import RegisterDataset, RowsSource
+from ..http.errors import sentence
+from ..http.received import Memory, disk_full
+from .children import run
+
+log = logging.getLogger(__name__)
+MODULE = "llama_stack_provider_trl_remote.service.datasets.registry.registration"
+STAGING = ".incoming-"
+"""Begins the names of what is received, beside the stored rows."""
+_CHILDREN = 2
+"""Processes that parse at once."""
+_SPOOLED = 16
+"""Bodies that are received into files at once."""
+_OVERHEAD = 256 << 20
+_BYTES_PER_BYTE = 24
+"""Of memory, for each byte of a body: `[[],[],` takes 20."""
+_SHOWN = 300
+
+
+class Stored(NamedTuple):
+    """Rows that a child has stored beside the body, not yet among the others."""
+
+    path: Path
+    sha256: str
+    num_rows: int
+
+
+class Registration:
+    """Bodies with many rows: received into files, parsed by children.
+
+    Args:
+        directory: where they are spooled, on the file system of the stored rows.
+        check_space: raises OSError where so many more bytes would leave too little of it free.
+    """
+
+    def __init__(self, directory: Path, max_rows: int, timeout: float, check_space: Callable[[int], None]) -> None:
+        self._directory, self._max_rows, self._timeout = directory, max_rows, timeout
+        self._check_space = check_space
+        self._children = asyncio.Semaphore(_CHILDREN)
+        self._spools = Memory(_SPOOLED)
+
+    @asynccontextmanager
+    async def spool(self, size: int, caller: str) -> AsyncIterator[BinaryIO]:
+        """A file for a body; it goes with all that is beside it when the request has been answered.
+
+        Args:
+            size: bytes that the body may have.
+
+        Raises:
+            HTTPException: 503, there are as many as may be; 507, the disk is full.
+        """
+        async with self._spools.reserved(1, caller):
+            self._require_space(size)
+            staging = tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True)
+            with staging as home, open(Path(home) / "body", "wb") as file:
+                yield file
+
+    async def parse(self, file: Path) -> tuple[Any, Stored]:
+        """Parse a spooled body. Returns it without its rows, and these.
+
+        Raises:
+            HTTPException: what is wrong with it, in the words that a small body would get; 507, the disk is full.
+            JSONDecodeError.
+        """
+        async with self._children:
+            self._require_space(file.stat().st_size)  # its rows take about as much once more
+            found = await self._child(file)
+        if "not_json" in found:
+            raise json.JSONDecodeError(found["not_json"], "", found["position"])
+        if "detail" in found:
+            raise HTTPException(found["status"], found["detail"])
+        stored = Stored(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
+        return found["body"], stored
+
+    def _require_space(self, size: int) -> None:
+        """Raises HTTPException: 507."""
+        try:
+            self._check_space(size)
+        except OSError as error:
+            raise disk_full(error) from error
+
+    async def _child(self, file: Path) -> dict[str, Any]:
+        argv = [sys.executable, "-m", MODULE, str(file), str(file.parent), str(self._max_rows)]
+        environ = child_environment(os.environ, {})
+        try:
+            done = await run(argv, cwd=file.parent, environ=environ, limit=self._timeout)
+        except TimeoutError:
+            return _problem(413, f"its rows could not be read in {self._timeout:.0f} s (convert_timeout): {_INSTEAD}")
+        try:
+            answer: dict[str, Any] = json.loads(done.output)
+        except ValueError:
+            log.error("rows could not be read, the reader ended with %s: %s", done.exit_code, done.errors)
+            return _problem(413, f"its rows take more memory than the service has for them: {_INSTEAD}")
+        return answer
+
+
+_INSTEAD = "upload rows with PUT /v1/blobs/SHA256 and register that"
+
+
+def _problem(status: int, detail: str) -> dict[str, Any]:
+    return {"status": status, "detail": detail}
+
+
+def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
+    try:
+        found = json.loads(body.read_bytes())
+    except json.JSONDecodeError as error:
+        return {"not_json": error.msg, "position": error.pos}
+    except (ValueError, RecursionError):
+        return _problem(400, "There was an error parsing the body")
+    try:
+        dataset = RegisterDataset.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        shown = _Shown(repr(first["input"])[:_SHOWN])
+        return _problem(400, sentence({**first, "loc": ("body", *first["loc"]), "input": shown}))
+    if not isinstance(dataset.source, RowsSource):
+        return _problem(413, f"the body is larger than 1 MiB and holds no rows: {_INSTEAD}")
+    if len(dataset.source.rows) > max_rows:
+        return _problem(413, f"the dataset has more than {max_rows} rows (max_rows): split it")
+    stored = put_rows(directory, dataset.source.rows)
+    found["source"]["rows"] = []
+    return {"body": found, "sha256": stored.sha256, "num_rows": stored.num_rows}
+
+
+class _Shown:
+    """A text that stands for itself in a message."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def main(arguments: list[str]) -> None:
+    die_with_parent(os.getppid())
+    gc.disable()  # what is parsed is kept: looking for cycles in it takes more time than parsing
+    body, directory, max_rows = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
+    size = _OVERHEAD + _BYTES_PER_BYTE * body.stat().st_size
+    with suppress(OSError, ValueError):  # macOS
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    try:
+        answer = _read(body, directory, max_rows)
+    except MemoryError:
+        answer = _problem(413, f"its rows take more than {size >> 20} MiB of memory: {_INSTEAD}")
+    except InvalidRows as error:
+        answer = _problem(400, str(error))
+    except OSError as error:
+        answer = _problem(507, f"the disk is full: {error}; free some space and send it again")
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,310 @@
+"""The service's own dataset registry: one small JSON document per dataset; the rows are blobs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.system.beneath import open_beneath
+from llama_stack_provider_trl.system.files import atomic_write_json, put_rows
+
+from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
+from ..http.errors import Conflict, NotFound
+from ..settings import ServiceSettings
+from .blobs import Blobs
+from .reader import HUB, READERS
+from .registration import Stored
+
+FIELD = "training_config.data_config.dataset_id"
+_HUB_OPTIONS = ("split", "name", "revision")
+
+
+class Entry(BaseModel):
+    """What is kept of a dataset."""
+
+    dataset: Dataset
+    registered_at: float
+    sha256: str | None = None
+    """None: a uri that no job has asked for yet."""
+    num_rows: int | None = None
+    stamp: str | None = None
+    """Size and time of the file that the rows were read from."""
+    created_by: str = ""
+    """Name of the token that registered it; empty: an earlier release did."""
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A uri that was checked. A context manager: its file is closed at the end."""
+
+    name: str
+    """Its real path, whose ending names the format; or a uri of the hub."""
+    stamp: str
+    """Changes with the content."""
+    file: int | None = None
+    """Descriptor of the file; None: it is on the hub."""
+
+    def __enter__(self) -> Readable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            os.close(self.file)
+
+
+class Datasets:
+    """Registered datasets, and how a job gets the rows of one."""
+
+    def __init__(self, settings: ServiceSettings, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._roots = tuple(root.resolve() for root in settings.dataset_roots)
+        self._directory = settings.data_dir / "datasets" / "registry"
+        self._registering = asyncio.Lock()
+        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def prepare(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    async def register(self, body: RegisterDataset, stored: Stored | None = None, created_by: str = "") -> Dataset:
+        """Register a dataset; the same again changes nothing.
+
+        Args:
+            stored: its rows, where they were too many to be parsed here.
+            created_by: name of the caller's token.
+
+        Raises:
+            InvalidRequest: a source that cannot be read from here.
+            Conflict: the name is taken by another dataset.
+        """
+        if body.dataset_id is None:
+            body.dataset_id = f"dataset-{uuid4()}"
+        entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
+        async with self._registering:
+            known = await asyncio.to_thread(self._read, entry.dataset.identifier)
+            if known is None:
+                await asyncio.to_thread(self._write, entry)
+                return shown(entry)
+        if _content(known) != _content(entry):
+            raise Conflict(
+                f"dataset {body.dataset_id!r} exists already with another content: choose another dataset_id, or "
+                f"DELETE /v1/datasets/{body.dataset_id} first (jobs that use it keep their rows)"
+            )
+        return shown(known)
+
+    def get(self, dataset_id: str) -> Dataset:
+        """Raises NotFound."""
+        entry = self._read(dataset_id)
+        if entry is None:
+            raise _unknown(dataset_id)
+        return shown(entry)
+
+    def holds(self, dataset_id: str) -> bool:
+        return self._path(dataset_id).exists()
+
+    def all(self) -> list[Dataset]:
+        """Oldest first."""
+        entries = (self._parsed(path) for path in self._directory.glob("*.json"))
+        found = sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.registered_at)
+        return [shown(entry) for entry in found]
+
+    def delete(self, dataset_id: str) -> None:
+        """Forget a dataset; rows stay, since jobs may need them. Raises NotFound."""
+        try:
+            self._path(dataset_id).unlink()
+        except FileNotFoundError:
+            raise _unknown(dataset_id) from None
+
+    async def fetch(
+        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        """The rows of a registered dataset for a job.
+
+        Raises:
+            InvalidRequest: no such dataset, it cannot be read any more, or a row cannot be trained on.
+        """
+        entry = await asyncio.to_thread(self._read, dataset_id)
+        if entry is None:
+            hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
+            raise InvalidRequest(FIELD, dataset_id, hint)
+        if isinstance(entry.dataset.source, UriSource):
+            # One reader at a time: the second job of a dataset finds the rows that the first one's POST has stored.
+            async with self._reading[dataset_id]:
+                entry = await self._current(entry, entry.dataset.source.uri)
+        assert entry.sha256 is not None
+        if not self._blobs.holds(entry.sha256):
+            hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
+            raise InvalidRequest(FIELD, dataset_id, hint)
+        return await self.fetch_blob(dataset_id, entry.sha256, algorithm, data_format)
+
+    async def fetch_blob(
+        self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        """As `fetch`, for a digest."""
+        if not self._blobs.holds(sha256):
+            hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
+            raise InvalidRequest(FIELD, dataset_id, hint)
+        return await self._blobs.checked(dataset_id, sha256, algorithm, data_format)
+
+    async def _entry(self, body: RegisterDataset, stored: Stored | None) -> Entry:
+        assert body.dataset_id is not None
+        metadata = {**(body.metadata or {}), **({"dataset_type": body.dataset_type} if body.dataset_type else {})}
+        sha256 = num_rows = None
+        source: RowsSource | UriSource | BlobSource = body.source
+        match body.source:
+            case RowsSource() if stored is not None:
+                sha256, num_rows = stored.sha256, stored.num_rows
+                await asyncio.to_thread(self._keep, body.dataset_id, stored)
+                source = RowsSource(type="rows", rows=[])
+            case RowsSource(rows=rows):
+                self._blobs.check_count(len(rows))
+                sha256, num_rows = await asyncio.to_thread(self._put, body.dataset_id, rows)
+                source = RowsSource(type="rows", rows=[])
+            case BlobSource(sha256=digest):
+                if not self._blobs.holds(digest):
+                    raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
+                sha256 = digest
+            case UriSource(uri=uri):
+                with await asyncio.to_thread(self._readable, uri):
+                    pass
+        dataset = Dataset(
+            identifier=body.dataset_id,
+            provider_resource_id=body.dataset_id,
+            purpose=body.purpose,
+            source=source,
+            metadata=metadata,
+        )
+        return Entry(dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=num_rows)
+
+    def _keep(self, dataset_id: str, stored: Stored) -> None:
+        try:
+            self._blobs.check_space(0)
+            self._blobs.keep(stored.path, stored.sha256)
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+
+    def _put(self, dataset_id: str, rows: list[dict[str, Any]]) -> tuple[str, int]:
+        try:
+            self._blobs.check_space(0)
+            blob = put_rows(self._blobs.directory, rows)
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+        return blob.sha256, blob.num_rows
+
+    async def _current(self, entry: Entry, uri: str) -> Entry:
+        """The entry with the rows that its uri has now."""
+        with await asyncio.to_thread(self._readable, uri) as found:
+            known = await asyncio.to_thread(self._read, entry.dataset.identifier) or entry
+            if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
+                return known
+            try:
+                sha256, num_rows = await self._blobs.convert(found.name, found.file)
+            except InvalidRows as error:
+                raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
+        current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
+        if self._path(entry.dataset.identifier).exists():  # it may have been deleted meanwhile
+            await asyncio.to_thread(self._write, current)
+        return current
+
+    def _readable(self, uri: str) -> Readable:
+        """What to read a uri from, open. Raises InvalidRequest."""
+        scheme, separator, _ = uri.partition("://")
+        if scheme == HUB:
+            return Readable(_hub(uri), "hub")
+        if (separator and scheme != "file") or not (separator or uri.startswith("/")):
+            hint = (
+                "expected an absolute path or file:// below one of the configured dataset_roots, or "
+                "huggingface://datasets/ORG/NAME?split=train; or send the rows themselves"
+            )
+            raise InvalidRequest("source.uri", uri, hint)
+        return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))
+
+    def _file(self, uri: str, path: Path) -> Readable:
+        """Opened once, below its root: what happens to the path afterwards changes nothing."""
+        try:
+            real = path.resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidRequest("source.uri", uri, f"it cannot be looked up: {error}") from error
+        root = next((root for root in self._roots if real != root and real.is_relative_to(root)), None)
+        if root is None:
+            raise self._outside(uri)
+        if real.suffix.lower() not in READERS:
+            raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(READERS)}")
+        try:
+            file = open_beneath(root, real.relative_to(root))
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.ELOOP):
+                raise self._outside(uri) from error
+            raise InvalidRequest("source.uri", uri, f"the file cannot be read: {error.strerror}") from error
+        status = os.fstat(file)
+        return Readable(str(real), f"{status.st_size}-{status.st_mtime_ns}", file)
+
+    def _outside(self, uri: str) -> InvalidRequest:
+        roots = ", ".join(map(str, self._roots)) or "none is configured"
+        hint = f"files must lie below one of the configured dataset_roots ({roots}); or send the rows themselves"
+        return InvalidRequest("source.uri", uri, hint)
+
+    def _path(self, dataset_id: str) -> Path:
+        # A name may hold anything, a file name may not.
+        return self._directory / f"{hashlib.sha256(dataset_id.encode()).hexdigest()}.json"
+
+    def _read(self, dataset_id: str) -> Entry | None:
+        return self._parsed(self._path(dataset_id))
+
+    def _parsed(self, path: Path) -> Entry | None:
+        try:
+            return Entry.model_validate_json(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} is damaged ({error}): remove it and register its dataset again") from error
+
+    def _write(self, entry: Entry) -> None:
+        path = self._path(entry.dataset.identifier)
+        try:
+            atomic_write_json(path, json.loads(entry.model_dump_json()))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error}") from error
+
+
+def shown(entry: Entry) -> Dataset:
+    """A dataset as it is answered: its rows are told by number and digest."""
+    known = {"num_rows": entry.num_rows, "sha256": entry.sha256, "created_by": entry.created_by or None}
+    metadata = {**entry.dataset.metadata, **{name: value for name, value in known.items() if value is not None}}
+    return entry.dataset.model_copy(update={"metadata": metadata})
+
+
+def _content(entry: Entry) -> tuple[Any, ...]:
+    source = entry.dataset.source
+    what = source.uri if isinstance(source, UriSource) else entry.sha256
+    return source.type, what, entry.dataset.purpose, entry.dataset.metadata
+
+
+def _hub(uri: str) -> str:
+    parts = urlsplit(uri)
+    options = dict(parse_qsl(parts.query))
+    name = parts.path.strip("/")
+    if parts.netloc != "datasets" or not 0 < name.count("/") + 1 <= 2 or not name or set(options) - {*_HUB_OPTIONS}:
+        hint = f"expected {HUB}://datasets/ORG/NAME, with any of ?{'=&'.join(_HUB_OPTIONS)}="
+        raise InvalidRequest("source.uri", uri, hint)
+    # A name that begins like a path would make the library read files of this machine.
+    if any(part in ("", ".", "..") or part.startswith(("~", ".")) for part in name.split("/")):
+        raise InvalidRequest("source.uri", uri, "that is no name of a dataset on the hub")
+    return uri
+
+
+def _unknown(dataset_id: str) -> NotFound:
+    return NotFound(f"dataset {dataset_id!r} not found: GET /v1/datasets lists those that are registered")

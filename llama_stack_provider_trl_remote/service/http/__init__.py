@@ -1,0 +1,1 @@
+"""Connections, request bodies, their models, and errors."""

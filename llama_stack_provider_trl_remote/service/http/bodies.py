@@ -1,0 +1,405 @@
+"""What the calls take and answer beyond the engine's own models."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, SkipValidation, StringConstraints
+
+from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.jobs.tokens import Role
+from llama_stack_provider_trl.requests.bodies import (
+    COUNT,
+    DataConfig,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    TrainingConfig,
+)
+from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
+from llama_stack_provider_trl.specs.job import Algorithm
+from llama_stack_provider_trl.stack.responses import Checkpoint
+
+from ...wire import NAME
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Purpose = Literal["post-training/messages", "eval/question-answer", "eval/messages-answer"]
+
+
+class DataConfigBody(DataConfig):
+    batch_size: int | None = Field(None, **COUNT)  # type: ignore[assignment]
+    """Rows (SFT) or pairs (DPO) per rank and micro step. Required unless the service's configuration has a default."""
+
+
+class TrainingConfigBody(TrainingConfig):
+    data_config: DataConfigBody | None = None
+    """Required: which data to train on."""
+
+
+class SupervisedFineTuneBody(SupervisedFineTuneRequest):
+    training_config: TrainingConfigBody
+    """How to train."""
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
+    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+
+
+class PreferenceOptimizeBody(PreferenceOptimizeRequest):
+    training_config: TrainingConfigBody
+    """How to train."""
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
+    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+
+
+class PreflightBody(PreferenceOptimizeBody):
+    """The body of a job of either kind."""
+
+    job_uuid: str = "preflight"
+    """No job is made: any name will do."""
+    algorithm: Algorithm | None = None
+    """sft or dpo; left out, the body tells: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
+
+
+class DataVerdict(BaseModel):
+    num_rows: int
+    trained: int
+    """Rows that are trained on."""
+    truncated: int
+    """Of those, rows that are cut to `max_seq_length`."""
+    dropped: int
+    total_tokens: int
+    trained_tokens: int
+    """Tokens that the loss covers."""
+    longest_before_cut: int
+    """The `max_seq_length` at which nothing would be cut."""
+    median_tokens: int
+    max_tokens: int
+    histogram: list[dict[str, int]]
+    """Rows of at most `up_to` tokens, and more than half as many."""
+
+
+class StepsVerdict(BaseModel):
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    global_batch: int
+
+
+class Nearest(BaseModel):
+    changes: dict[str, Any]
+    """Field of the request -> value."""
+    estimate_bytes: int
+
+
+class MemoryVerdict(BaseModel):
+    fits: bool
+    """estimate x 1.1 <= limit."""
+    device: str
+    devices: int
+    """Ranks of the job; the numbers are those of each."""
+    estimate_bytes: int
+    """The sum of the parts that follow, up to loading."""
+    limit_bytes: int
+    largest_batch: dict[str, int]
+    """Sequences, and tokens of each with padding."""
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    reference_bytes: int
+    overhead_bytes: int
+    checkpoint_copy_bytes: int
+    loading_bytes: int
+    host_bytes: int
+    """Of CPU memory, for each device; not in the estimate."""
+    nearest: Nearest | None = None
+    """Where it does not fit: the changes after which it does; null: there are none."""
+    message: str | None = None
+
+
+class DiskVerdict(BaseModel):
+    fits: bool
+    needed_bytes: int
+    free_bytes: int
+    step_checkpoints: int
+    """How many of them there are at a time."""
+    step_checkpoint_bytes: int
+    final_bytes: int
+    merged_bytes: int
+
+
+class PreflightResponse(BaseModel):
+    fits: bool
+    """Memory and disk."""
+    message: str
+    data: DataVerdict
+    steps: StepsVerdict
+    memory: MemoryVerdict
+    disk: DiskVerdict
+    warnings: list[str]
+
+
+class _Body(Documented):
+    model_config = ConfigDict(extra="forbid")
+
+
+class JobName(_Body):
+    job_uuid: str
+    """The job that is meant."""
+
+
+class RowsSource(_Body):
+    type: Literal["rows"]
+    rows: Annotated[list[dict[str, Any]], FailFast()]
+    """One object per row. Answers leave them out."""
+
+
+class UriSource(_Body):
+    type: Literal["uri"]
+    uri: str = Field(max_length=4096)
+    """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .json, .parquet), or
+    huggingface://datasets/ORG/NAME?split=train."""
+
+
+class BlobSource(_Body):
+    type: Literal["blob"]
+    sha256: Sha256
+    """Digest of rows that were uploaded to the training service (PUT /v1/blobs/{sha256})."""
+
+
+Source = Annotated[RowsSource | UriSource | BlobSource, Field(discriminator="type")]
+
+
+_METADATA = 65_536
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be kept as JSON: {error}") from error
+    if size > _METADATA:
+        raise ValueError(f"it has {size} bytes as JSON, expected {_METADATA} at most")
+    return metadata
+
+
+class RegisterDataset(_Body):
+    dataset_id: str | None = Field(None, min_length=1, max_length=512)
+    """Name to refer to it by; made up where it is left out."""
+    purpose: Purpose = "post-training/messages"
+    """As Llama Stack has it. Rows of any accepted shape can be trained on, whatever it says."""
+    source: Source
+    """Where the rows are."""
+    metadata: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
+    """Anything; answered as it is, with `num_rows` and `sha256` once they are known."""
+    dataset_type: str | None = Field(None, max_length=512)
+    """Kept in the metadata."""
+
+
+class Dataset(BaseModel):
+    """Llama Stack's own shape of a dataset."""
+
+    identifier: str
+    provider_id: str = "trl"
+    provider_resource_id: str | None = None
+    type: Literal["dataset"] = "dataset"
+    owner: None = None
+    purpose: Purpose
+    source: Source
+    metadata: dict[str, Any]
+
+
+class ListDatasetsResponse(BaseModel):
+    data: list[Dataset]
+
+
+class JobRow(BaseModel):
+    """One job of the list; all but the name only with `full=true`."""
+
+    job_uuid: str
+    status: str | None = None
+    state: str | None = None
+    algorithm: str | None = None
+    model: str | None = None
+    priority: int | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    percent: float | None = None
+    detail: str | None = None
+    """What it waits for, or why it failed."""
+    created_by: str | None = None
+    """Name of the token that submitted it."""
+    scheduled_at: datetime | None = None
+    started_at: datetime | None = None
+    completed_at: datetime | None = None
+
+
+class ListJobsResponse(BaseModel):
+    data: list[JobRow]
+    next: str | None
+    """Pass it as `after` for the next page; null: this is the last one."""
+
+
+class EventLine(BaseModel):
+    id: str
+    """Cursor behind this event: pass it as `after` to get those that follow."""
+    event: dict[str, Any]
+
+
+class EventsResponse(BaseModel):
+    data: list[EventLine]
+    next: str
+    """Pass it as `after` for what follows."""
+
+
+class Point(BaseModel):
+    kind: Literal["train", "validation"]
+    step: int
+    epoch: float
+    time: datetime
+    metrics: dict[str, float | None]
+
+
+class MetricsResponse(BaseModel):
+    data: list[Point]
+
+
+class ListCheckpointsResponse(BaseModel):
+    data: list[Checkpoint]
+
+
+class CheckpointFile(BaseModel):
+    path: str
+    """Relative to the checkpoint's directory."""
+    size: int
+    sha256: str
+
+
+class CheckpointFiles(BaseModel):
+    identifier: str
+    path: str
+    files: list[CheckpointFile]
+
+
+class CreateToken(_Body):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=NAME)
+    """For records: `created_by` of jobs and datasets, and the audit log."""
+    role: Role = "submit"
+    """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
+    expires_in: float | None = Field(None, gt=0, le=315_360_000)
+    """Seconds until it expires, at most ten years; null: never."""
+    max_queued_jobs: int | None = Field(None, gt=0, le=10**6)
+    """Jobs of this token that may wait at once, paused ones included; null: any number."""
+    requests_per_second: float | None = Field(None, ge=0.001, le=10**6)
+    """Requests on average, in bursts of up to twice as many; null: any number."""
+    priorities: list[Priority] | None = Field(None, min_length=1, max_length=4)
+    """Priorities that its jobs may have; null: all."""
+
+
+class TokenRow(BaseModel):
+    name: str
+    role: Role
+    source: str
+    """`created`, or the setting that holds it: such a one is changed there."""
+    created_at: datetime | None = None
+    created_by: str | None = None
+    expires_at: datetime | None = None
+    last_used_at: datetime | None = None
+    """To a minute, after a restart; null: never, or not known of a configured one."""
+    max_queued_jobs: int | None = None
+    requests_per_second: float | None = None
+    priorities: list[str] | None = None
+
+
+class CreatedToken(TokenRow):
+    token: str
+    """Shown here only: the service keeps its sha256."""
+    required: bool
+    """false: the service has no configured token and asks nobody for one, for this one neither."""
+
+
+class ListTokensResponse(BaseModel):
+    data: list[TokenRow]
+
+
+class AuditLine(BaseModel):
+    """One line of the audit log; what does not apply is left out."""
+
+    seq: int
+    """Numbers have no gaps."""
+    time: datetime
+    event: str
+    """begin and end of a call, refused, started and stopped (the service), lost (lines that could not be written)."""
+    caller: str | None = None
+    """Name of the token; left out: none that is known."""
+    role: str | None = None
+    node: str | None = None
+    address: str | None = None
+    method: str | None = None
+    route: str | None = None
+    """Path template; left out: refused before a route was found."""
+    params: dict[str, Any] | None = None
+    """Names that the call is about."""
+    status: int | None = None
+    """Of the answer; left out of an end: the call was broken off."""
+    error: str | None = None
+    state: str | None = None
+    """Of the job, after the call."""
+    of: int | None = None
+    """Of an end: number of its begin; left out: the call was refused before it began."""
+    count: int | None = None
+    """How many refusals this line stands for, beyond the first."""
+    version: str | None = None
+    cut: int | None = None
+    """Bytes of a torn last line that the start removed."""
+
+
+class AuditPage(BaseModel):
+    data: list[AuditLine]
+    next: int
+    """Pass it as `after` for what follows. The same as `after`: there is nothing yet."""
+    last: int
+    """Number of the newest line."""
+
+
+class Health(BaseModel):
+    status: Literal["OK"]
+    version: str
+    supervising: bool
+    """false: another process supervises this data directory, and this one only takes requests."""
+
+
+class Node(BaseModel):
+    node: str
+    devices: list[str]
+    jobs: dict[str, str]
+    """Device -> the job that has it."""
+    cpus: int
+    memory_bytes: int
+    memory_available_bytes: int | None
+    """null: not known, of another machine."""
+    disk_free_bytes: int
+    head: bool = False
+    """The service's own machine."""
+    agent: bool
+    """It can be one of several nodes of a job."""
+    state: str
+    """open, or why it takes no jobs: cordoned, draining, silent since 12:00:03 UTC."""
+    address: str | None = None
+    versions: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    models: list[str] = []
+    """Model ids in its local cache."""
+    memory_of_devices: dict[str, int] = {}
+    """GPU -> bytes, as far as known."""
+
+
+class ListNodesResponse(BaseModel):
+    data: list[Node]

@@ -1,0 +1,231 @@
+"""Errors -> HTTP answers: `{"detail": "one sentence"}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from llama_stack_provider_trl.errors import (
+    InvalidRequest,
+    JobConflict,
+    JobFailure,
+    JobNotFound,
+    LimitReached,
+    ServiceUnreachable,
+    TrlError,
+    is_exhausted,
+)
+from llama_stack_provider_trl.specs.events import Reason
+
+log = logging.getLogger(__name__)
+
+
+class NotFound(TrlError, LookupError):
+    """Raised when a dataset, a blob, a checkpoint, a file or a log does not exist. -> 404"""
+
+
+class Conflict(TrlError, RuntimeError):
+    """Raised when a name is taken by something else. -> 409"""
+
+
+class TooLarge(TrlError, ValueError):
+    """Raised when a body or a dataset is over its limit; names the limit. -> 413"""
+
+
+class OutOfRange(TrlError, ValueError):
+    """Raised when a Range header asks for bytes that the file does not have. -> 416"""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        super().__init__(f"the range begins beyond the end of the file, which has {size} bytes")
+
+
+class Gone(TrlError, LookupError):
+    """Raised when a node speaks of a task that is not its own, not current, or was told to stop. -> 410"""
+
+
+class WrongOffset(TrlError, RuntimeError):
+    """Raised when what is sent does not begin where the file ends. -> 409, with the header Upload-Offset"""
+
+    def __init__(self, sent: int, offset: int) -> None:
+        self.offset = offset
+        super().__init__(f"offset={sent}: {offset} bytes are here; send what follows them, with offset={offset}")
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is not a success."""
+
+    detail: str
+    """What was found, what was expected, what to do next."""
+
+
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (InvalidRequest, 400),
+    (JobNotFound, 404),
+    (NotFound, 404),
+    (JobConflict, 409),
+    (Conflict, 409),
+    (Gone, 410),
+    (WrongOffset, 409),
+    (TooLarge, 413),
+    (OutOfRange, 416),
+    (LimitReached, 429),
+    (ServiceUnreachable, 502),
+)
+_LONGEST = 10_000
+"""Characters of an answer's sentence."""
+_REQUEST_AT_FAULT = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model, Reason.timed_out}
+"""Why a preflight can fail that another request mends."""
+_MEANING = {
+    400: "Something in the request cannot be honoured; the sentence names it",
+    401: "No token, or a wrong one",
+    403: "Wrong Host or Origin header, or the token's role is too low",
+    404: "There is no such thing",
+    408: "The body came too slowly",
+    409: "Its name is taken, or its state forbids the call",
+    410: "The task is not this node's, not current, or was told to stop: end it",
+    413: "Over a limit of size",
+    416: "The range begins beyond the end of the file",
+    429: "Too many requests, wrong tokens or waiting jobs; Retry-After says how many seconds to wait",
+    500: "A bug, or a database that cannot be used",
+    503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
+    507: "The disk is full",
+}
+
+
+def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: the error answers that it can give; those of every route are included."""
+    return {
+        code: {"model": ErrorAnswer, "description": _MEANING[code]}
+        for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, *codes})
+    }
+
+
+def answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    # What a client sent may be in the sentence, and JSON can carry half of a surrogate pair that UTF-8 cannot.
+    text = detail.encode("utf-8", "backslashreplace").decode()
+    return JSONResponse({"detail": text[:_LONGEST]}, status, headers=headers)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Have every error of a handler answered as it should be."""
+    app.add_exception_handler(TrlError, _ours)
+    app.add_exception_handler(OSError, _system)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_exception_handler(UnicodeEncodeError, _not_text)
+    app.add_exception_handler(Exception, _bug)
+
+
+async def answer_to(request: Request, error: Exception) -> Response | None:
+    """The answer to an error of ours, or to a body that is not what a route takes; None: it is neither."""
+    if isinstance(error, RequestValidationError):
+        return await _invalid(request, error)
+    # Providers raise what Llama Stack can show, from the error of ours that it stands for.
+    cause = error if isinstance(error, TrlError) else error.__cause__
+    return await _ours(request, cause) if isinstance(cause, TrlError) else None
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    if isinstance(error.__cause__, OSError) and _disk_full(error.__cause__):
+        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    if isinstance(error, JobFailure) and error.reason in _REQUEST_AT_FAULT:
+        return answer(400, error.message)
+    of_its_own = getattr(error, "status_code", 500)
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), of_its_own)
+    if status == 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
+    if isinstance(error, LimitReached):
+        headers = {"Retry-After": "30"}
+    if isinstance(error, WrongOffset):
+        headers = {"Upload-Offset": str(error.offset)}
+    return answer(status, str(error), headers)
+
+
+async def _system(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError) and _disk_full(error):
+        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    if is_exhausted(error):
+        log.error("%s %s: %s", request.method, request.url.path, error)
+        return answer(503, f"the service is out of file descriptors or memory ({error})", {"Retry-After": "5"})
+    return await _bug(request, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return answer(400, sentence(error.errors()[0]))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return _wrong_method(request)
+    # An unknown path keeps the framework's bare "Not Found": clients tell by it that they call somebody else.
+    return answer(error.status_code, str(error.detail), error.headers)
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    """A body that broke off: no fault of the service, and no one reads the answer."""
+    return answer(400, "the connection was closed before the whole body was received: send it again")
+
+
+async def _not_text(request: Request, error: Exception) -> Response:
+    """JSON can carry half of a surrogate pair (`"\\ud800"`), which neither the database nor a path can."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = error.object[error.start : error.end][:10]
+    return answer(400, f"the request holds {found!r}, half of a surrogate pair: send whole characters")
+
+
+def _wrong_method(request: Request) -> Response:
+    """The framework names the methods of one route only, and most paths have a route per method."""
+    path = request.scope["path"]
+    has = sorted({name for pattern, names in request.app.state.methods if pattern.match(path) for name in names})
+    allowed = ", ".join(has) or "GET, HEAD"  # of the documentation
+    detail = f"{path} has no {request.method}, only {allowed}: GET /docs shows every call"
+    return answer(405, detail, {"Allow": allowed})
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return answer(500, "this is a bug of the service: report it with the service's log")
+
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """One validation error as a sentence that names the field, its value and what was expected."""
+    source, *path = found["loc"]
+    if path[:1] == ["source"]:  # pydantic names the kind of source as well: source.rows.rows.1
+        del path[1:2]
+    field = ".".join(map(str, path)) or f"the {source}"
+    if found["type"] == "json_invalid":
+        return f"the body is not JSON: {found['ctx']['error']} at character {path[-1] if path else 0}"
+    if found["type"] == "missing":
+        where = "body" if source == "body" else f"{source} parameters"
+        if not path:
+            return "the body is missing: send a JSON object with Content-Type application/json"
+        return f"{field} is missing from the {where}: it is required"
+    if found["type"] == "extra_forbidden":
+        return str(InvalidRequest(field, found["input"], "there is no such field: leave it out"))
+    return str(InvalidRequest(field, found["input"], str(found["msg"]).removeprefix("Value error, ")))
+
+
+def _disk_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error for code below the framework."""
+    body = json.dumps({"detail": detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return headers, body

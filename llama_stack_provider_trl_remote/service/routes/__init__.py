@@ -1,0 +1,1 @@
+"""The HTTP routes; each declares who may call it (`security.access.Access`)."""

@@ -1,0 +1,108 @@
+"""Datasets (as Llama Stack's clients register them) and the blobs that hold their rows."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request, Response
+
+from llama_stack_provider_trl.system.files import open_regular
+
+from ..context import Context
+from ..http.bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
+from ..http.errors import NotFound, declared
+from ..security.access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, CurrentCaller, GuardedRoute
+from .files import OCTETS, file_response
+from .jobs import as_json
+
+router = APIRouter(route_class=GuardedRoute, prefix="/datasets", tags=["datasets"])
+blobs = APIRouter(route_class=GuardedRoute, prefix="/blobs", tags=["datasets"])
+
+_ROWS: dict[int | str, dict[str, Any]] = {
+    200: {"content": OCTETS, "description": "One JSON object per line"},
+    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+}
+DatasetId = Annotated[str, Path(description="The dataset's name")]
+Digest = Annotated[Sha256, Path(description="sha256 of the whole body, in hexadecimal")]
+_NDJSON: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "One JSON object per line",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.post("", dependencies=[USERS_ROWS], response_model=Dataset, responses=declared(409, 507))
+async def register_dataset(
+    service: Context, body: RegisterDataset, caller: CurrentCaller, request: Request
+) -> Response:
+    """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
+    return as_json(await service.datasets.register(body, getattr(request.state, "rows", None), caller.name))
+
+
+@router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())
+async def list_datasets(service: Context) -> Response:
+    """Every registered dataset, oldest first."""
+    return as_json(ListDatasetsResponse(data=await asyncio.to_thread(service.datasets.all)))
+
+
+@router.get("/{dataset_id:path}", dependencies=[USERS], response_model=Dataset, responses=declared(404))
+async def get_dataset(service: Context, dataset_id: DatasetId) -> Response:
+    """One dataset, without its rows."""
+    return as_json(await asyncio.to_thread(service.datasets.get, dataset_id))
+
+
+@router.delete("/{dataset_id:path}", dependencies=[USERS], status_code=204, responses=declared(404))
+async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
+    """Forget a dataset. Jobs that were queued with it keep their rows."""
+    await asyncio.to_thread(service.datasets.delete, dataset_id)
+    return Response(status_code=204)
+
+
+@blobs.head("/{sha256}", dependencies=[USERS], response_class=Response, responses=declared(404))
+async def has_blob(service: Context, sha256: Digest) -> Response:
+    """Whether these rows are stored here."""
+    if not service.blobs.holds(sha256):
+        raise NotFound(f"no rows with the digest {sha256} are stored here")
+    return Response()
+
+
+@blobs.get("/{sha256}", dependencies=[TASK_ROWS], response_class=Response, responses={**declared(404, 416), **_ROWS})
+async def get_blob(
+    service: Context,
+    sha256: Digest,
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+) -> Response:
+    """The rows, for a node that trains on them."""
+    if not service.blobs.holds(sha256):
+        raise NotFound(f"no rows with the digest {sha256} are stored here")
+    path = service.blobs.path(sha256)
+    return file_response(partial(open_regular, path), path.stat().st_size, sha256, wanted)
+
+
+@blobs.put(
+    "/{sha256}",
+    dependencies=[USERS_UPLOAD],
+    status_code=201,
+    response_class=Response,
+    responses={**declared(507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},
+    openapi_extra=_NDJSON,
+)
+async def put_blob(service: Context, sha256: Digest, request: Request) -> Response:
+    """Upload rows. Nothing is kept of a body that breaks off or has another digest."""
+    if service.blobs.holds(sha256):
+        await _discard(request)
+        return Response(status_code=200)
+    announced = request.headers.get("content-length", "")
+    await service.blobs.receive(sha256, request.stream(), int(announced) if announced.isdigit() else 0)
+    return Response(status_code=201)
+
+
+async def _discard(request: Request) -> None:
+    """Let a client that sends without being asked (Expect: 100-continue) finish: it may not read our answer before."""
+    if request.headers.get("expect", "").lower() != "100-continue":
+        async for _ in request.stream():
+            pass

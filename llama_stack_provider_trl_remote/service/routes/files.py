@@ -1,0 +1,47 @@
+"""Files as answers: whole, or the range of bytes that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response, StreamingResponse
+
+from ..views.checkpoints import Opener, requested_range
+
+OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_PIECE = 1 << 18
+
+
+def file_response(opener: Opener, size: int, sha256: str, wanted: str | None, if_range: str | None = None) -> Response:
+    """A file; its ETag is its sha256.
+
+    Args:
+        opener: opens it, once the answer begins.
+        wanted: the header Range.
+        if_range: an ETag: the range counts only if it is still the file's.
+
+    Raises:
+        OutOfRange.
+    """
+    etag = f'"{sha256}"'
+    part = requested_range(wanted, size) if if_range in (None, etag) else None
+    start, stop = part or (0, size)
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
+    if part is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    status = 200 if part is None else 206
+    return StreamingResponse(
+        _pieces(opener, start, stop), status, headers=headers, media_type="application/octet-stream"
+    )
+
+
+async def _pieces(opener: Opener, start: int, stop: int) -> AsyncIterator[bytes]:
+    with opener() as file:
+        file.seek(start)
+        while start < stop:
+            piece = await asyncio.to_thread(file.read, min(_PIECE, stop - start))
+            if not piece:
+                return
+            start += len(piece)
+            yield piece

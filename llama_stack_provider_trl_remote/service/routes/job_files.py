@@ -1,0 +1,163 @@
+"""What a job leaves behind: events, logs, metrics, checkpoints and their files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Response
+from starlette.responses import StreamingResponse
+
+from llama_stack_provider_trl.stack.responses import checkpoint_response
+from llama_stack_provider_trl.system.files import RunDir, is_regular, tail
+
+from ..context import Context, Service
+from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
+from ..http.errors import NotFound, declared
+from ..security.access import TASK_JOB, USERS, GuardedRoute
+from ..views.checkpoints import find_file, list_files
+from ..views.events import Cursor, parsed, read_page
+from .files import OCTETS, file_response
+from .jobs import JobUuid, as_json
+
+router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
+
+LAUNCHER = "launcher"
+_STREAM = "text/event-stream"
+_LOG_BYTES = 8 << 20
+_TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
+}
+
+
+@router.get(
+    "/events",
+    dependencies=[USERS],
+    response_model=EventsResponse,
+    responses={
+        **declared(404),
+        200: {"content": {_STREAM: {"schema": {"type": "string"}}}, "description": "A page, or a stream"},
+    },
+)
+async def job_events(
+    service: Context,
+    job_uuid: JobUuid,
+    after: Annotated[str | None, Query(description="`next` of the page before, or an event's id")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Events per page")] = 1000,
+    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
+    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that goes on")] = None,
+) -> Response:
+    """Events of all attempts, in order. With `Accept: text/event-stream` as a stream that ends with `event: end`."""
+    streams = _STREAM in (accept or "")
+    begin = Cursor.parse(last_event_id, "Last-Event-ID") if streams and last_event_id else Cursor.parse(after, "after")
+    # For a stream too: what is wrong with the request must be said before it begins.
+    page = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
+    if streams:
+        body = service.feeds.stream(job_uuid, begin, service.stopping)
+        return StreamingResponse(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+    data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in page.lines]
+    return as_json(EventsResponse(data=data, next=str(page.next)))
+
+
+@router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **_TEXT})
+async def job_logs(
+    service: Context,
+    job_uuid: JobUuid,
+    rank: Annotated[str, Query(pattern=r"^(\d{1,4}|launcher)$", description="A rank's number, or launcher")] = "0",
+    lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
+    attempt: Annotated[int | None, Query(ge=1, le=10**6, description="Left out: the current one")] = None,
+) -> Response:
+    """What a rank of a job printed."""
+    text = await asyncio.to_thread(_log, service, job_uuid, rank, lines, attempt)
+    return Response(text, media_type="text/plain")
+
+
+@router.get("/metrics", dependencies=[USERS], response_model=MetricsResponse, responses=declared(404))
+async def job_metrics(
+    service: Context,
+    job_uuid: JobUuid,
+    after: Annotated[int, Query(ge=-1, le=2**53, description="Points beyond this step only")] = -1,
+) -> Response:
+    """Metric points by step; where a step was done again after a failure, the last one counts."""
+    points = await asyncio.to_thread(service.store.points, job_uuid, after)
+    data = [
+        Point(kind=point.kind, step=point.step, epoch=point.epoch, time=point.time, metrics=dict(point.metrics))
+        for point in points
+    ]
+    return as_json(MetricsResponse(data=data))
+
+
+@router.get("/checkpoints", dependencies=[TASK_JOB], response_model=ListCheckpointsResponse, responses=declared(404))
+async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
+    """Every complete checkpoint."""
+    job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
+    return as_json(ListCheckpointsResponse(data=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints]))
+
+
+# Before the next one, whose identifier may hold slashes as well.
+@router.get(
+    "/checkpoints/{identifier:path}/files/{path:path}",
+    dependencies=[TASK_JOB],
+    response_class=Response,
+    responses={
+        **declared(404, 416),
+        200: {"content": OCTETS, "description": "The whole file"},
+        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+    },
+)
+async def checkpoint_file(
+    service: Context,
+    job_uuid: JobUuid,
+    identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
+    path: Annotated[str, Path(description="As the checkpoint's list of files names it")],
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    if_range: Annotated[
+        str | None, Header(description="An ETag: the range counts only if it is still the file's")
+    ] = None,
+) -> Response:
+    """A file of a checkpoint; its ETag is its sha256."""
+    found, size, sha256 = await _with_digests(service, find_file, job_uuid, identifier, path)
+    return file_response(found, size, sha256, wanted, if_range)
+
+
+@router.get(
+    "/checkpoints/{identifier:path}", dependencies=[TASK_JOB], response_model=CheckpointFiles, responses=declared(404)
+)
+async def checkpoint_files(
+    service: Context,
+    job_uuid: JobUuid,
+    identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
+) -> Response:
+    """The files of a checkpoint with size and sha256 (computed at the first call)."""
+    return as_json(await _with_digests(service, list_files, job_uuid, identifier))
+
+
+async def _with_digests[Found](service: Service, find: Callable[..., Found], *arguments: str) -> Found:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(service.digests.threads, find, service.store, service.digests, *arguments)
+
+
+def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | None) -> str:
+    attempts = {tried.attempt: tried for tried in service.store.attempts(service.store.get(job_uuid).job_uuid)}
+    chosen = attempts.get(attempt or max(attempts, default=0))
+    if chosen is None:
+        wanted = "been started yet" if attempt is None else f"an attempt {attempt}"
+        raise NotFound(f"job {job_uuid!r} has not {wanted}: there is no log")
+    run_dir = RunDir(chosen.run_dir)
+    path = run_dir.root / "torchrun.log" if rank == LAUNCHER else run_dir.root / f"rank-{int(rank)}.log"
+    if not is_regular(path):
+        found = ", ".join(_ranks(run_dir.root)) or "none yet"
+        raise NotFound(
+            f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
+        )
+    # Zeros: logs written before they were kept without holes.
+    text = tail(path, lines, _LOG_BYTES).replace("\0", "")
+    return f"{text}\n" if text else ""
+
+
+def _ranks(directory: FilePath) -> Iterator[str]:
+    yield from sorted((path.stem.removeprefix("rank-") for path in directory.glob("rank-*.log")), key=str)
+    if is_regular(directory / "torchrun.log"):
+        yield LAUNCHER

@@ -1,0 +1,235 @@
+"""The post-training calls: Llama Stack's six in both path styles, and pause, resume, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path, Query, Response
+from pydantic import BaseModel
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.records import JobSummary
+from llama_stack_provider_trl.jobs.states import JobState, shown
+from llama_stack_provider_trl.stack.responses import (
+    PostTrainingJob,
+    PostTrainingJobArtifactsResponse,
+    PostTrainingJobStatusResponse,
+    artifacts_response,
+)
+
+from ..context import Context, Service
+from ..http.bodies import (
+    JobName,
+    JobRow,
+    ListJobsResponse,
+    PreferenceOptimizeBody,
+    PreflightBody,
+    PreflightResponse,
+    SupervisedFineTuneBody,
+)
+from ..http.errors import declared
+from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
+
+router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
+
+JobUuid = Annotated[str, Path(description="The job's name")]
+JobQuery = Annotated[str, Query(description="The job's name")]
+
+
+NULL: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Recorded", "content": {"application/json": {"schema": {"type": "null"}}}}
+}
+
+
+@router.post(
+    "/supervised-fine-tune", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
+)
+async def supervised_fine_tune(
+    service: Context, body: SupervisedFineTuneBody, caller: CurrentCaller
+) -> PostTrainingJob:
+    """Queue a supervised fine-tuning job. The same body again is the same job."""
+    await service.submit(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post(
+    "/preference-optimize", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
+)
+async def preference_optimize(service: Context, body: PreferenceOptimizeBody, caller: CurrentCaller) -> PostTrainingJob:
+    """Queue a DPO job. The same body again is the same job."""
+    await service.submit(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/preflight", dependencies=[USERS_JOB], response_model=PreflightResponse, responses=declared(507))
+async def preflight(service: Context, body: PreflightBody) -> Response:
+    """What a job with this body would do, and whether it fits; nothing is queued, no device is taken."""
+    return as_json(await service.preflight(body))
+
+
+@router.get("/jobs", dependencies=[USERS], response_model=ListJobsResponse, responses=declared(404))
+async def list_jobs(
+    service: Context,
+    status: Annotated[str | None, Query(description="A status or a state, such as in_progress or paused")] = None,
+    limit: Annotated[int | None, Query(ge=1, le=10_000, description="Jobs per page; left out: all")] = None,
+    after: Annotated[str | None, Query(description="`next` of the page before")] = None,
+    full: Annotated[bool, Query(description="Tell state and progress of each job")] = False,
+) -> Response:
+    """Jobs, oldest first."""
+    states = None if status is None else _states(status)
+    return Response(await asyncio.to_thread(_page, service, states, limit, after, full), media_type="application/json")
+
+
+@router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
+async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
+    """How a job stands."""
+    return as_json(service.status(job_uuid))
+
+
+@router.get(
+    "/jobs/{job_uuid}/status",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404),
+)
+async def job_status(service: Context, job_uuid: JobUuid) -> Response:
+    """How a job stands."""
+    return as_json(service.status(job_uuid))
+
+
+@router.get(
+    "/job/artifacts", dependencies=[USERS], response_model=PostTrainingJobArtifactsResponse, responses=declared(404)
+)
+async def get_job_artifacts(service: Context, job_uuid: JobQuery) -> Response:
+    """Every complete checkpoint of a job."""
+    return as_json(_artifacts(service, job_uuid))
+
+
+@router.get(
+    "/jobs/{job_uuid}/artifacts",
+    dependencies=[USERS],
+    response_model=PostTrainingJobArtifactsResponse,
+    responses=declared(404),
+)
+async def job_artifacts(service: Context, job_uuid: JobUuid) -> Response:
+    """Every complete checkpoint of a job."""
+    return as_json(_artifacts(service, job_uuid))
+
+
+@router.post("/job/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
+async def cancel_job(
+    service: Context,
+    body: Annotated[JobName | None, Body()] = None,
+    job_uuid: Annotated[str | None, Query(description="The job's name, where no body says it")] = None,
+) -> Response:
+    """End a job: its processes are gone within seconds, its checkpoints stay."""
+    name = body.job_uuid if body is not None else job_uuid
+    if name is None:
+        raise InvalidRequest("job_uuid", None, 'name the job: {"job_uuid": "..."} as the body, or ?job_uuid=')
+    return await _cancel(service, name)
+
+
+@router.post("/jobs/{job_uuid}/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
+async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
+    """End a job: its processes are gone within seconds, its checkpoints stay."""
+    return await _cancel(service, job_uuid)
+
+
+@router.post(
+    "/jobs/{job_uuid}/pause",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404, 409),
+)
+async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
+    """Save a checkpoint, then free the device; a waiting job is held back."""
+    await asyncio.to_thread(service.store.request_pause, job_uuid)
+    service.supervisor.wake()
+    return as_json(service.status(job_uuid))
+
+
+@router.post(
+    "/jobs/{job_uuid}/resume",
+    dependencies=[USERS],
+    response_model=PostTrainingJobStatusResponse,
+    responses=declared(404, 409),
+)
+async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
+    """Queue a paused job again."""
+    await asyncio.to_thread(service.store.request_resume, job_uuid)
+    service.supervisor.wake()
+    return as_json(service.status(job_uuid))
+
+
+@router.delete(
+    "/jobs/{job_uuid}",
+    dependencies=[ADMINS],
+    status_code=204,
+    responses=declared(404, 409),
+)
+async def delete_job(
+    service: Context,
+    job_uuid: JobUuid,
+    checkpoints: Annotated[bool, Query(description="Remove its checkpoints too")] = False,
+) -> Response:
+    """Forget a job that has ended, and remove its logs and events."""
+    await asyncio.to_thread(service.delete, job_uuid, checkpoints)
+    return Response(status_code=204)
+
+
+def as_json(model: BaseModel) -> Response:
+    """A model as it is: FastAPI would validate it once more, which for a status costs more than making it."""
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+async def _cancel(service: Service, job_uuid: str) -> Response:
+    await asyncio.to_thread(service.store.request_cancel, job_uuid)
+    service.supervisor.wake()
+    return Response("null", media_type="application/json")
+
+
+def _artifacts(service: Service, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+    return artifacts_response(service.store.get(job_uuid), service.store.checkpoints(job_uuid))
+
+
+def _page(service: Service, states: list[JobState] | None, limit: int | None, after: str | None, full: bool) -> str:
+    """A page of the list as JSON."""
+    wanted = None if limit is None else limit + 1  # one more, to know whether there is a next page
+    if full:
+        rows = [_row(job) for job in service.store.page(after, states, wanted)]
+    else:
+        rows = [JobRow(job_uuid=name) for name in service.store.page_of_names(after, states, wanted)]
+    more = limit is not None and len(rows) > limit
+    page = rows[:limit]
+    answer = ListJobsResponse(data=page, next=page[-1].job_uuid if more else None)
+    return answer.model_dump_json(exclude_unset=not full)  # rows without `full` have nothing but their names
+
+
+def _states(text: str) -> list[JobState]:
+    """The states that a word of Llama Stack's, or one of ours, means."""
+    if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
+        return [JobState(text)]
+    states = [state for state in JobState if shown(state) == text]
+    if not states:
+        raise InvalidRequest("status", text, f"expected one of {', '.join(JobState)}")
+    return states
+
+
+def _row(job: JobSummary) -> JobRow:
+    return JobRow(
+        job_uuid=job.job_uuid,
+        status=shown(job.state),
+        state=job.state,
+        algorithm=job.algorithm,
+        model=job.model,
+        priority=job.priority,
+        step=job.progress.step,
+        total_steps=job.progress.total_steps,
+        percent=job.progress.percent,
+        detail=job.detail or job.message.partition("\n")[0] or None,
+        created_by=job.created_by or None,
+        scheduled_at=job.scheduled_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+    )

@@ -1,0 +1,36 @@
+"""About the service itself."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import JSONResponse
+
+from llama_stack_provider_trl import __version__
+
+from ..context import Context
+from ..http.bodies import Health
+from ..http.errors import declared
+from ..security.access import ANYONE, USERS, GuardedRoute
+from .jobs import as_json
+
+router = APIRouter(route_class=GuardedRoute, tags=["service"])
+pages = APIRouter(route_class=GuardedRoute)
+
+
+@router.get("/health", dependencies=[ANYONE], response_model=Health, responses=declared())
+async def health(service: Context) -> Response:
+    """Whether the service answers. Needs no token."""
+    return as_json(Health(status="OK", version=__version__, supervising=service.supervisor.supervising))
+
+
+@pages.get("/openapi.json", dependencies=[USERS], include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The description of every call, for programs."""
+    return JSONResponse(request.app.openapi())
+
+
+@pages.get("/docs", dependencies=[USERS], include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """The description of every call, for a browser."""
+    return get_swagger_ui_html(openapi_url="/openapi.json", title=request.app.title)

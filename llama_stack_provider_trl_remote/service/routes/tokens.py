@@ -1,0 +1,94 @@
+"""Tokens and the audit log, for admins."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Response
+
+from llama_stack_provider_trl.jobs.tokens import Limits, TokenRecord
+
+from ...wire import NAME
+from ..context import Context
+from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
+from ..http.errors import declared
+from ..security.access import ADMINS, CurrentCaller, GuardedRoute
+from .jobs import as_json
+
+router = APIRouter(route_class=GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
+audit = APIRouter(route_class=GuardedRoute, prefix="/audit", tags=["tokens and audit"])
+
+Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
+
+
+@router.post("", dependencies=[ADMINS], status_code=201, response_model=CreatedToken, responses=declared(409))
+async def create_token(service: Context, body: CreateToken, caller: CurrentCaller) -> Response:
+    """Create a token. This answer alone shows it."""
+    limits = Limits(
+        body.max_queued_jobs, body.requests_per_second, None if body.priorities is None else tuple(body.priorities)
+    )
+    created = (body.name, body.role, caller.name, body.expires_in, limits)
+    token, record = await asyncio.to_thread(service.tokens.create, *created)
+    answer = CreatedToken(token=token, required=bool(service.settings.credentials), **_row(record).model_dump())
+    response = as_json(answer)
+    response.status_code = 201
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+@router.get("", dependencies=[ADMINS], response_model=ListTokensResponse, responses=declared())
+async def list_tokens(service: Context) -> Response:
+    """Every token, without the tokens themselves: those of the configuration first."""
+    configured = [
+        TokenRow(name=entry.name, role=entry.role, source=entry.setting, **_limits(entry.limits))
+        for entry in service.settings.configured_tokens
+    ]
+    return as_json(ListTokensResponse(data=[*configured, *map(_row, service.tokens.all())]))
+
+
+@router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
+async def revoke_token(service: Context, name: Name) -> Response:
+    """Refuse a token from now on, on running answers too."""
+    await asyncio.to_thread(service.tokens.revoke, name)
+    return Response(status_code=204)
+
+
+@audit.get("", dependencies=[ADMINS], response_model=AuditPage, responses=declared())
+async def read_audit(
+    service: Context,
+    after: Annotated[int, Query(ge=0, le=2**53, description="`next` of the page before")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Lines per page")] = 100,
+    caller: Annotated[str | None, Query(max_length=64, description="Only of this token")] = None,
+    route: Annotated[str | None, Query(max_length=200, description="Only of this path template")] = None,
+) -> Response:
+    """The audit log, oldest line first."""
+    lines, last = await asyncio.to_thread(service.audit.page, after, limit, caller, route)
+    page = AuditPage(data=[AuditLine.model_validate(line) for line in lines], next=last, last=service.audit.last)
+    return Response(page.model_dump_json(exclude_none=True), media_type="application/json")
+
+
+def _row(record: TokenRecord) -> TokenRow:
+    return TokenRow(
+        name=record.name,
+        role=record.role,
+        source="created",
+        created_at=_utc(record.created_at),
+        created_by=record.created_by,
+        expires_at=None if record.expires_at is None else _utc(record.expires_at),
+        last_used_at=None if record.last_used_at is None else _utc(record.last_used_at),
+        **_limits(record.limits),
+    )
+
+
+def _limits(limits: Limits) -> dict[str, Any]:
+    return {
+        "max_queued_jobs": limits.max_queued_jobs,
+        "requests_per_second": limits.requests_per_second,
+        "priorities": None if limits.priorities is None else list(limits.priorities),
+    }
+
+
+def _utc(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

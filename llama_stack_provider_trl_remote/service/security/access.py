@@ -1,0 +1,340 @@
+"""Roles, and what each route takes: declared on the route, and enforced before any of its body is read.
+
+A route of the service carries exactly one `Access` among its dependencies. `GuardedRoute` enforces it, shows it in the
+OpenAPI document as `x-roles`, and cannot be made without one; no other module decides who may call what.
+
+No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
+"""
+
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, HTTPException, Request, Response
+from fastapi.params import Depends as Dependency
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
+
+from ..http.received import Bodies, Received, bounded
+from ..settings import ServiceSettings
+from .limits import Bucket
+from .recording import Call, record, recorded
+
+CALLER, BODY, ROUTE = "trl_caller", "trl_body", "trl_route"
+"""Keys of an ASGI scope: the `Caller`, the `Body` that is being received, and the path template of the route."""
+KIB, MIB = 1 << 10, 1 << 20
+SMALL = 64 * KIB
+"""Bytes of a body that names one thing, or of one that nobody asked for."""
+
+
+REFUSALS = frozenset({401, 403, 429})
+"""Statuses of answers that say that this sender may not do this, or not now."""
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Refused(HTTPException):
+    """Raised when a request goes no further. FastAPI lets its own exceptions out of a body's reading."""
+
+
+class Removed(Refused):
+    """Raised when a call carries the credential of a node that was removed. -> 410"""
+
+    def __init__(self, node: str, detail: str) -> None:
+        self.node = node
+        super().__init__(410, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The authenticated sender of a request."""
+
+    role: Role | None
+    """None: no token that this service knows."""
+    name: str = ""
+    """Of the token, for records: `operator`, `local` where no token is needed, the name of a token or of a node."""
+    node: str | None = None
+    """The node whose own credential this is; None: any other token."""
+    presented: bool = False
+    """Whether the request carried a token at all."""
+    unused_credential: str = ""
+    """Hash of the node's credential, where this is the first call with it."""
+    throttled: bool = False
+    """The token was not compared: its address has tried too many wrong ones."""
+    limits: Limits = UNLIMITED
+    bucket: Bucket | None = field(default=None, compare=False, repr=False)
+    """Of the requests of this token; None: they are not limited."""
+    check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
+    """Whether the token is still valid; None: it is for as long as the service runs. Cheap: called often."""
+
+    def still_valid(self) -> bool:
+        """False: the token was revoked or has expired since the request was authenticated."""
+        return self.check is None or self.check()
+
+    def take_request(self) -> None:
+        """Count a request. Raises Refused: 429."""
+        if self.bucket is not None and (seconds := self.bucket.take()):
+            raise Refused(
+                429,
+                f"the token {self.name!r} is limited to {self.bucket.rate:g} requests per second: send this one again "
+                f"in {math.ceil(seconds)} s",
+                {"Retry-After": str(math.ceil(seconds))},
+            )
+
+    def require_known(self) -> None:
+        """Raises Refused: 401, 429."""
+        if self.throttled:
+            raise Refused(
+                429,
+                "too many wrong tokens came from this address: wait a second, then send the right one",
+                {"Retry-After": "1"},
+            )
+        if self.role is None:
+            found = "is missing"
+            if self.presented:
+                found = "is not one that this service knows, or it has expired or was revoked"
+            raise Refused(
+                401,
+                f"the token {found}: send `Authorization: Bearer TOKEN` with the token that the service was given",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+
+class Body:
+    """The body of one request as it is received: counted, and refused where it is too large.
+
+    A limit of 0 holds until a route has set its own.
+    """
+
+    def __init__(self, receive: Receive, headers: Headers) -> None:
+        self._receive = receive
+        announced = headers.get("content-length", "")
+        self.announced = int(announced[:19]) if announced.isdigit() else 0
+        self.waits_for_continue = headers.get("expect", "").lower() == "100-continue"
+        """The sender sends nothing before the body is read."""
+        self.count = 0
+        self.whole = False
+        self._limit = 0
+        self._hint = ""
+
+    def set_limit(self, limit: int, hint: str) -> None:
+        """Raises Refused: 413, the body is announced to be larger."""
+        self._limit, self._hint = limit, hint
+        if self.announced > limit:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.count += len(message.get("body", b""))
+        self.whole = not message.get("more_body")
+        if self.count > self._limit:
+            raise self._too_large()
+        return message
+
+    async def discard(self) -> int:
+        """Receive the next piece and drop it. Returns its length."""
+        message = await self._receive()
+        self.whole = message["type"] != "http.request" or not message.get("more_body")
+        return len(message.get("body", b""))
+
+    def _too_large(self) -> Refused:
+        size = f"{self._limit // MIB} MiB" if self._limit >= MIB else f"{self._limit // KIB} KiB"
+        return Refused(413, f"the body is larger than {size}{self._hint}", {"Connection": "close"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may call a route, and with what body.
+
+    Args:
+        roles: of the callers; empty: anyone, without a token.
+        body: `json`: nothing or a JSON document; `bytes`: anything.
+        limit: bytes of the body, or the name of the setting that holds its MiB.
+        own_node: of the callers with the role node, only the node that the path parameter `name` names.
+        needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
+            this path parameter names, or whose rows it names.
+        record: whether calls that are no reads are in the audit log. Refusals always are.
+    """
+
+    roles: frozenset[Role]
+    body: Literal["json", "bytes"] = "json"
+    limit: int | str = SMALL
+    own_node: bool = False
+    needs_task: Literal["job_uuid", "sha256"] | None = None
+    record: bool = True
+
+    async def __call__(self) -> None:
+        """Nothing is left to do for FastAPI: `GuardedRoute` has called `check` before the body was read."""
+
+    def check(self, scope: Scope, settings: ServiceSettings) -> None:
+        """Check caller, content type and announced size of a request.
+
+        Raises:
+            Refused: 400, 401, 403, 413 or 429.
+            StoreError.
+        """
+        caller: Caller = scope[CALLER]
+        if self.roles:
+            caller.require_known()
+            caller.take_request()
+            if caller.role not in self.roles:
+                raise Refused(403, _wrong_role(caller.role, self.roles))
+            if caller.role == "node" and (self.own_node or self.needs_task):
+                self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
+        if self.body == "json":
+            _check_content_type(scope["method"], Headers(scope=scope))
+        hint = ""
+        if isinstance(self.limit, str):
+            hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if self.limit == "max_body_mb" else ": raise"
+            hint += f" {self.limit} in the service's configuration"
+        scope[BODY].set_limit(self.bytes(settings), hint)
+
+    def bytes(self, settings: ServiceSettings) -> int:
+        """The limit of the body."""
+        return getattr(settings, self.limit) * MIB if isinstance(self.limit, str) else self.limit
+
+    def _check_node(self, caller: Caller, path: Mapping[str, str], store: Store) -> None:
+        """Check that a node calls for itself, and reads what its tasks need. Raises Refused: 403."""
+        if caller.node is None:
+            raise Refused(
+                403,
+                "the token of agents opens nothing but a join: join first (POST /v1/nodes), then send the credential "
+                "of its answer as `Authorization: Bearer CREDENTIAL`",
+            )
+        if self.own_node and caller.node != path["name"]:
+            raise Refused(403, f"this credential is another node's: only {path['name'][:64]!r} itself may call this")
+        if self.needs_task == "job_uuid" and not store.has_current_task_of(caller.node, path["job_uuid"]):
+            raise Refused(
+                403, f"node {caller.node!r} takes part in no current attempt of this job: it reads only those"
+            )
+        if self.needs_task == "sha256" and not store.has_current_task_with(caller.node, path["sha256"]):
+            raise Refused(403, f"node {caller.node!r} takes part in no current attempt of a job with these rows")
+
+
+class GuardedRoute(APIRoute):
+    """A route that enforces its `Access`."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        given = [found.dependency for found in options.get("dependencies") or ()]
+        accesses = [found for found in given if isinstance(found, Access)]
+        if len(accesses) != 1:
+            raise TypeError(f"the route {path} declares {len(accesses)} Access dependencies, expected exactly one")
+        self.access = accesses[0]
+        extra = {**(options.pop("openapi_extra", None) or {}), "x-roles": sorted(self.access.roles)}
+        if self.access.own_node or self.access.needs_task:
+            extra["x-node"] = "itself" if self.access.own_node else "with a current task"
+        super().__init__(path, recorded(endpoint), openapi_extra=extra, **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return bounded(super().get_route_handler(), self._received)
+
+    def _received(self, request: Request) -> Received:
+        service = request.app.state.service
+        limit = self.access.bytes(service.settings)
+        bodies: Bodies = service.bodies
+        caller: Caller = request.scope[CALLER]
+        of_node, has_rows = "node" in self.access.roles, self.access.limit == "max_body_mb"
+        return bodies.receive(request, caller.name, limit, of_node=of_node, has_rows=has_rows)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope[CALLER]
+        scope[ROUTE] = _template(scope["path"], self.path)
+        if scope["method"] not in (self.methods or ()):
+            if self.access.roles:
+                caller.require_known()  # before the answer names the methods of a path
+                caller.take_request()
+            return await super().handle(scope, receive, send)
+        call = self._call(scope)
+        try:
+            self.access.check(scope, scope["app"].state.service.settings)
+        except Refused as refusal:
+            if call is not None and refusal.status_code not in REFUSALS:
+                await call.end(refusal.status_code)
+            raise
+        if call is None:
+            return await super().handle(scope, receive, send)
+        await record(call, scope, receive, send, super().handle)
+
+    def _call(self, scope: Scope) -> Call | None:
+        """None: it is not recorded."""
+        audit = scope["app"].state.service.audit
+        if audit is None or not self.access.record or scope["method"] in _READS:
+            return None
+        about = {**sender(scope), "method": scope["method"], "route": scope[ROUTE]}
+        return Call(audit, about, scope.get("path_params", {}), forced=self.access.roles == {"admin"})
+
+
+def _template(path: str, template: str) -> str:
+    """The path template of a route. Where FastAPI includes routers without copying them, it lacks the prefix, which is
+    the first part of the path."""
+    prefix = "/" + path.split("/")[1]
+    return template if f"{template}/".startswith(f"{prefix}/") else prefix + template
+
+
+def sender(scope: Scope) -> dict[str, Any]:
+    """Who sends a request, and from where, as the audit log has it."""
+    caller: Caller = scope.get(CALLER) or Caller(None)
+    address = (scope.get("client") or ("",))[0]
+    return {"caller": caller.name, "role": caller.role, "node": caller.node, "address": address}
+
+
+_USERS: frozenset[Role] = frozenset({"submit", "admin"})
+_ALL: frozenset[Role] = _USERS | {"node"}
+
+
+def _access(roles: frozenset[Role], **body: Any) -> Dependency:
+    dependency: Dependency = Depends(Access(roles, **body))
+    return dependency
+
+
+ANYONE = _access(frozenset())
+"""Needs no token."""
+USERS = _access(_USERS)
+USERS_JOB = _access(_USERS, limit=MIB)
+"""The body of a job."""
+USERS_ROWS = _access(_USERS, limit="max_body_mb")
+"""A body that may hold rows."""
+USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
+ADMINS = _access(frozenset({"admin"}))
+TASK_JOB = _access(_ALL, needs_task="job_uuid")
+"""What users read of a job, and the nodes that it runs on."""
+TASK_ROWS = _access(_ALL, needs_task="sha256")
+_NODES: frozenset[Role] = frozenset({"node", "admin"})
+"""What agents call, and beside them only who may do everything."""
+JOIN = _access(_NODES, limit=MIB)
+NODES = _access(_NODES, own_node=True, limit=4 * MIB)
+NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
+NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
+NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
+NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb", record=False)
+
+
+async def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+"""A parameter of a handler: the authenticated caller."""
+
+
+def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
+    wanted = " or ".join(sorted(roles, key=("submit", "node", "admin").index))
+    return (
+        f"this call needs a token with the role {wanted}, yours has the role {role}: use another, or ask the operator"
+    )
+
+
+def _check_content_type(method: str, headers: Mapping[str, str]) -> None:
+    """A form of any page can be posted here, as every type but JSON. (What is PUT, no form can send.)"""
+    if method != "POST":
+        return
+    if not (headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers):
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(400, f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/json: send JSON")

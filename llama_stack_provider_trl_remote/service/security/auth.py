@@ -1,0 +1,304 @@
+"""What is decided about every request before it is routed: its form, where it comes from, and who sends it.
+
+Pure ASGI, so that bodies pass through in pieces: Starlette's own middleware classes would hold them. Who may call which
+route is declared on the route (`access`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..http.connections import DRAINING
+from ..http.errors import raw_answer
+from ..settings import LOCAL, ServiceSettings
+from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, Removed, sender
+from .audit import Refusal, Refusals
+from .limits import Bucket, Failures
+from .recording import RECORDED
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SPARE = 64 << 20
+"""Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
+_DRAIN_SECONDS = 10.0
+_UNKNOWN_DRAIN_SECONDS = 1.0
+"""For a caller without a known token."""
+_CHECK_SECONDS = 0.5
+"""How often a running answer looks whether its token is still valid."""
+_BEARER = {"WWW-Authenticate": "Bearer"}
+
+type Authenticate = Callable[[str], Caller | None]
+"""A token -> its caller; None: it is not known."""
+
+
+class ConfiguredTokens:
+    """The tokens of the configuration.
+
+    Args:
+        more: further tokens, with the names of their callers.
+    """
+
+    def __init__(self, settings: ServiceSettings, more: Mapping[str, Caller] | None = None) -> None:
+        self._callers: dict[bytes, Caller] = {}
+        for entry in settings.configured_tokens:
+            rate = entry.limits.requests_per_second
+            self._callers[entry.token.encode()] = Caller(
+                entry.role,
+                entry.name,
+                presented=True,
+                limits=entry.limits,
+                bucket=None if rate is None else Bucket(rate),
+            )
+        if self._callers:
+            for token, caller in (more or {}).items():
+                self._callers.setdefault(token.encode(), caller)
+
+    def __bool__(self) -> bool:
+        return bool(self._callers)
+
+    def __call__(self, token: str) -> Caller | None:
+        # All are compared, each in constant time: the time taken says nothing about any of them.
+        given = token.encode()
+        matches = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, given)]
+        return matches[0] if matches else None
+
+
+class AnyOf:
+    """Authenticates with the first that knows a token."""
+
+    def __init__(self, *authenticators: Authenticate) -> None:
+        self._authenticators = authenticators
+
+    def __call__(self, token: str) -> Caller | None:
+        return next((caller for known in self._authenticators if (caller := known(token)) is not None), None)
+
+
+class Gate:
+    """Checks path, Host and Origin of every request, authenticates its sender, and ends it once its token is revoked.
+
+    Args:
+        authenticate: None: no token is needed, and every caller has the role admin.
+        refusals: where refused requests are recorded.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServiceSettings,
+        authenticate: Authenticate | None,
+        refusals: Refusals | None = None,
+    ) -> None:
+        self.app = app
+        self._authenticate = authenticate
+        self._refusals = refusals
+        self._failures = Failures()
+        self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
+        # DNS rebinding comes with a name: beyond loopback, an address as such is what our clients use.
+        self._addresses_pass = not settings.on_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        scope[BODY] = body = Body(receive, headers)
+        answer = Answer(send)
+
+        async def draining(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._note(scope, message["status"])
+                if message["status"] >= 400:
+                    await _drain(scope, body)
+            await answer.send(message)
+
+        try:
+            _check_path(scope)
+            _check_length(headers)
+            self._check_origin(headers)
+            scope[CALLER] = caller = self._caller(scope, headers)
+            if caller.check is None:
+                await self.app(scope, body.receive, draining)
+            else:
+                await _while_valid(caller, body, answer, self.app(scope, body.receive, draining))
+        except Refused as refusal:
+            if isinstance(refusal, Removed):
+                scope[CALLER] = Caller(None, refusal.node, refusal.node, presented=True)
+            self._note(scope, refusal.status_code, always=isinstance(refusal, Removed))
+            if not answer.begun:
+                await _drain(scope, body)
+                await _answer(send, refusal)
+
+    def _note(self, scope: Scope, status: int, always: bool = False) -> None:
+        """Record a refusal.
+
+        Args:
+            always: whatever its status.
+        """
+        if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
+            return
+        self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A browser can be made to call us from any page: by a name that resolves to us, or by a form."""
+        host = headers.get("host", "")
+        if not self._known(_name(host)):
+            raise Refused(
+                403,
+                f"the Host header is {host[:100]!r}, expected one of {', '.join(sorted(self._hosts))}: call the "
+                "service by one of these, or add the name to allowed_hosts in the service's configuration",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._known(_name(_authority(origin))):
+            raise Refused(403, f"a page of {origin[:100]!r} may not call this service: only its own pages may")
+
+    def _known(self, name: str) -> bool:
+        return name in self._hosts or (self._addresses_pass and _is_address(name))
+
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        if self._authenticate is None:
+            return Caller("admin", LOCAL)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return Caller(None, presented=bool(given))
+        address, token = (scope.get("client") or ("",))[0], given.strip()
+        if not self._failures.may_try(address, token):
+            return Caller(None, presented=True, throttled=True)
+        found = self._authenticate(token)
+        self._failures.note(address, token, found is not None)
+        return found or Caller(None, presented=bool(given))
+
+
+class Answer:
+    """How far the answer to a request is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = self.ended = False
+        self._has_length = False
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        elif not message.get("more_body"):
+            self.ended = True
+        await self._send(message)
+
+    async def end(self) -> None:
+        """End an answer early: a stream properly; a file, whose length is announced, with its connection."""
+        if not self.ended and not self._has_length:
+            await self.send({"type": "http.response.body", "body": b""})
+
+
+async def _while_valid(caller: Caller, body: Body, answer: Answer, handled: Awaitable[None]) -> None:
+    """Handle a request for as long as its token is valid.
+
+    Only an answer that is being sent or a body that is being received is broken off: what lies between takes effect as
+    a whole, or not at all.
+
+    Raises:
+        Refused: 401.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def check() -> None:
+        nonlocal timer
+        if not caller.still_valid() and (answer.begun or (body.count and not body.whole)):
+            bound.reschedule(loop.time())
+        else:
+            timer = loop.call_later(_CHECK_SECONDS, check)
+
+    timer = loop.call_later(_CHECK_SECONDS, check)
+    try:
+        async with asyncio.timeout(None) as bound:
+            await handled
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        if answer.begun:
+            await answer.end()
+        raise Refused(401, "the token was revoked or has expired: use another", _BEARER) from None
+    finally:
+        timer.cancel()
+
+
+def _check_path(scope: Scope) -> None:
+    """Refuse control characters: what matches a path then cannot depend on how a pattern treats a line's end.
+
+    Raises:
+        Refused: 400.
+    """
+    if found := _CONTROL.search(scope["path"]):
+        raise Refused(400, f"the path has the control character {found[0]!r}: send a path without any")
+
+
+def _check_length(headers: Headers) -> None:
+    """Refuse a body with two lengths: what is reserved for it goes by one, and what is received by the other.
+
+    Raises:
+        Refused: 400.
+    """
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise Refused(
+            400,
+            "the request has both Content-Length and Transfer-Encoding, expected one: send Content-Length alone",
+            {"Connection": "close"},
+        )
+
+
+async def _drain(scope: Scope, body: Body) -> None:
+    """Read and drop what is still being sent, within bounds: a connection that is closed on unread data is reset, and
+    the sender never sees the answer."""
+    if body.whole or (body.waits_for_continue and not body.count) or body.announced - body.count > _SPARE:
+        return
+    caller: Caller | None = scope.get(CALLER)
+    seconds = _UNKNOWN_DRAIN_SECONDS if caller is None or caller.role is None else _DRAIN_SECONDS
+    dropped = 0
+    scope[DRAINING] = True
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while dropped <= _SPARE and not body.whole:
+                    dropped += await body.discard()
+    finally:
+        scope[DRAINING] = False
+
+
+def _authority(origin: str) -> str:
+    """`Origin` without its scheme; nothing where it is malformed."""
+    try:
+        return urlsplit(origin).netloc if "//" in origin else origin
+    except ValueError:  # http://[
+        return ""
+
+
+def _name(host: str) -> str:
+    """`Host` without its port; an IPv6 address without its brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _answer(send: Send, refusal: Refused) -> None:
+    headers, body = raw_answer(refusal.status_code, str(refusal.detail))
+    headers += [(name.lower().encode(), value.encode()) for name, value in (refusal.headers or {}).items()]
+    await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

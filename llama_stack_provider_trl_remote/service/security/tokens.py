@@ -1,0 +1,131 @@
+"""Tokens that were created through the API, as the service checks them: in memory, and in step with the database.
+
+One process serves a data directory, so nobody else changes them: a revoked token is refused by the next check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role, TokenRecord, Tokens, digest
+
+from ..http.errors import Conflict, NotFound
+from ..settings import RESERVED, ServiceSettings
+from .access import Caller
+from .limits import Bucket
+
+log = logging.getLogger(__name__)
+_USED_SECONDS = 60.0
+"""How often the last use of a token is written: a write for every request would cost more than the request."""
+
+
+@dataclass
+class _Known:
+    record: TokenRecord
+    caller: Caller
+    written_at: float
+    """When its last use was last written."""
+
+
+class CreatedTokens:
+    """Authenticates with the created tokens, and changes them.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, tokens: Tokens, settings: ServiceSettings, clock: Callable[[], float] = time.time) -> None:
+        self._tokens = tokens
+        self._configured = {entry.name: entry for entry in settings.configured_tokens}
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._changing = threading.Lock()
+        """Held while the database and the memory change together: requests run `create` and `revoke` in threads."""
+        self._writes: set[asyncio.Future[None]] = set()
+        for record in tokens.all():
+            self._remember(record)
+
+    def __call__(self, token: str) -> Caller | None:
+        # Found by its sha256: how long that takes depends on the digest, which tells nothing about any known token.
+        known = self._known.get(digest(token))
+        if known is None or not self._is_current(known.record):
+            return None
+        self._note_use(known)
+        return known.caller
+
+    def all(self) -> Sequence[TokenRecord]:
+        """Oldest first; those that have expired are among them until they are revoked."""
+        return sorted((known.record for known in self._known.values()), key=lambda record: record.created_at)
+
+    def create(
+        self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: Limits = UNLIMITED
+    ) -> tuple[str, TokenRecord]:
+        """Returns the token, which cannot be read again, and its record.
+
+        Raises:
+            Conflict: the name is taken or reserved.
+        """
+        if name in self._configured or RESERVED.fullmatch(name):
+            raise Conflict(f"the name {name!r} belongs to a token of the service's configuration: choose another")
+        with self._changing:
+            token = self._tokens.create(name, role, created_by, expires_in, limits)
+            if token is None:
+                raise Conflict(f"there is a token {name!r} already: revoke it first, or choose another name")
+            record = next(record for record in self._tokens.all() if record.name == name)
+            self._remember(record)
+        log.info("token %s (role %s) was created by %s", name, role, created_by)
+        return token, record
+
+    def revoke(self, name: str) -> None:
+        """Refuse a token from now on.
+
+        Raises:
+            Conflict: it is configured.
+            NotFound.
+        """
+        if configured := self._configured.get(name):
+            raise Conflict(
+                f"the token {name!r} is configured ({configured.setting}): remove it there, and start the service again"
+            )
+        with self._changing:
+            if not self._tokens.revoke(name):
+                raise NotFound(f"there is no token {name!r} here: GET /v1/tokens lists them")
+            self._known = {key: known for key, known in self._known.items() if known.record.name != name}
+        log.info("token %s was revoked", name)
+
+    def _remember(self, record: TokenRecord) -> None:
+        rate = record.limits.requests_per_second
+        caller = Caller(
+            record.role,
+            record.name,
+            presented=True,
+            limits=record.limits,
+            bucket=None if rate is None else Bucket(rate),
+            check=lambda: record.sha256 in self._known and self._is_current(record),
+        )
+        self._known = {**self._known, record.sha256: _Known(record, caller, record.last_used_at or 0.0)}
+
+    def _is_current(self, record: TokenRecord) -> bool:
+        return record.expires_at is None or self._clock() < record.expires_at
+
+    def _note_use(self, known: _Known) -> None:
+        now = self._clock()
+        known.record = replace(known.record, last_used_at=now)
+        if now - known.written_at < _USED_SECONDS:
+            return
+        known.written_at = now
+        write = asyncio.get_running_loop().run_in_executor(None, self._write_use, known.record.name, now)
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+
+    def _write_use(self, name: str, now: float) -> None:
+        try:
+            self._tokens.note_used(name, now)
+        except StoreError as error:
+            log.warning("the last use of token %s is not recorded: %s", name, error)

@@ -1,0 +1,262 @@
+"""A job's events from a cursor on: as pages, and as a stream of server-sent events.
+
+A cursor is `<attempt>-<bytes>`: all events of earlier attempts, and those in the first so many bytes of this attempt's
+`events.jsonl`. Only what the store has taken in is shown, so that a cursor means the same after any restart and events
+of an attempt never come after those of the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, TrlError
+from llama_stack_provider_trl.jobs.records import EventFile
+from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import LINE_BYTES, parse_event
+from llama_stack_provider_trl.system.beneath import NotAFile
+from llama_stack_provider_trl.system.files import RunDir, open_regular
+
+LOOK = 0.25
+"""Seconds between two looks for new events."""
+HEARTBEAT = 15.0
+"""Seconds of silence after which a stream says that it lives."""
+_PAGE = 500
+_PIECE = 1 << 18
+_CHUNK = 1 << 16
+"""Bytes of a stream that are handed to a connection at once: what it holds of a reader that does not read."""
+_SCANNED = 16 << 20
+"""Bytes without any event that are passed over in one call."""
+_KEPT_PAGES = 8
+
+
+class Cursor(NamedTuple):
+    attempt: int = 0
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, text: str | None, field: str) -> Cursor:
+        """Raises InvalidRequest."""
+        if not text:
+            return cls()
+        found = re.fullmatch(r"(\d{1,9})-(\d{1,15})", text)
+        if not found:
+            raise InvalidRequest(field, text, "expected the id of an event, such as 1-2048, or nothing for all events")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.attempt}-{self.offset}"
+
+
+class Line(NamedTuple):
+    cursor: Cursor
+    """Behind this event."""
+    text: str
+    """The event as JSON."""
+
+
+class Page(NamedTuple):
+    lines: list[Line]
+    state: JobState
+    """Of the job, before the events were read."""
+    next: Cursor
+    """Where the following page begins."""
+    is_last: bool
+    """Whether nothing follows yet."""
+
+
+def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int = _PIECE) -> Page:
+    """The next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
+
+    Lines that are no events are left out, as the supervisor left them out.
+
+    Raises:
+        JobNotFound.
+        InvalidRequest: the cursor is not one of this job's.
+    """
+    state, files = store.event_files(job_uuid, after.attempt)
+    if after.attempt and (not files or files[0].attempt != after.attempt):
+        raise InvalidRequest("after", str(after), f"job {job_uuid!r} has no attempt {after.attempt}")
+    lines: list[Line] = []
+    cursor = after
+    for file in files:
+        start = after.offset if file.attempt == after.attempt else 0
+        more, stopped, whole = _read(file, start, limit - len(lines), size)
+        lines += more
+        cursor = Cursor(file.attempt, stopped) if stopped else cursor
+        if not whole:
+            return Page(lines, state, cursor, False)
+    return Page(lines, state, cursor, True)
+
+
+class Feeds:
+    """The jobs that streams follow: the store is read once per job and interval, however many streams there are."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._feeds: dict[str, _Feed] = {}
+
+    async def stream(self, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """Server-sent events until the job has ended and all was sent, or the service stops. Then `event: end`, or not.
+
+        In pieces of at most 64 KiB, each of which is sent when the reader has taken most of those before.
+        """
+        feed = self._feeds.get(job_uuid)
+        if feed is None:  # not setdefault: a feed that nothing closes polls for ever
+            feed = self._feeds[job_uuid] = _Feed(self._store, job_uuid, stopping)
+        feed.streams += 1
+        try:
+            async for text in _stream(feed, after, stopping):
+                for start in range(0, len(text), _CHUNK):
+                    yield text[start : start + _CHUNK]
+        finally:
+            feed.streams -= 1
+            if not feed.streams:
+                feed.close()
+                self._feeds.pop(job_uuid, None)
+
+
+class _Feed:
+    """One job that streams follow."""
+
+    def __init__(self, store: Store, job_uuid: str, stopping: asyncio.Event) -> None:
+        self.streams = 0
+        self.changed = asyncio.Event()
+        """Set, and replaced, when there is more to read, the job's state has changed, or the service stops."""
+        self._store, self._job_uuid = store, job_uuid
+        self._seen: object = None
+        self._pages: dict[Cursor, asyncio.Task[tuple[bytes, Page]]] = {}
+        self._poller = asyncio.create_task(self._poll())
+        self._stopper = asyncio.create_task(self._stop(stopping))
+
+    def close(self) -> None:
+        self._poller.cancel()
+        self._stopper.cancel()
+        for page in self._pages.values():
+            page.cancel()
+
+    async def page(self, after: Cursor) -> tuple[bytes, Page]:
+        """A page as text and as such. Streams that are equally far share it."""
+        reading = self._pages.get(after)
+        if reading is None:
+            while len(self._pages) >= _KEPT_PAGES:
+                self._pages.pop(next(iter(self._pages)))
+            reading = self._pages[after] = asyncio.create_task(asyncio.to_thread(self._read, after))
+        return reading.result() if reading.done() else await asyncio.shield(reading)
+
+    def _read(self, after: Cursor) -> tuple[bytes, Page]:
+        page = read_page(self._store, self._job_uuid, after, _PAGE, _CHUNK)
+        return "".join(f"id: {line.cursor}\ndata: {line.text}\n\n" for line in page.lines).encode(), page
+
+    async def _poll(self) -> None:
+        last = 0
+        while True:
+            # One point read of 30 us, no thread.
+            try:
+                state, files = self._store.event_files(self._job_uuid, last)
+                last = files[-1].attempt if files else 0
+                seen: object = (state, files[-1:])
+            except JobNotFound:
+                seen = None
+            except StoreError:
+                seen = self._seen  # the streams try again with it
+            if seen != self._seen:
+                self._seen = seen
+                self._pages.clear()
+                self._wake()
+            await asyncio.sleep(LOOK)
+
+    async def _stop(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    spoke = time.monotonic()
+    while not stopping.is_set():
+        changed = feed.changed
+        try:
+            text, page = await feed.page(after)
+        except TrlError:  # the job was deleted, or the database cannot be read: the client asks again and is told
+            return
+        after = page.next
+        if text:
+            yield text
+            spoke = time.monotonic()
+        if not page.is_last:
+            continue
+        if page.state in TERMINAL:
+            yield f"event: end\ndata: {json.dumps({'state': page.state})}\n\n".encode()
+            return
+        # One timer for each stream and no task: 500 streams took a fifth of the event loop with two tasks for each.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, spoke + HEARTBEAT - time.monotonic())):
+                await changed.wait()
+        if time.monotonic() - spoke >= HEARTBEAT:
+            yield f": the job is {page.state}\n\n".encode()
+            spoke = time.monotonic()
+
+
+def parsed(line: Line) -> dict[str, Any]:
+    event: dict[str, Any] = json.loads(line.text, parse_constant=lambda name: None)
+    return event
+
+
+def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line], int, bool]:
+    """Events of one attempt's file behind byte `start`, as far as they count; where reading stopped; and whether these
+    are all."""
+    if start > file.end:
+        raise _no_cursor(file, start)
+    try:
+        events = open_regular(RunDir(file.run_dir).events)
+    except (FileNotFoundError, NotAFile):  # no event yet, or the run directory was removed
+        return [], start, True
+    lines: list[Line] = []
+    with events:
+        events.seek(max(0, start - 1))
+        if start and events.read(1) != b"\n":
+            raise _no_cursor(file, start)
+        stop, give_up = start + size, start + _SCANNED
+        while start < file.end and len(lines) < limit and start < (stop if lines else give_up):
+            line, length = _next_line(events)
+            if not length or start + length > file.end:
+                return lines, start, True
+            start += length
+            if line is not None and _is_event(line):
+                lines.append(Line(Cursor(file.attempt, start), line.decode(errors="replace").strip()))
+    return lines, start, start >= file.end
+
+
+def _next_line(events: BinaryIO) -> tuple[bytes | None, int]:
+    """A line and its length; None for one that is too long for an event."""
+    line = events.readline(LINE_BYTES + 1)
+    if line.endswith(b"\n") or len(line) <= LINE_BYTES:
+        return line, len(line)
+    length = len(line)
+    while piece := events.readline(_PIECE):
+        length += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return None, length
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        parse_event(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _no_cursor(file: EventFile, start: int) -> InvalidRequest:
+    return InvalidRequest("after", f"{file.attempt}-{start}", "no event ends there: pass the id of one, or nothing")

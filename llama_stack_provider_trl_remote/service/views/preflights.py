@@ -1,0 +1,103 @@
+"""Preflights: tasks of the launcher that take no device, and say what a job would do instead of doing it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from pathlib import Path
+from uuid import uuid4
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason, iter_events
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
+from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
+
+from ..settings import ServiceSettings
+
+_AT_ONCE = 2
+"""Each takes a core and about a gigabyte for seconds; further ones wait."""
+_LOOK = 0.1
+"""Seconds between two looks at a task."""
+
+
+class Preflights:
+    """Runs them, a few at a time, each within `preflight_timeout` from when it was asked for."""
+
+    def __init__(self, settings: ServiceSettings, launcher: Launcher, device: str, max_ranks: int) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._device = device.partition(":")[0]
+        self._max_ranks = max_ranks
+        self._directory = settings.data_dir / "preflights"
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    def prepare(self) -> None:
+        """Make the directory anew, and end what is left there: nobody waits for what an earlier service was asked."""
+        self._launcher.sweep(self._directory, ())
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True, exist_ok=True)  # what ends just now may still write there
+
+    async def run(self, spec: JobSpec) -> Preflighted:
+        """
+        Raises:
+            JobFailure: the job could not even begin, or the time is over.
+            OSError: the task cannot be started.
+        """
+        limit = self._settings.preflight_timeout
+        run_dir = self._directory / uuid4().hex
+        python = str(self._settings.train_python) if self._settings.train_python else None
+        # The runner itself ends a task that says nothing for so long: nothing is left behind should we be killed.
+        task = TaskSpec(f"preflight-{run_dir.name}", run_dir, (), python, hang_timeout=limit)
+        asked = self._asked(spec)
+        try:
+            async with asyncio.timeout(limit), self._places:
+                await asyncio.to_thread(self._start, task, spec, asked)
+                seen = await self._end_of(task, asked)
+        except TimeoutError as error:
+            found = f"the preflight took more than {limit:.0f} s (preflight_timeout of the service)"
+            raise JobFailure(Reason.timed_out, f"{found}; ask again when the machine is less busy") from error
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._clean_up, task))
+        return seen
+
+    def _asked(self, spec: JobSpec) -> PreflightSpec:
+        gigabytes = self._settings.device_memory_gb
+        return PreflightSpec(
+            device=self._device,  # type: ignore[arg-type]
+            memory_bytes=None if gigabytes is None else int(gigabytes * 2**30),
+            max_ranks=max(self._max_ranks, spec.ranks),
+            own_memory_bytes=self._settings.preflight_memory_mb << 20,
+            free_bytes=free_bytes(spec.checkpoint_dir),
+        )
+
+    def _start(self, task: TaskSpec, spec: JobSpec, asked: PreflightSpec) -> None:
+        task.run_dir.mkdir(parents=True)
+        attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=asked)
+        atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
+        self._launcher.start(task)
+
+    async def _end_of(self, task: TaskSpec, asked: PreflightSpec) -> Preflighted:
+        while True:
+            seen = await asyncio.to_thread(self._launcher.poll, task)
+            if seen.state in (TaskState.exited, TaskState.unknown):
+                return await asyncio.to_thread(_result, task.run_dir, seen, asked)
+            await asyncio.sleep(_LOOK)
+
+    def _clean_up(self, task: TaskSpec) -> None:
+        if task.run_dir.exists():
+            self._launcher.cancel(task)  # one that has exited is left alone
+            shutil.rmtree(task.run_dir, ignore_errors=True)
+
+
+def _result(run_dir: Path, seen: Observation, asked: PreflightSpec) -> Preflighted:
+    for event in iter_events(RunDir(run_dir).events):
+        if isinstance(event, Failed):
+            raise JobFailure(event.reason, event.message)
+        if isinstance(event, Preflighted):
+            return event
+    if seen.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
+        raise JobFailure(Reason.invalid_request, asked.too_much_memory)
+    last = seen.launch_error or seen.detail or tail(RunDir(run_dir).log, 3) or "it left no word"
+    raise JobFailure(Reason.no_result, f"the preflight ended with {seen.exit_code}: {last}")
