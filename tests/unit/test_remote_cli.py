@@ -51,7 +51,7 @@ def run(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_help_names_every_command_and_needs_no_http_library() -> None:
     script = """
 import sys
-from llama_stack_provider_trl_remote.cli import main
+from llama_stack_provider_trl_remote.cli.main import main
 try:
     main(["jobs", "--help"])
 finally:
