@@ -13,8 +13,9 @@ from pathlib import Path
 
 from .config import DEFAULT_DATA_DIR
 from .errors import TrlError
+from .jobs.database import DATABASE
 from .jobs.records import JobRecord
-from .jobs.store import DATABASE, Store
+from .jobs.store import Store
 from .stack.responses import status_response
 
 

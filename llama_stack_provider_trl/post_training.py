@@ -8,13 +8,15 @@ import asyncio
 from typing import Any
 
 from .config import TrlConfig
-from .jobs.store import DATABASE, Store
+from .jobs.database import DATABASE
+from .jobs.store import Store
 from .jobs.submission import keep_rows, submit
 from .jobs.supervisor import Supervisor
 from .launch.devices import usable_devices
 from .launch.interpreter import check_interpreter
 from .launch.isolation import isolate
 from .launch.local import LocalLauncher
+from .launch.ports import PortRange
 from .launch.runner import Limits
 from .requests.options import ProviderOptions
 from .requests.settings import Request, Settings
@@ -65,6 +67,7 @@ class TrlPostTraining(SubmittingCalls):
             config.data_dir,
             python=str(config.train_python) if config.train_python else None,
             hang_timeout=config.hang_timeout,
+            ports=PortRange(),
             blob_retention=config.blob_retention,
         )
 
@@ -101,7 +104,7 @@ class TrlPostTraining(SubmittingCalls):
 
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         store = self.store
-        with store.at_once():
+        with store.snapshot():
             return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
 
     def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:

@@ -131,5 +131,9 @@ def fake_context(settings: Any, **more: Any) -> Any:
     from llama_stack_provider_trl_remote.service.http.received import Bodies
 
     names = {"node_name": "head", "node_token": "of this machine's own agent"}
-    known = {"tokens": lambda token: None, "store": SimpleNamespace(credential=lambda sha256: None), "bodies": Bodies()}
+    known = {
+        "tokens": lambda token: None,
+        "store": SimpleNamespace(nodes=SimpleNamespace(credential=lambda sha256: None)),
+        "bodies": Bodies(),
+    }
     return SimpleNamespace(**{"settings": settings, "audit": None, "refusals": None, **names, **known, **more})

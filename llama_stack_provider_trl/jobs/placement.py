@@ -159,6 +159,16 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     return chosen
 
 
+def is_remote(places: Sequence[str]) -> bool:
+    """Whether an attempt at these places runs on another machine than the service's own."""
+    return any("/" in place for place in places)
+
+
+def nodes_of(places: Sequence[str]) -> int:
+    """The number of nodes that these places are on."""
+    return len({place.rpartition("/")[0] for place in places}) or 1
+
+
 def devices_needed(job: Queued, devices: Sequence[str]) -> int:
     """How many of a node's devices the job takes."""
     return _needed(job, suitable(job.device, devices))

@@ -19,11 +19,11 @@ from ..requests.settings import Request, Settings
 from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
-from .handover import hand_over, take_back
 from .ownership import Ownership
+from .resume_from import copy_checkpoint, discard_checkpoint
 from .store import Store
 
-_handing_over: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
+_copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
 class Owner(NamedTuple):
@@ -74,7 +74,7 @@ async def submit(
         return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
     # and does not copy a large checkpoint once more.
-    async with _handing_over.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
+    async with _copying.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
         if store.holds(spec.job_uuid, digest):
             return False
         return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
@@ -83,7 +83,7 @@ async def submit(
 def _stored(
     spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Owner | None = None
 ) -> bool:
-    spec = hand_over(spec, store, data_dir)
+    spec = copy_checkpoint(spec, store, data_dir)
     needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
     if spec.resume_from is not None and spec.resume_from.path is not None:
         needed.append(spec.resume_from.path)
@@ -93,7 +93,7 @@ def _stored(
         created = store.add_job(spec, digest, warnings, needed, by.name, by.max_waiting)
     finally:
         if not created:
-            take_back(spec)
+            discard_checkpoint(spec)
     return created
 
 

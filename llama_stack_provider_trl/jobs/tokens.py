@@ -24,7 +24,7 @@ _BYTES = 32
 
 
 @dataclass(frozen=True)
-class Limits:
+class TokenLimits:
     """What a token's caller may use; None: as much as there is."""
 
     max_queued_jobs: int | None = None
@@ -35,7 +35,7 @@ class Limits:
     """Priorities that its jobs may have."""
 
 
-UNLIMITED = Limits()
+UNLIMITED = TokenLimits()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TokenRecord:
     created_by: str
     expires_at: float | None
     last_used_at: float | None
-    limits: Limits
+    limits: TokenLimits
 
 
 class Tokens:
@@ -64,7 +64,7 @@ class Tokens:
         self._clock = clock
 
     def create(
-        self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: Limits = UNLIMITED
+        self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: TokenLimits = UNLIMITED
     ) -> str | None:
         """Returns the new token, which cannot be read again; None: the name is taken."""
         token = PREFIX + secrets.token_urlsafe(_BYTES)
@@ -74,21 +74,21 @@ class Tokens:
             "expires_at": None if expires_in is None else now + expires_in,
             "limits": json.dumps(asdict(limits)),
         }
-        with self._store.transaction() as execute:
+        with self._store.database.transaction() as execute:
             return token if execute("insert_token", row).rowcount == 1 else None
 
     def all(self) -> Sequence[TokenRecord]:
         """Oldest first."""
-        return [_record(row) for row in self._store.select("select_tokens", {})]
+        return [_record(row) for row in self._store.database.select("select_tokens", {})]
 
     def note_used(self, name: str, time: float) -> None:
         """Record when a token was last used."""
-        with self._store.transaction() as execute:
+        with self._store.database.transaction() as execute:
             execute("note_token_used", {"name": name, "time": time})
 
     def revoke(self, name: str) -> bool:
         """Delete a token. Returns whether there was one of this name."""
-        with self._store.transaction() as execute:
+        with self._store.database.transaction() as execute:
             return execute("delete_token", {"name": name}).rowcount == 1
 
 
@@ -101,4 +101,4 @@ def _record(row: sqlite3.Row) -> TokenRecord:
     limits = json.loads(row["limits"])
     if limits["priorities"] is not None:
         limits["priorities"] = tuple(limits["priorities"])
-    return TokenRecord(**{**dict(row), "limits": Limits(**limits)})
+    return TokenRecord(**{**dict(row), "limits": TokenLimits(**limits)})

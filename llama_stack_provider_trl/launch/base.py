@@ -6,7 +6,7 @@ that crashed between recording a task and starting it may simply call it again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -93,6 +93,18 @@ class Observation:
     """Why the runner ended the task; None: it did not, or it was told to."""
     stacks: str = ""
     """What every rank was doing when the task was found to hang."""
+
+
+class MasterPorts(Protocol):
+    """Chooses the port at which the ranks of a task on this machine meet."""
+
+    def choose(self, run_dirs: Iterable[Path]) -> tuple[int, int]:
+        """A free port that no task in `run_dirs` was given, and the last port that may replace it if another process
+        listens on it by then.
+
+        Raises:
+            OSError: no port of the range is free.
+        """
 
 
 class Launcher(Protocol):

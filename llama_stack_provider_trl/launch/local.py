@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..system.beneath import NotAFile
 from ..system.files import RunDir, atomic_write_json, tail
 from ..system.process import (
     RUN_DIR_MARK,
@@ -28,7 +27,7 @@ from ..system.process import (
 from .base import Observation, TaskSpec, TaskState
 from .isolation import NO_ISOLATION, Isolation
 from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask
-from .torchrun import MASTER_PORT, lock_name, task_marks, training_argv, training_environment
+from .torchrun import lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
 _RUNNER_TIME = GRACE + 1.0
@@ -164,15 +163,6 @@ def _seconds_since_first(mark: Path) -> float:
         return time.time() - mark.lstat().st_mtime
     except OSError:  # a full disk, a removed directory
         return 0.0
-
-
-def given_port(run_dir: Path) -> int | None:
-    """The port at which the ranks of a task meet, whether it is open yet or not; None: there is none."""
-    try:
-        arguments = RunnerTask.read(RunDir(run_dir).task).argv
-    except (FileNotFoundError, NotAFile):
-        return None
-    return next((int(part.removeprefix(MASTER_PORT)) for part in arguments if part.startswith(MASTER_PORT)), None)
 
 
 def kill_marked(task: TaskSpec) -> int:

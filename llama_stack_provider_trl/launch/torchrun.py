@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import psutil
 
@@ -116,36 +116,6 @@ def interface_of(address: str) -> str:
 
 def _threads(ranks: int) -> int:
     return max(1, (os.cpu_count() or 1) // ranks)
-
-
-def free_port(first: int, count: int, taken: Collection[int]) -> int:
-    """The first port of `first ... first + count - 1` that is not `taken` and that nobody listens on.
-
-    Raises:
-        OSError: all of them are in use.
-    """
-    for port in range(first, first + count):
-        if port not in taken and _can_listen(port):
-            return port
-    raise OSError(
-        f"every port from {first} to {first + count - 1} is in use; set master_port to the first of {count} free ones"
-    )
-
-
-def _can_listen(port: int) -> bool:
-    # torch's own store takes every address; macOS lets it stand beside a listener on one of them.
-    return all(_can_bind(host, port) for host in (LOOPBACK, ""))
-
-
-def _can_bind(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        # As that store does: a port that only waits for old connections to die is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
-from llama_stack_provider_trl.launch.local import given_port
+from llama_stack_provider_trl.launch.ports import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.specs.checkpoint_files import check_names
 from llama_stack_provider_trl.system.files import (

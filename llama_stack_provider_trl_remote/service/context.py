@@ -16,17 +16,19 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
-from llama_stack_provider_trl.jobs.store import DATABASE, Store
+from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import Owner, resolved, submit
-from llama_stack_provider_trl.jobs.supervisor import PORTS, Supervisor
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.ports import PORTS, PortRange
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -104,7 +106,7 @@ class Service:
             settings.data_dir,
             python=str(settings.train_python) if settings.train_python else None,
             hang_timeout=settings.hang_timeout,
-            master_ports=ports,
+            ports=PortRange(*ports),
             blob_retention=settings.blob_retention,
             nodes=self.cluster.nodes,
         )
@@ -195,7 +197,7 @@ class Service:
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """Three point reads. Raises JobNotFound."""
         store = self.store
-        with store.at_once():
+        with store.snapshot():
             return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:

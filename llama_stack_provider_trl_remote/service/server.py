@@ -17,7 +17,7 @@ import uvicorn
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.jobs.store import private_data_dir
+from llama_stack_provider_trl.jobs.database import private_data_dir
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from .app import make_app

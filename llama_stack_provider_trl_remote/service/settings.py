@@ -14,7 +14,7 @@ from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 from llama_stack_provider_trl.config import TrustedModel
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
@@ -123,8 +123,8 @@ class Token(_Block):
     """Priorities that jobs of this token may have; null: all."""
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.max_queued_jobs, self.requests_per_second, self.priorities)
+    def limits(self) -> TokenLimits:
+        return TokenLimits(self.max_queued_jobs, self.requests_per_second, self.priorities)
 
 
 class ConfiguredToken(NamedTuple):
@@ -135,7 +135,7 @@ class ConfiguredToken(NamedTuple):
     role: Role
     setting: str
     """Where it is configured."""
-    limits: Limits = UNLIMITED
+    limits: TokenLimits = UNLIMITED
 
 
 class ServiceSettings(_Block):

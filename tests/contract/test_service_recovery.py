@@ -23,7 +23,7 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.supervisor import PORTS
+from llama_stack_provider_trl.launch.ports import PORTS
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.specs.events import Started, iter_events

@@ -276,7 +276,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "keep_last": "the supervisor deletes, not the training: tests/unit/test_supervisor.py",
     OPTION + "retries": NO_TRAINING + "tests/unit/test_supervisor.py",
     OPTION + "oom_retry": "the attempt after one that failed: tests/process/test_recovery.py",
-    OPTION + "resume_from": "needs a job before it: tests/process/test_checkpoints.py, tests/unit/test_handover.py",
+    OPTION + "resume_from": "needs a job before it: tests/process/test_checkpoints.py, tests/unit/test_resume_from.py",
     OPTION + "preflight": "tests/process/test_preflight.py",
     OPTION + "max_duration": NO_TRAINING + "tests/unit/test_supervisor.py",
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",

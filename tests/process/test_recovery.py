@@ -22,6 +22,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
@@ -69,7 +70,7 @@ class World:
         self.root, self.launcher = root, launcher
         self.clock = FakeClock()
         self.store = Store(root / "jobs.sqlite3", self.clock)
-        self.supervisor = Supervisor(self.store, launcher, ["cpu"], root, hang_timeout=120)
+        self.supervisor = Supervisor(self.store, launcher, ["cpu"], root, hang_timeout=120, ports=PortRange())
 
     def add(self, name: str, kind: str, **changes: Any) -> None:
         values = {**KINDS[kind], "n_epochs": 4, "batch_size": 2, "save_steps": 3, "num_threads": 1, "retries": 1000}

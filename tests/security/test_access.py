@@ -126,7 +126,7 @@ def test_a_call_of_a_removed_node_is_recorded_with_its_name() -> None:
     kept: list[Refusal] = []
     context = fake_context(
         ServiceSettings.model_validate({"api_token": "a"}),
-        store=SimpleNamespace(credential=lambda sha256: found),
+        store=SimpleNamespace(nodes=SimpleNamespace(credential=lambda sha256: found)),
         refusals=SimpleNamespace(add=kept.append),
     )
 

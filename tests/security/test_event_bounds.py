@@ -220,7 +220,7 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
     with closing(Store(tmp_path / "jobs.db")) as store:
         store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out"), "digest")
         store.launch("a", 1, "b/cpu", run_dir)
-        store.add_tasks([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
+        store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
         shipping = Shipping(store, Digests())
         good = STARTED.model_dump_json().encode() + b"\n"
         with pytest.raises(InvalidRequest, match="it is no event"):

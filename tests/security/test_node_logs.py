@@ -31,7 +31,7 @@ def shipping(tmp_path: Path, run_dir: Path) -> Iterator[Shipping]:
     store, digests = Store(tmp_path / "jobs.db"), Digests()
     store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out", min_free_bytes=1 << 20), "digest")
     store.launch("a", 1, "b/cpu", run_dir)
-    store.add_tasks([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
+    store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
     yield Shipping(store, digests)
     digests.close()
     store.close()

@@ -17,7 +17,7 @@ import requests
 from llama_stack_provider_trl.errors import LimitReached
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.tokens import PREFIX, Limits, TokenRecord, Tokens, digest
+from llama_stack_provider_trl.jobs.tokens import PREFIX, TokenLimits, TokenRecord, Tokens, digest
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
@@ -70,12 +70,12 @@ def test_the_database_holds_the_hash_of_a_token_and_not_the_token(world: World) 
 
 
 def test_a_token_is_known_until_it_is_revoked_and_after_a_restart_too(world: World) -> None:
-    token, _ = world.tokens.create("laptop", "node", "operator", limits=Limits(3, 2.0, ("low",)))
+    token, _ = world.tokens.create("laptop", "node", "operator", limits=TokenLimits(3, 2.0, ("low",)))
     again = world.started()
     for tokens in (world.tokens, again):
         caller = tokens(token)
         assert caller is not None
-        assert (caller.role, caller.name, caller.limits) == ("node", "laptop", Limits(3, 2.0, ("low",)))
+        assert (caller.role, caller.name, caller.limits) == ("node", "laptop", TokenLimits(3, 2.0, ("low",)))
         assert caller.still_valid()
     again.revoke("laptop")
     assert again(token) is None

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
-from llama_stack_provider_trl.jobs.handover import hand_over
 from llama_stack_provider_trl.jobs.records import EventFile
+from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import TaskState
-from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first, given_port
+from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first
+from llama_stack_provider_trl.launch.ports import given_port
 from llama_stack_provider_trl.launch.runner import Runner, RunnerStatus, _EventFile
 from llama_stack_provider_trl.specs.events import CheckpointDamaged, CheckpointSaved, Prepared, Started, read_events
 from llama_stack_provider_trl.specs.job import ResumeFrom
@@ -132,7 +133,7 @@ def test_a_checkpoint_with_a_link_or_a_fifo_is_not_copied_for_another_job(world:
     world.say(saved(2, own))
     spec = job_spec("b", resume_from=ResumeFrom(job_uuid="a"))
     with pytest.raises(InvalidRequest, match="'odd' in that checkpoint"):
-        hand_over(spec, world.store, world.data)
+        copy_checkpoint(spec, world.store, world.data)
     assert not list((world.data / "jobs" / "b").rglob("odd"))
 
 

@@ -159,6 +159,16 @@ def test_only_compat_imports_llama_stack() -> None:
     assert users == {"stack.compat", "stack.external"}
 
 
+def test_jobs_know_launchers_by_their_interface_only() -> None:
+    used = {
+        (name, imported)
+        for name, path in modules().items()
+        for imported in imports(path)
+        if package_of(name) == "jobs" and imported.startswith("our:launch.")
+    }
+    assert {imported for _, imported in used} == {"our:launch.base"}, sorted(used)
+
+
 @pytest.mark.parametrize(
     "module", ["launch.runner", "jobs.supervisor", "launch.local", "requests.resolve", "recipes.train"]
 )

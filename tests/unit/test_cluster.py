@@ -13,10 +13,12 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import JobConflict
 from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.retries import LOSSES_IN_A_ROW
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import LOSSES_IN_A_ROW, Supervisor
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     EventWriter,
@@ -80,7 +82,13 @@ class World:
         self.shipping = Shipping(self.store, digests)
         self.launcher = ClusterLauncher(self.local, self.store, self.cluster, self.shipping, (29500, 100), self.clock)
         self.supervisor = Supervisor(
-            self.store, self.launcher, ["cpu"], self.root, nodes=self.cluster.nodes, hang_timeout=hang_timeout
+            self.store,
+            self.launcher,
+            ["cpu"],
+            self.root,
+            nodes=self.cluster.nodes,
+            hang_timeout=hang_timeout,
+            ports=PortRange(),
         )
 
     def join(self, *names: str, **changes: Any) -> None:
@@ -93,7 +101,7 @@ class World:
                     **changes,
                 }
             )
-            self.store.join(name, report.machine_id, report.boot_id, report.model_dump_json())
+            self.store.nodes.join(name, report.machine_id, report.boot_id, report.model_dump_json())
             self.presence.heard(name)
 
     def add(self, name: str = "a", nodes: int = 2, min_nodes: int | None = None, **changes: Any) -> None:
@@ -118,7 +126,7 @@ class World:
 
     def orders(self, node: str) -> dict[str, TaskOrder]:
         found = {}
-        for task in self.store.tasks_of(node):
+        for task in self.store.tasks.of_node(node):
             order = TaskOrder.model_validate_json(task.order)
             found[task.task_id] = order.model_copy(update={"stage": Stage(task.stage)})
         return found
@@ -133,11 +141,11 @@ class World:
 
     def report(self, node: str, stage: str, progress: str = "done", task_id: str = "a-1", **more: Any) -> None:
         said = TaskReport(task_id=task_id, stage=Stage(stage), progress=progress, **more)  # type: ignore[arg-type]
-        self.store.note_tasks(node, {task_id: said.model_dump_json()}, ())
+        self.store.tasks.record_reports(node, {task_id: said.model_dump_json()}, ())
 
     def gone(self, *nodes: str, task_id: str = "a-1") -> None:
         for node in nodes:
-            self.store.note_tasks(node, {}, [task_id])
+            self.store.tasks.record_reports(node, {}, [task_id])
 
     def say(self, *events: BaseModel) -> None:
         """As rank 0's node ships them."""
@@ -355,10 +363,10 @@ def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeyp
     pair.gone("b")
     pair.tick()
     assert pair.job().state is JobState.completed
-    assert [task.node for task in pair.store.tasks("a-1")] == ["c"]  # it may still have it
+    assert [task.node for task in pair.store.tasks.of_attempt("a-1")] == ["c"]  # it may still have it
     pair.gone("c")
     pair.tick()
-    assert pair.store.tasks("a-1") == []
+    assert pair.store.tasks.of_attempt("a-1") == []
 
 
 def test_the_node_that_ended_first_says_why(pair: World) -> None:
@@ -603,19 +611,19 @@ def test_nobody_is_given_a_job_before_he_was_heard_of(world: World) -> None:
 
 def test_a_node_that_is_opened_again_is_seen_by_the_job_that_waits_for_it(world: World) -> None:
     world.join("b", "c")
-    world.store.set_mode("c", "cordoned")
+    world.store.nodes.set_mode("c", "cordoned")
     world.add(nodes=2, resources={"cpus": 1})
     world.tick()
     world.tick()
     assert world.job().detail.endswith("c is cordoned")
-    world.store.set_mode("c", "open")
+    world.store.nodes.set_mode("c", "open")
     world.tick()
     assert world.job().device == "b/cpu,c/cpu"
 
 
 def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
     pair.join("d")
-    pair.store.set_mode("c", "draining")
+    pair.store.nodes.set_mode("c", "draining")
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
     pair.say(STEP, Paused(step=1))
@@ -633,13 +641,13 @@ def test_a_drained_head_has_its_own_job_save(world: World) -> None:
     world.tick()
     world.say(STARTED, PREPARED)
     world.tick()
-    world.store.set_mode("head", "draining")
+    world.store.nodes.set_mode("head", "draining")
     world.tick()
     assert (world.job().device, world.local.tasks["a-1"].pauses) == ("cpu", 1)
 
 
 def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
-    pair.store.set_mode("c", "cordoned")
+    pair.store.nodes.set_mode("c", "cordoned")
     pair.add("next", nodes=2)
     pair.join("d")
     pair.tick()
@@ -719,7 +727,7 @@ def test_a_job_cannot_be_forgotten_while_a_node_may_still_run_it(pair: World) ->
     assert pair.job().state is JobState.cancelled
     with pytest.raises(JobConflict, match="may still have processes on c"):
         pair.store.delete("a")
-    pair.store.remove_node("c")
+    pair.store.nodes.remove("c")
     pair.store.delete("a")
 
 
@@ -878,7 +886,7 @@ def test_what_runs_on_this_machine_alone_is_its_own_launchers_matter(world: Worl
     assert world.launcher.sweep(world.root, []) == [world.task().run_dir]
     world.launcher.cancel(world.task())
     assert world.local.tasks["a-1"].cancels == 1
-    assert world.store.tasks("a-1") == []
+    assert world.store.tasks.of_attempt("a-1") == []
 
 
 def test_limits_of_time_reach_the_nodes(world: World) -> None:
@@ -894,7 +902,7 @@ def test_the_service_s_own_machine_is_what_the_service_says_whatever_its_agent_r
     (head,) = world.cluster.nodes()
     assert (head.devices, head.machine, head.cpus) == (("cpu",), "machine of head", 7)
     assert (head.head, head.joins, head.why_closed) == (True, True, "")
-    world.store.set_mode("head", "cordoned")
+    world.store.nodes.set_mode("head", "cordoned")
     assert world.cluster.nodes()[0].why_closed == "cordoned"
 
 

@@ -106,7 +106,7 @@ def test_a_job_whose_rows_are_gone_is_not_stored(datasets: Path, store: Store) -
 
 
 def test_no_job_is_added_while_rows_are_taken(datasets: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.store._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
     other = Store(store.path)
     blob = put_rows(datasets, [{"text": "a"}])
     with store.no_new_jobs() as referred, pytest.raises(StoreError, match="locked"):
@@ -142,7 +142,7 @@ def test_a_supervisor_cleans_at_its_start_and_then_once_in_a_while(
     second = old_rows(datasets, "b")
     supervisor.tick()
     assert second.path.exists()
-    monkeypatch.setattr(supervisor, "_cleaned", time.monotonic() - housekeeping.INTERVAL - 1)
+    monkeypatch.setattr(supervisor, "_last_clean", time.monotonic() - housekeeping.INTERVAL - 1)
     supervisor.tick()
     assert not second.path.exists()
 

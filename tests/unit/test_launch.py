@@ -12,10 +12,10 @@ import pytest
 from llama_stack_provider_trl.launch import runner
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.ports import free_port
 from llama_stack_provider_trl.launch.runner import RunnerStatus, RunnerTask
 from llama_stack_provider_trl.launch.torchrun import (
     first_failure,
-    free_port,
     interface_of,
     lock_name,
     training_argv,

@@ -54,7 +54,7 @@ class World:
         )
 
     def current(self, task_id: str, node: str) -> None:
-        if self.store.current_task(task_id, node) is None:
+        if self.store.tasks.current(task_id, node) is None:
             raise Gone("it is not current")
 
     async def receive(self, *about: Any) -> int:
@@ -96,7 +96,7 @@ class World:
     def give_task(self) -> None:
         self.store.add_job(job_spec("job", checkpoint_dir=self.root / "out"), "digest")
         self.store.launch("job", 1, "a/cpu", self.root / "run")
-        self.store.add_tasks([NodeTaskRecord("job-1", "a", "job", 1, 0, ("a/cpu",), "run", "{}", None, None, False)])
+        self.store.tasks.add([NodeTaskRecord("job-1", "a", "job", 1, 0, ("a/cpu",), "run", "{}", None, None, False)])
 
     def pass_time(self, seconds: float) -> None:
         """The supervisor looks all the while."""
@@ -118,13 +118,13 @@ def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
     world.pass_time(SILENCE + 1)
     with pytest.raises(Conflict, match="the service's own machine: cordon or drain it"):
         world.remove("head")
-    assert world.store.node("head")
+    assert world.store.nodes.get("head")
 
 
 def test_nobody_else_takes_the_name_of_the_services_own_machine(world: World) -> None:
     with pytest.raises(Conflict, match="it is the service's own machine; choose another name"):
         world.join("head", machine="machine of head")
-    assert world.store.node("head") is None
+    assert world.store.nodes.get("head") is None
 
 
 def test_a_node_with_a_job_can_be_removed_once_it_is_silent(world: World) -> None:
@@ -133,11 +133,11 @@ def test_a_node_with_a_job_can_be_removed_once_it_is_silent(world: World) -> Non
     world.pass_time(SILENCE)
     with pytest.raises(Conflict, match="node 'a' still has job: drain it first"):
         world.remove()
-    assert world.store.node("a")
+    assert world.store.nodes.get("a")
     world.pass_time(1)
     world.remove()
-    assert world.store.node("a") is None
-    (task,) = world.store.tasks("job-1")
+    assert world.store.nodes.get("a") is None
+    (task,) = world.store.tasks.of_attempt("job-1")
     assert task.gone
 
 
@@ -262,11 +262,11 @@ def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, mo
     world.service.stopping = SimpleNamespace(is_set=lambda: False)
 
     async def meanwhile(seconds: float) -> None:
-        report = json.loads(world.store.nodes()[0].report) | {"agent_id": "two"}
+        report = json.loads(world.store.nodes.all()[0].report) | {"agent_id": "two"}
         await routes_nodes.join(world.service, used, NodeReport.model_validate(report))
 
     monkeypatch.setattr(routes_nodes.asyncio, "sleep", meanwhile)
-    revision = world.store.nodes()[0].revision
+    revision = world.store.nodes.all()[0].revision
     body = Poll(boot_id="1", agent_id="one", tasks=(), seen=revision)
     with pytest.raises(Conflict, match="has joined as another agent"):
         asyncio.run(routes_nodes.poll(world.service, used, "a", body))
@@ -276,7 +276,7 @@ def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, mon
     def broken(sha256: str) -> None:
         raise StoreError("disk I/O error")
 
-    monkeypatch.setattr(world.store, "credential", broken)
+    monkeypatch.setattr(world.store.nodes, "credential", broken)
     with pytest.raises(Refused, match="the job database cannot be read") as caught:
         world.authenticated("any")
     assert caught.value.status_code == 500
@@ -288,9 +288,9 @@ def test_the_first_use_of_a_credential_may_be_recorded_later(world: World, monke
     def full(node: str, sha256: str) -> None:
         raise StoreError("database or disk is full")
 
-    monkeypatch.setattr(world.store, "note_credential_used", full)
+    monkeypatch.setattr(world.store.nodes, "record_credential_use", full)
     world.poll(caller=own)
-    assert not world.store.has_used_credential("a")
+    assert not world.store.nodes.has_used_credential("a")
 
 
 @pytest.mark.parametrize("call", ["events", "log", "ask", "file"])
@@ -298,7 +298,7 @@ def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
     """Before, every call in the name of a node kept it alive, whatever came of the call."""
     world.join()
     world.give_task()
-    world.store.stop_tasks("job-1", "{}")
+    world.store.tasks.stop("job-1", "{}")
     world.pass_time(SILENCE + 1)
 
     class Sent:
@@ -332,7 +332,7 @@ def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monk
         async def stream(self) -> AsyncIterator[bytes]:
             for number in range(1000):
                 if number == 3:
-                    world.store.stop_tasks("job-1", "{}")
+                    world.store.tasks.stop("job-1", "{}")
                 yield b"x"
 
     request: Any = Endless()

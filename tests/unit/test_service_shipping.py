@@ -43,7 +43,7 @@ class Service:
         self.checkpoints = root / "out"
         self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000, **job), "digest")
         self.store.launch("a", 1, "b/cpu,c/cpu", self.run_dir)
-        self.store.add_tasks(
+        self.store.tasks.add(
             NodeTaskRecord("a-1", node, "a", 1, rank, (f"{node}/cpu",), "run", "{}", None, None, False)
             for rank, node in enumerate("bc")
         )
@@ -428,7 +428,7 @@ def test_an_end_that_comes_while_events_do_keeps_them_out(service: Service, monk
     def concluded(task_id: str, node: str) -> NodeTaskRecord:
         task = current(task_id, node)
         monkeypatch.setattr(shipping, "current", current)
-        service.store.stop_tasks("a-1", "{}")
+        service.store.tasks.stop("a-1", "{}")
         shipping.append_event(events, Failed(reason=Reason.rank_failed, message="lost", traceback=""))
         return task
 
@@ -444,7 +444,7 @@ def test_events_are_not_taken_after_the_end_though_they_fit(service: Service, mo
 
     def stopped(task_id: str, node: str) -> NodeTaskRecord:
         task = current(task_id, node)
-        service.store.stop_tasks("a-1", "{}")
+        service.store.tasks.stop("a-1", "{}")
         return task
 
     monkeypatch.setattr(shipping, "current", stopped)

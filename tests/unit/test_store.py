@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, JobNotFound, StoreError
-from llama_stack_provider_trl.jobs import store as store_module
+from llama_stack_provider_trl.jobs import database
+from llama_stack_provider_trl.jobs.database import _queries
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
-from llama_stack_provider_trl.jobs.store import Store, _queries
+from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
@@ -93,7 +94,7 @@ def test_a_new_job_waits_and_keeps_its_effective_configuration(store: Store, clo
 def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> None:
     launched(store)
     other = Store(tmp_path / "jobs.db")
-    with store.at_once():
+    with store.snapshot():
         before = store.get("job-1")
         events = [
             Started(pid=1, device="cpu", versions={}),
@@ -103,7 +104,7 @@ def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> 
         assert (before.started_at, store.checkpoints("job-1")) == (None, [])
     assert store.get("job-1").started_at
     assert len(store.checkpoints("job-1")) == 1
-    with pytest.raises(JobNotFound), store.at_once():
+    with pytest.raises(JobNotFound), store.snapshot():
         store.get("nobody")
     assert store.get("job-1")
     other.close()
@@ -114,7 +115,7 @@ def test_a_database_that_cannot_be_opened_is_said_by_a_reader_of_one_moment_too(
     shutil.rmtree(tmp_path / "data")
 
     def read() -> None:
-        with store.at_once():
+        with store.snapshot():
             store.names()
 
     with ThreadPoolExecutor(1) as threads, pytest.raises(StoreError, match=r"jobs\.db: unable to open"):
@@ -273,8 +274,8 @@ def test_the_states_that_the_loop_looks_at_are_those_that_may_have_processes(sto
 
 def test_what_a_job_waits_for_is_forgotten_once_it_moves_on(store: Store) -> None:
     launched(store)
-    store.note_detail("job-1", JobState.launching, "waiting for device cpu")
-    store.note_detail("job-1", JobState.scheduled, "a look that came late")
+    store.set_detail("job-1", JobState.launching, "waiting for device cpu")
+    store.set_detail("job-1", JobState.scheduled, "a look that came late")
     assert store.get("job-1").detail == "waiting for device cpu"
     store.apply_events("job-1", 1, [STARTED], 10)
     assert store.get("job-1").detail == ""
@@ -417,7 +418,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_does_not_hold_up_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.store._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
     store = Store(tmp_path / "jobs.db")
     reader = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
     reader.execute("BEGIN")
@@ -473,8 +474,8 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
     store.close()
     with closing(sqlite3.connect(path)) as old:
         rewind(old, 4)
-    original = store_module._sql
-    monkeypatch.setattr(store_module, "_sql", lambda name: original(name) if name != "schema.sql" else "SELECT oops;")
+    original = database._sql
+    monkeypatch.setattr(database, "_sql", lambda name: original(name) if name != "schema.sql" else "SELECT oops;")
     with pytest.raises(StoreError, match="oops"):
         Store(path)
     monkeypatch.undo()
@@ -540,7 +541,7 @@ def test_a_pass_asks_for_each_kind_of_waiting_job_once(store: Store) -> None:
         store.add_job(job_spec(f"job-{number}", device=("cpu", "cuda")[number % 2]), "digest")
     kinds = store.kinds_waiting()
     assert sorted((kind.job_uuid, kind.device) for kind in kinds) == [("job-0", "cpu"), ("job-1", "cuda")]
-    store.note_waiting([(kinds[0], "waiting for device cpu")])
+    store.set_waiting_details([(kinds[0], "waiting for device cpu")])
     assert [job.detail for job in store.queue()] == ["waiting for device cpu", ""] * 3
 
 
@@ -556,14 +557,14 @@ def test_a_job_that_waits_for_its_next_try_is_no_kind_of_its_own(store: Store, c
 )
 def test_what_is_asked_often_never_looks_at_every_job(store: Store, name: str) -> None:
     values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
-    plan = store._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
+    plan = store.database._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
     assert not [row["detail"] for row in plan if row["detail"].startswith("SCAN jobs")]
 
 
 def test_a_deleted_job_gives_its_name_free_only_when_its_files_are_out_of_the_way(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.store._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
     other = Store(store.path)
     store.add_job(job_spec(), "digest")
     store.transition(job_spec().job_uuid, 0, JobState.scheduled, JobState.cancelled)
@@ -578,3 +579,13 @@ def test_a_deleted_job_gives_its_name_free_only_when_its_files_are_out_of_the_wa
         store.delete(job_spec().job_uuid, move_away)
     assert store.names() == [job_spec().job_uuid]
     other.close()
+
+
+def test_a_thread_that_ends_has_closed_its_connection(store: Store) -> None:
+    used: list[sqlite3.Connection] = []
+    thread = threading.Thread(target=lambda: used.append(store.database._connection()))
+    thread.start()
+    thread.join()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        used[0].execute("SELECT 1")
+    assert store.names() == []  # that of this thread is open

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -547,7 +548,7 @@ def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_
 def test_a_job_that_waits_for_a_free_port_says_so(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        world.supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, master_ports=(port, 1))
+        world.supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, ports=PortRange(port, 1))
         world.add("a", ranks=2, retries=1)
         world.tick()
         assert (world.state(), world.launcher.started) == (JobState.scheduled, [])

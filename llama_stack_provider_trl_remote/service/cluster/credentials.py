@@ -29,7 +29,7 @@ class NodeCredentials:
     def __call__(self, token: str) -> Caller | None:
         sha256 = hash_of(token)
         try:
-            found = self._store.credential(sha256)
+            found = self._store.nodes.credential(sha256)
         except StoreError as error:
             log.error("a credential cannot be checked: %s", error)
             raise Refused(500, "the job database cannot be read: the service's log says why") from error

@@ -17,10 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placement import Node, is_remote
 from llama_stack_provider_trl.jobs.records import NodeRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import is_remote
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, Reason, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec
@@ -113,7 +112,7 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """This machine first."""
         head, others = self._head, []
-        for record in self._store.nodes():
+        for record in self._store.nodes.all():
             report = self._report(record)
             if report is None:
                 continue
@@ -187,7 +186,7 @@ class ClusterLauncher:
         """See `Launcher.poll`. Moves the nodes of an attempt on to the next stage, all of them together."""
         if not is_remote(task.devices):
             return self._local.poll(task)
-        parts = [_Part(record) for record in self._store.tasks(task.task_id)]
+        parts = [_Part(record) for record in self._store.tasks.of_attempt(task.task_id)]
         if not parts:
             return Observation(TaskState.unknown)
         if parts[0].record.ending is not None:
@@ -208,9 +207,9 @@ class ClusterLauncher:
         """See `Launcher.pause`."""
         if not is_remote(task.devices):
             return self._local.pause(task)
-        running = [record for record in self._store.tasks(task.task_id) if record.stage == Stage.run]
+        running = [record for record in self._store.tasks.of_attempt(task.task_id) if record.stage == Stage.run]
         if running:
-            self._store.advance_tasks(running, Stage.pause)
+            self._store.tasks.advance(running, Stage.pause)
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
         """See `Launcher.sweep`; of other machines the agents look after themselves, by what they are ordered."""
@@ -220,7 +219,7 @@ class ClusterLauncher:
         """See `Launcher.cancel`."""
         if not is_remote(task.devices):
             return self._local.cancel(task)
-        if not self._store.tasks(task.task_id):
+        if not self._store.tasks.of_attempt(task.task_id):
             self._order(task, {})  # for the record: it is told to stop before anybody can have heard of it
         self._stop(task.task_id, Observation(TaskState.exited, detail="it was told to end"))
 
@@ -262,10 +261,10 @@ class ClusterLauncher:
                     gone=False,
                 )
             )
-        self._store.add_tasks(records)
+        self._store.tasks.add(records)
 
     def _stop(self, task_id: str, ending: Observation) -> None:
-        self._store.stop_tasks(task_id, json.dumps(asdict(ending)))
+        self._store.tasks.stop(task_id, json.dumps(asdict(ending)))
 
     def _ending(self, task: TaskSpec, parts: Sequence[_Part]) -> Observation:
         """How an attempt ends that was told to, once nothing of it is left on the nodes that can be asked."""
@@ -315,7 +314,7 @@ class ClusterLauncher:
             if all(part.is_done(stage) for part in parts):
                 following = Stage.probe if stage is Stage.prepare and len(parts) > 1 else Stage.run
                 known = [part.record for part in parts]
-                self._store.advance_tasks(self._introduced(parts) if stage is Stage.prepare else known, following)
+                self._store.tasks.advance(self._introduced(parts) if stage is Stage.prepare else known, following)
             return Observation(TaskState.waiting, detail=_detail(parts, stage))
         observed = [part.observed for part in parts]
         if any(one.state is TaskState.waiting for one in observed):
@@ -330,7 +329,7 @@ class ClusterLauncher:
         for part in parts:
             assert part.report is not None
             assert part.report.port is not None
-            record = self._store.node(part.node)
+            record = self._store.nodes.get(part.node)
             address = NodeReport.model_validate_json(record.report).address if record else ""
             peers.append(Peer(node=part.node, address=address, port=part.report.port))
         found = []

@@ -62,7 +62,7 @@ class Shipping:
 
     def current(self, task_id: str, node: str) -> NodeTaskRecord:
         """A task of which the node may send something. Raises Gone."""
-        task = self._store.current_task(task_id, node)
+        task = self._store.tasks.current(task_id, node)
         if task is None:
             raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
         return task
@@ -134,7 +134,7 @@ class Shipping:
         if not LOG.fullmatch(name):
             raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")
         job = self._store.get(task.job_uuid)
-        ranks = job.spec.ranks_per_node * len(self._store.tasks(task_id))
+        ranks = job.spec.ranks_per_node * len(self._store.tasks.of_attempt(task_id))
         if name.startswith("rank-") and int(name[len("rank-") : -len(".log")]) >= ranks:
             raise NotFound(f"{name!r} is no log of this task: it has {ranks} ranks, counted from 0")
         assert task.run_dir is not None
@@ -256,7 +256,7 @@ class Shipping:
         if wrong := damage(contents, of=()):
             raise InvalidRequest("files", target.name, f"it is not whole: {wrong}")
         fsync_tree(contents)
-        with self._store.while_current(task.task_id, task.node) as is_current:
+        with self._store.tasks.while_current(task.task_id, task.node) as is_current:
             if not is_current:
                 raise Gone(f"task {task.task_id!r} was ended while {target.name} came: it is not kept")
             put_in_place(contents, target)

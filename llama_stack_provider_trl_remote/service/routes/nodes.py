@@ -232,7 +232,7 @@ def _check_task(service: Service, name: str, task_id: str) -> None:
 
 
 def _known(service: Service, name: str) -> NodeRecord:
-    record = service.store.node(name)
+    record = service.store.nodes.get(name)
     if record is None:
         raise NotFound(f"there is no node {name!r} here: join first (POST /v1/nodes)")
     return record
@@ -267,16 +267,16 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
     # This machine's own agent has a token that lasts as long as this process.
     credential, sha256 = ("", None) if report.name == service.node_name else new_credential()
     with _JOINING:
-        known = service.store.node(report.name)
+        known = service.store.nodes.get(report.name)
         _check_name(service, caller, report, known)
-        if known is None and caller.node is None and len(service.store.nodes()) >= _MOST_NODES:
+        if known is None and caller.node is None and len(service.store.nodes.all()) >= _MOST_NODES:
             raise Conflict(
                 f"there are {_MOST_NODES} nodes already: remove those that are gone (trl-remote nodes remove NAME), "
                 f"and start the agent of {report.name!r} again"
             )
         _note_used(service, caller)
         service.removed.pop(report.name, None)
-        service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
+        service.store.nodes.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
         service.presence.heard(report.name)
     service.supervisor.wake()
     if known is None:
@@ -303,7 +303,7 @@ def _check_name(service: Service, caller: Caller, report: NodeReport, known: Nod
         return
     if _is_live(service, known):
         # Until a credential was used, the answer that had it may be lost: the same agent then asks again.
-        if same_machine and known.boot_id == _life(report) and not service.store.has_used_credential(name):
+        if same_machine and known.boot_id == _life(report) and not service.store.nodes.has_used_credential(name):
             return
         raise Conflict(
             f"the node {name!r} is there already: choose another name (--name, TRL_NODE_NAME); if this is its machine "
@@ -347,21 +347,23 @@ def _take_in(service: Service, caller: Caller, name: str, body: Poll) -> bool:
     service.presence.heard(name)
     _note_used(service, caller)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
-        service.store.note_seen(name)
+        service.store.nodes.record_heartbeat(name)
     said = {report.task_id: report for report in body.tasks}
     gone = [
         task.task_id
-        for task in service.store.tasks_of(name)
+        for task in service.store.tasks.of_node(name)
         if task.stage == Stage.stop and _is_over(said.get(task.task_id))
     ]
-    return service.store.note_tasks(name, {key: report.model_dump_json() for key, report in said.items()}, gone)
+    return service.store.tasks.record_reports(
+        name, {key: report.model_dump_json() for key, report in said.items()}, gone
+    )
 
 
 def _note_used(service: Service, caller: Caller) -> None:
     """Record the first use of a credential, with which those before it expire."""
     if caller.node is not None and caller.unused_credential:
         with suppress(StoreError):  # a full disk: those before it stay valid, and the next call comes here again
-            service.store.note_credential_used(caller.node, caller.unused_credential)
+            service.store.nodes.record_credential_use(caller.node, caller.unused_credential)
 
 
 def _life(said: NodeReport | Poll | NodeRecord) -> str:
@@ -387,14 +389,14 @@ def _is_over(report: TaskReport | None) -> bool:
 
 def _orders(service: Service, record: NodeRecord) -> Orders:
     orders = []
-    for task in service.store.tasks_of(record.name):
+    for task in service.store.tasks.of_node(record.name):
         order = TaskOrder.model_validate_json(task.order)
         orders.append(order.model_copy(update={"stage": Stage(task.stage)}))
     return Orders(revision=record.revision, tasks=tuple(orders))
 
 
 async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
-    if not await asyncio.to_thread(service.store.set_mode, name, mode):
+    if not await asyncio.to_thread(service.store.nodes.set_mode, name, mode):
         if name == service.node_name:
             raise Conflict(
                 f"node {name!r} is the service's own machine and has no agent (the service listens on loopback): jobs "
@@ -410,12 +412,12 @@ def _remove(service: Service, name: str) -> None:
     record = _known(service, name)
     if name == service.node_name:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
-    jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
+    jobs = sorted({task.job_uuid for task in service.store.tasks.of_node(name)})
     # Not `_is_live`: after the service was away for long nobody has called yet, and the job trains on.
     if jobs and not service.presence.is_lost(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
     service.removed[name] = _life(record)
-    service.store.remove_node(name)
+    service.store.nodes.remove(name)
     service.presence.forget(name)
     log.info("node %s was removed", name)
 
@@ -437,7 +439,7 @@ def _nodes(service: Service) -> list[Node]:
             state="open",
         )
     ]
-    for record in service.store.nodes():
+    for record in service.store.nodes.all():
         report = NodeReport.model_validate_json(record.report)
         told: dict[str, Any] = {
             "agent": True,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Response
 
-from llama_stack_provider_trl.jobs.tokens import Limits, TokenRecord
+from llama_stack_provider_trl.jobs.tokens import TokenLimits, TokenRecord
 
 from ...wire import NAME
 from ..context import Context
@@ -26,7 +26,7 @@ Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
 @router.post("", dependencies=[ADMINS], status_code=201, response_model=CreatedToken, responses=declared(409))
 async def create_token(service: Context, body: CreateToken, caller: CurrentCaller) -> Response:
     """Create a token. This answer alone shows it."""
-    limits = Limits(
+    limits = TokenLimits(
         body.max_queued_jobs, body.requests_per_second, None if body.priorities is None else tuple(body.priorities)
     )
     created = (body.name, body.role, caller.name, body.expires_in, limits)
@@ -82,7 +82,7 @@ def _row(record: TokenRecord) -> TokenRow:
     )
 
 
-def _limits(limits: Limits) -> dict[str, Any]:
+def _limits(limits: TokenLimits) -> dict[str, Any]:
     return {
         "max_queued_jobs": limits.max_queued_jobs,
         "requests_per_second": limits.requests_per_second,

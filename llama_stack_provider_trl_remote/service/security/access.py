@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
 
 from ..http.received import Bodies, Received, bounded
 from ..settings import ServiceSettings
@@ -65,7 +65,7 @@ class Caller:
     """Hash of the node's credential, where this is the first call with it."""
     throttled: bool = False
     """The token was not compared: its address has tried too many wrong ones."""
-    limits: Limits = UNLIMITED
+    limits: TokenLimits = UNLIMITED
     bucket: Bucket | None = field(default=None, compare=False, repr=False)
     """Of the requests of this token; None: they are not limited."""
     check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
@@ -207,11 +207,11 @@ class Access:
             )
         if self.own_node and caller.node != path["name"]:
             raise Refused(403, f"this credential is another node's: only {path['name'][:64]!r} itself may call this")
-        if self.needs_task == "job_uuid" and not store.has_current_task_of(caller.node, path["job_uuid"]):
+        if self.needs_task == "job_uuid" and not store.tasks.has_current_of_job(caller.node, path["job_uuid"]):
             raise Refused(
                 403, f"node {caller.node!r} takes part in no current attempt of this job: it reads only those"
             )
-        if self.needs_task == "sha256" and not store.has_current_task_with(caller.node, path["sha256"]):
+        if self.needs_task == "sha256" and not store.tasks.has_current_with_rows(caller.node, path["sha256"]):
             raise Refused(403, f"node {caller.node!r} takes part in no current attempt of a job with these rows")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Limits, Role, TokenRecord, Tokens, digest
+from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits, TokenRecord, Tokens, digest
 
 from ..http.errors import Conflict, NotFound
 from ..settings import RESERVED, ServiceSettings
@@ -64,7 +64,7 @@ class CreatedTokens:
         return sorted((known.record for known in self._known.values()), key=lambda record: record.created_at)
 
     def create(
-        self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: Limits = UNLIMITED
+        self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: TokenLimits = UNLIMITED
     ) -> tuple[str, TokenRecord]:
         """Returns the token, which cannot be read again, and its record.
 

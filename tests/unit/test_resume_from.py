@@ -14,7 +14,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
 from llama_stack_provider_trl.jobs import submission
-from llama_stack_provider_trl.jobs.handover import hand_over
+from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -68,7 +68,7 @@ def test_the_copy_stays_whatever_becomes_of_the_other_job(
     store: Store, tmp_path: Path, checkpoint: str | None, found: str
 ) -> None:
     wanted = ResumeFrom(job_uuid="first", checkpoint=checkpoint)
-    spec = hand_over(asking(wanted, n_epochs=9), store, tmp_path)
+    spec = copy_checkpoint(asking(wanted, n_epochs=9), store, tmp_path)
     shutil.rmtree(tmp_path / "first")
     path = copy_of(spec)
     assert path.is_relative_to(tmp_path / "jobs" / "second" / "resume")
@@ -96,13 +96,13 @@ def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
 
     def counted(spec: JobSpec, *arguments: Any) -> JobSpec:
         copied.append(spec.job_uuid)
-        return hand_over(spec, *arguments)
+        return copy_checkpoint(spec, *arguments)
 
     async def asked(*arguments: Any) -> tuple[JobSpec, list[str]]:
         return spec, []
 
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
-    monkeypatch.setattr(submission, "hand_over", counted)
+    monkeypatch.setattr(submission, "copy_checkpoint", counted)
     monkeypatch.setattr(submission, "resolved", asked)
     request = SupervisedFineTuneRequest(job_uuid="second", training_config=TrainingConfig(n_epochs=1))
 
@@ -125,11 +125,11 @@ def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(*arguments: Any) -> JobSpec:
-        spec = hand_over(*arguments)
+        spec = copy_checkpoint(*arguments)
         shutil.rmtree(tmp_path / "jobs" / "second")  # by a DELETE of an earlier job of this name
         return spec
 
-    monkeypatch.setattr(submission, "hand_over", late)
+    monkeypatch.setattr(submission, "copy_checkpoint", late)
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
     with pytest.raises(StoreError, match="send it again"):
         submission._stored(spec, "digest", [], store, tmp_path)
@@ -141,7 +141,7 @@ def test_without_links_the_checkpoint_is_copied(store: Store, tmp_path: Path, mo
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert is_whole(copy_of(hand_over(asking(ResumeFrom(job_uuid="first")), store, tmp_path)))
+    assert is_whole(copy_of(copy_checkpoint(asking(ResumeFrom(job_uuid="first")), store, tmp_path)))
 
 
 def test_a_checkpoint_that_goes_while_it_is_copied_is_not_taken(
@@ -155,18 +155,18 @@ def test_a_checkpoint_that_goes_while_it_is_copied_is_not_taken(
 
     monkeypatch.setattr(os, "link", late)
     with pytest.raises(StoreError, match="cannot be kept for job 'second'"):
-        hand_over(asking(ResumeFrom(job_uuid="first")), store, tmp_path)
+        copy_checkpoint(asking(ResumeFrom(job_uuid="first")), store, tmp_path)
     assert not list((tmp_path / "jobs" / "second" / "resume").iterdir())
 
 
 def test_another_way_to_share_out_the_same_rows_is_taken(store: Store, tmp_path: Path) -> None:
     spec = asking(ResumeFrom(job_uuid="first"), batch_size=1, gradient_accumulation_steps=2, ranks=2)
-    assert hand_over(spec, store, tmp_path).resume_from != spec.resume_from
+    assert copy_checkpoint(spec, store, tmp_path).resume_from != spec.resume_from
 
 
 def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) -> None:
     spec = job_spec("second")
-    assert hand_over(spec, store, tmp_path) is spec
+    assert copy_checkpoint(spec, store, tmp_path) is spec
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(
     if digest:
         spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": digest})})
     with pytest.raises(InvalidRequest) as refused:
-        hand_over(spec, store, tmp_path)
+        copy_checkpoint(spec, store, tmp_path)
     assert refused.value.field == "provider_options.resume_from"
     assert told in str(refused.value)
     assert not (tmp_path / "jobs").exists()

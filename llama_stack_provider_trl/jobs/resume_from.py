@@ -1,4 +1,4 @@
-"""A job that goes on from another job's step checkpoint: which one, whether that is possible, and a copy of its own."""
+"""A job that resumes from another job's step checkpoint: which one, whether that is possible, and a copy of it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .store import Store
 
 FIELD = "provider_options.resume_from"
 
-# What a checkpoint's weights, optimizer, schedule and data position are a function of. Others, such as n_epochs, ranks,
-# save_steps and the memory savers, may be new.
-_ALIKE = (
+# A checkpoint's weights, optimizer, schedule and data position depend on these fields. Others, such as n_epochs, ranks,
+# save_steps and the options that save memory, may differ.
+_MUST_MATCH = (
     *("algorithm", "model", "revision", "lora", "qat", "dpo", "optimizer", "data_format", "train_on_input", "packed"),
     *("max_seq_length", "truncation_side", "shuffle", "seed", "max_steps_per_epoch"),
 )
 
 
-def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
-    """The job with `resume_from` made out: the other job's checkpoint as hard links (or copies) in the job's own
-    directory, so that nothing that happens to the other job takes it away. A job without `resume_from` is as it was.
+def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
+    """The job with the path of its own copy of the checkpoint that `resume_from` names. Hard links (or copies) in the
+    job's own directory keep it when the other job is deleted. A job without `resume_from` is returned as it is.
 
-    Every call makes a copy of its own: a POST is sent again while the first one still copies. `take_back` removes the
-    copy of a call that came to nothing.
+    Every call makes a copy of its own, since a client may repeat a POST while the first one still copies.
+    `discard_checkpoint` removes the copy if the job is not added.
 
     Raises:
-        InvalidRequest: the other job, or a checkpoint of it, is not there, or it cannot be gone on from: names what
+        InvalidRequest: the other job or its checkpoint does not exist, or the job cannot resume from it: names what
             differs.
         StoreError: the checkpoint cannot be linked or copied.
     """
@@ -57,28 +57,28 @@ def hand_over(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
         path.parent.mkdir(parents=True)
         _refuse_links(asked, fitting[-1])
         shutil.copytree(fitting[-1], path, symlinks=True, copy_function=_link)
-        _refuse_links(asked, path)  # what was replaced meanwhile
+        _refuse_links(asked, path)  # a file may have been replaced in the meantime
         if not is_whole(path):
             raise FileNotFoundError("it was removed meanwhile, send the request again")
         fsync_tree(path.parent.parent)
     except InvalidRequest:
         shutil.rmtree(path.parent, ignore_errors=True)
         raise
-    except OSError as error:  # shutil.Error too
+    except OSError as error:  # includes shutil.Error
         shutil.rmtree(path.parent, ignore_errors=True)
         raise StoreError(f"checkpoint {fitting[-1]} cannot be kept for job {spec.job_uuid!r}: {error}") from error
     return spec.model_copy(update={"resume_from": wanted.model_copy(update={"checkpoint": path.name, "path": path})})
 
 
-def take_back(spec: JobSpec) -> None:
-    """Remove what `hand_over` has copied for a job that was not added."""
+def discard_checkpoint(spec: JobSpec) -> None:
+    """Remove the copy of `copy_checkpoint` for a job that was not added."""
     if spec.resume_from is not None and spec.resume_from.path is not None:
         shutil.rmtree(spec.resume_from.path.parent, ignore_errors=True)
 
 
 def _refuse_links(asked: str, checkpoint: Path) -> None:
     """Refuse a checkpoint that holds anything but directories and regular files: its training may have put a symbolic
-    link to other jobs' files there, or a FIFO, which would block whoever opens it."""
+    link to other jobs' files there, or a FIFO, which blocks the process that opens it."""
     for found in list(checkpoint.rglob("*")):
         mode = found.lstat().st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -91,7 +91,7 @@ def _refuse_links(asked: str, checkpoint: Path) -> None:
 
 
 def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
-    pairs = [(name, getattr(other, name), getattr(spec, name)) for name in _ALIKE]
+    pairs = [(name, getattr(other, name), getattr(spec, name)) for name in _MUST_MATCH]
     pairs.append(("dataset (its rows' sha256)", other.dataset.sha256, spec.dataset.sha256))
     for name, theirs, ours in pairs:
         if theirs != ours:

@@ -1,0 +1,222 @@
+"""The sqlite file of a data directory: connections, transactions, creation and upgrade of its tables.
+
+Several processes may have the file open. The statements are in `queries.sql`, the tables in `schema.sql`. The records
+that the tables hold have classes of their own: `store.Store`, `nodes.Nodes`, `node_tasks.NodeTasks`, `tokens.Tokens`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import StoreError
+from ..system.files import private_directory
+from ..system.process import FileLock
+
+DATABASE = "jobs.sqlite3"
+"""Its name in a data directory."""
+SCHEMA_VERSION = 5
+_PRIVATE = ("jobs", "datasets", "reference", "preflights")
+_BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
+"""What a data directory of the provider may hold before its first job database exists."""
+_BUSY_SECONDS = 10.0
+"""How long a writer waits for another. Transactions take about a millisecond."""
+log = logging.getLogger(__name__)
+
+Execute = Callable[[str, Mapping[str, Any]], sqlite3.Cursor]
+"""Runs a named statement of `queries.sql`."""
+
+
+class _ThreadConnection:
+    """A connection that is closed when its thread ends and drops this object.
+
+    A `sqlite3.Connection` is part of a reference cycle, by its statement cache. It would stay open until the garbage
+    collector finds it, and Python 3.13 warns of that.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def __del__(self) -> None:
+        self.connection.close()
+
+
+class Database:
+    """Connections to `path`, one per thread. Safe to share between threads.
+
+    Every method may raise StoreError: the file cannot be opened, read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._local = threading.local()
+        self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
+        self._create()
+
+    def close(self) -> None:
+        """Close the connections of all threads. A later call opens a new one."""
+        for held in list(self._connections):
+            held.connection.close()
+        self._local = threading.local()
+
+    def select(self, name: str, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
+        """Rows of a named statement of `queries.sql`."""
+        with self._store_errors():
+            return self._connection().execute(_queries()[name], values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Execute]:
+        """One write transaction; yields a function that runs a named statement."""
+        with self._store_errors():
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield lambda name, values: connection.execute(_queries()[name], values)
+                connection.execute("COMMIT")
+            except BaseException:
+                # A full disk may have rolled it back already.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All reads of this thread in the block see the same state of the database. Writers do not wait for it."""
+        with self._store_errors():
+            connection = self._connection()
+            connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Raises StoreError in place of an error that the file causes."""
+        try:
+            yield
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+            raise  # wrong values or a wrong statement: a bug, and no fault of the file
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"job database {self.path}: {error}") from error
+
+    def _connection(self) -> sqlite3.Connection:
+        """The connection of this thread."""
+        own: _ThreadConnection | None = getattr(self._local, "own", None)
+        if own is None:
+            own = self._local.own = self._connect()
+            self._connections.add(own)
+        return own.connection
+
+    def _connect(self) -> _ThreadConnection:
+        connection = sqlite3.connect(
+            self.path,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,  # `transaction` and `snapshot` begin and end them
+            check_same_thread=False,  # so that close() can close those of other threads
+        )
+        own = _ThreadConnection(connection)
+        connection.row_factory = sqlite3.Row
+        # A confirmed job must survive a power failure: in WAL mode, NORMAL does not wait for the disk.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        return own
+
+    def _create(self) -> None:
+        """Create the tables, or upgrade those of an older release."""
+        with self._store_errors():
+            private_data_dir(self.path.parent)
+            if not self.path.exists():  # sqlite would make it 0644
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            connection = self._connection()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"job database {self.path} has schema version {version}, this program knows {SCHEMA_VERSION}:"
+                    " it was written by a newer release; upgrade, or use another data directory"
+                )
+            if version < SCHEMA_VERSION:
+                _use_wal(connection)
+                with _lock(self.path):
+                    (version,) = connection.execute("PRAGMA user_version").fetchone()
+                    upgrades = range(version, SCHEMA_VERSION) if version else ()
+                    try:
+                        connection.executescript(
+                            _in_one_transaction([*(f"upgrade-{old}.sql" for old in upgrades), "schema.sql"])
+                        )
+                    finally:
+                        connection.rollback()  # has no effect after a commit
+
+
+def private_data_dir(data_dir: Path) -> None:
+    """Create a data directory that no other user can enter. One that held other files before keeps its mode, and only
+    the directories of the provider in it become private.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if not data_dir.exists() or _is_own(data_dir):
+        return private_directory(data_dir)
+    if data_dir.stat().st_mode & 0o077:
+        log.warning("%s holds files of others and stays as it is: only what is written there is made private", data_dir)
+        for name in _PRIVATE:
+            private_directory(data_dir / name)
+
+
+def _is_own(data_dir: Path) -> bool:
+    return (data_dir / DATABASE).exists() or {path.name for path in data_dir.iterdir()} <= _BEFORE_THE_DATABASE
+
+
+@contextmanager
+def _lock(database: Path) -> Iterator[None]:
+    """Prevents two processes from upgrading a database at the same time."""
+    lock = FileLock(database.with_name(f"{database.name}.upgrade"))
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while not lock.acquire(f"pid {os.getpid()}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switch to WAL mode, in which readers and the writer do not wait for each other. The switch ignores the busy
+    timeout."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+@cache
+def _queries() -> dict[str, str]:
+    """Name -> statement, from `queries.sql`."""
+    parts = _sql("queries.sql").split("-- name: ")[1:]
+    return {name.strip(): text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _in_one_transaction(names: Iterable[str]) -> str:
+    """Scripts as one transaction, so that a process that is killed in between leaves the database unchanged."""
+    scripts = "".join(_sql(name) for name in names)
+    return f"BEGIN IMMEDIATE;\n{scripts.replace('BEGIN IMMEDIATE;', '').replace('COMMIT;', '')}\nCOMMIT;\n"
+
+
+def _sql(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text()

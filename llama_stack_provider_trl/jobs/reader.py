@@ -1,0 +1,223 @@
+"""Read access to the jobs of a database: their records, attempts, checkpoints, metric points and events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ..errors import JobConflict, JobNotFound, StoreError
+from .database import Database
+from .placement import Queued
+from .records import (
+    AttemptRecord,
+    CheckpointRecord,
+    EventFile,
+    JobRecord,
+    JobSummary,
+    Outcome,
+    PointRecord,
+)
+from .row_mapping import attempt_record, checkpoint_record, failed_event, job_record, job_summary, point_record
+from .states import JobState
+
+log = logging.getLogger(__name__)
+_DAMAGED = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
+"""Raised by the decoding of a record that another release wrote, or that was edited by hand."""
+
+
+class JobReader:
+    """Queries about jobs. Safe to share between threads.
+
+    Every method may raise StoreError: the file cannot be opened or read.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self.database = database
+        self._clock = clock
+        self._damaged: set[str] = set()
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self.database.path
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """All reads of this thread in the block see the same state: no checkpoint of a job that has not begun."""
+        return self.database.snapshot()
+
+    def state_of(self, job_uuid: str) -> JobState | None:
+        """The state of a job, without the rest of its record; None: there is no such job."""
+        rows = self.database.select("select_state", {"job_uuid": job_uuid})
+        return JobState(rows[0]["state"]) if rows else None
+
+    def digests(self) -> set[str]:
+        """Every sha256 that the record of a job contains, damaged records included."""
+        return mentioned_digests(row["spec"] for row in self.database.select("select_specs", {}))
+
+    def holds(self, job_uuid: str, request_digest: str) -> bool:
+        """Whether the same request was stored before.
+
+        Raises:
+            JobConflict: the job_uuid is taken by a job with another digest.
+        """
+        rows = self.database.select("request_digest", {"job_uuid": job_uuid})
+        if rows and rows[0]["request_digest"] != request_digest:
+            raise digest_conflict(job_uuid)
+        return bool(rows)
+
+    def get(self, job_uuid: str) -> JobRecord:
+        """One job. Raises JobNotFound; StoreError where its record cannot be read."""
+        rows = self.database.select("select_job", {"job_uuid": job_uuid})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        try:
+            return job_record(rows[0])
+        except _DAMAGED as error:
+            self._exclude(job_uuid, error)
+            raise StoreError(f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}") from error
+
+    def names(self) -> Sequence[str]:
+        """The job_uuid of every job, oldest first."""
+        return [row["job_uuid"] for row in self.database.select("select_names", {})]
+
+    def page_of_names(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[str]:
+        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first.
+
+        Raises:
+            JobNotFound: there is no job `after`.
+        """
+        return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
+
+    def page(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[JobSummary]:
+        """As `page_of_names`, with the columns of a list: a `JobRecord` takes five times as long to build."""
+        return [job_summary(row) for row in self._page("select_page", after, states, limit)]
+
+    def count(self) -> Mapping[JobState, int]:
+        """How many jobs there are in each state that has any."""
+        return {JobState(row["state"]): row["jobs"] for row in self.database.select("count_states", {})}
+
+    def list(self) -> Sequence[JobRecord]:
+        """All jobs whose records can be read, oldest first."""
+        return self._readable(self.database.select("select_jobs", {}))
+
+    def active(self) -> Sequence[JobRecord]:
+        """Jobs of which processes may exist (`states.ACTIVE`), oldest first."""
+        return self._readable(self.database.select("select_active", {}))
+
+    def active_run_dirs(self) -> frozenset[Path]:
+        """Run directories in which processes may run, those of damaged records included."""
+        return frozenset(Path(row["run_dir"]) for row in self.database.select("select_run_dirs", {}))
+
+    def queue(self) -> Sequence[Queued]:
+        """Jobs that wait for a device, oldest first, without those that wait for the time of their next attempt.
+
+        A record that cannot be read is detected later, by `get` when the job is to start.
+        """
+        waiting = map(Queued._make, self.database.select("select_queue", {"now": self._clock()}))
+        return [job for job in waiting if job.job_uuid not in self._damaged]
+
+    def kinds_waiting(self) -> Sequence[Queued]:
+        """The oldest job of each kind in the queue. Jobs of one kind have the same demand and the same `detail`.
+
+        Kinds are few, whatever the number of jobs.
+        """
+        return list(map(Queued._make, self.database.select("select_kinds_waiting", {"now": self._clock()})))
+
+    def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
+        """Every attempt at a job, the first one first."""
+        return [attempt_record(row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})]
+
+    def seconds_trained(self, job_uuid: str) -> float:
+        """Seconds of training in all attempts that have ended."""
+        (row,) = self.database.select("select_seconds", {"job_uuid": job_uuid})
+        return float(row["seconds"])
+
+    def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRecord]:
+        """The listed checkpoints of a job, oldest first. Raises JobNotFound."""
+        rows = self.database.select("select_checkpoints", {"job_uuid": job_uuid})
+        if not rows:
+            self.get(job_uuid)
+        return [checkpoint_record(row) for row in rows]
+
+    def points(self, job_uuid: str, after: int = -1) -> Sequence[PointRecord]:
+        """Metric points beyond step `after`, by step. Raises JobNotFound."""
+        self.get(job_uuid)
+        return [
+            point_record(row) for row in self.database.select("select_points", {"job_uuid": job_uuid, "after": after})
+        ]
+
+    def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
+        """Step and metrics of every evaluation, by step."""
+        rows = self.database.select("select_evaluations", {"job_uuid": job_uuid})
+        return [(row["step"], json.loads(row["metrics"])) for row in rows]
+
+    def outcome(self, job_uuid: str, attempt: int) -> Outcome:
+        """What the events of an attempt report about its end, and the cursor."""
+        (row,) = self.database.select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
+        failed = None if row["failed"] is None else failed_event(row["failed"])
+        return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
+
+    def event_files(self, job_uuid: str, first: int = 0) -> tuple[JobState, Sequence[EventFile]]:
+        """The job's state, and where its events are from attempt `first` on, oldest first. Raises JobNotFound."""
+        rows = self.database.select("select_event_files", {"job_uuid": job_uuid, "first": first})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        files = [EventFile(row["attempt"], Path(row["run_dir"]), row["event_offset"]) for row in rows if row["run_dir"]]
+        return JobState(rows[0]["state"]), files
+
+    def holders(self) -> Mapping[str, str]:
+        """Place -> the job that holds it. It holds a place until the node reports that the task is gone. A job whose
+        record cannot be read holds none."""
+        active = [row for row in self.database.select("select_places", {}) if row["job_uuid"] not in self._damaged]
+        rows = [*self.database.select("select_taken", {}), *active]
+        return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}
+
+    def _page(
+        self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None
+    ) -> Sequence[sqlite3.Row]:
+        if after is not None and not self.database.select("request_digest", {"job_uuid": after}):
+            raise JobNotFound(after)
+        wanted = None if states is None else json.dumps([state.value for state in states])
+        return self.database.select(name, {"after": after, "states": wanted, "limit": -1 if limit is None else limit})
+
+    def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
+        """The jobs whose records can be decoded: a damaged one must not hide the others."""
+        jobs = []
+        for row in rows:
+            try:
+                jobs.append(job_record(row))
+            except _DAMAGED as error:
+                self._exclude(row["job_uuid"], error)
+        return jobs
+
+    def _exclude(self, job_uuid: str, error: Exception) -> None:
+        """Give no device to a job whose record cannot be read, and log that once."""
+        if job_uuid not in self._damaged:
+            self._damaged.add(job_uuid)
+            log.error("job database %s: job %r is left alone: %s", self.path, job_uuid, error)
+
+
+def mentioned_digests(specs: Iterable[str]) -> set[str]:
+    """Every sha256 in the text of some specs."""
+    return {digest for spec in specs for digest in re.findall(r"[0-9a-f]{64}", spec)}
+
+
+def digest_conflict(job_uuid: str) -> JobConflict:
+    """The error for a job_uuid that another request has used."""
+    return JobConflict(
+        f"job {job_uuid!r} exists already and was made from a different request:"
+        " choose another job_uuid, or send the same request to get the same job"
+    )

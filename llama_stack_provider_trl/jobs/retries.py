@@ -1,0 +1,79 @@
+"""Whether a job whose attempt has failed is queued again, and how."""
+
+from __future__ import annotations
+
+import logging
+
+from ..specs.events import Reason
+from .placement import is_remote
+from .records import JobRecord
+from .states import JobState, backoff
+from .store import Store
+from .verdict import Verdict, may_shrink
+
+log = logging.getLogger(__name__)
+LOSSES_IN_A_ROW = 5
+"""Attempts in a row that a job may lose to lost nodes without a step, before another one counts as a retry."""
+
+
+class Retries:
+    """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def after(self, job: JobRecord, decided: Verdict) -> bool:
+        """Queue a job again after any failure of a whole attempt: without a lost node, with a smaller batch, or as it
+        is."""
+        if decided.reason is Reason.node_lost and self._without_the_node(job, decided.message):
+            return True
+        if decided.state is not JobState.failed:
+            return False
+        return self._with_smaller_batch(job, decided) or self.same(job, decided.reason, decided.message)
+
+    def same(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
+        """Queue a failed job again as it is, if the failure may be temporary and the job has a retry left."""
+        wait = None if reason is None else backoff(reason, job.retries_used)
+        if reason is None or wait is None or job.retries_used >= job.spec.retries:
+            return False
+        moved = self._store.retry(job, reason, message, wait)
+        if moved:
+            log.warning(
+                "job %s: attempt %d ended (%s), retry %d of %d in %.0f s: %s",
+                *(job.job_uuid, job.attempt, reason, job.retries_used + 1, job.spec.retries, wait),
+                message.partition("\n")[0],
+            )
+        return moved
+
+    def _with_smaller_batch(self, job: JobRecord, decided: Verdict) -> bool:
+        """Queue a job that ran out of memory again, with a smaller batch; it resumes from its last checkpoint."""
+        if not may_shrink(job, self._store.attempts(job.job_uuid), decided.reason):
+            return False
+        smaller = job.spec.in_smaller_parts()
+        assert smaller is not None
+        assert decided.reason is not None
+        was, now = (
+            f"batch_size {spec.batch_size} and gradient_accumulation_steps {spec.gradient_accumulation_steps}"
+            for spec in (job.spec, smaller)
+        )
+        change = f"attempt {job.attempt} ran out of memory: the next ones train with {now} instead of {was}"
+        self._store.warn(job.job_uuid, f"{change}, which gives the same steps; oom_retry false forbids it")
+        log.warning("job %s: %s", job.job_uuid, change)
+        return self._store.retry(job, decided.reason, decided.message, 0.0, counts=False)
+
+    def _without_the_node(self, job: JobRecord, message: str) -> bool:
+        """Queue a job that has lost a node again. The job is not at fault: that counts as a retry only after
+        `LOSSES_IN_A_ROW` attempts without a step."""
+        if not is_remote(job.devices):
+            return False
+        in_vain = 0
+        for tried in reversed(self._store.attempts(job.job_uuid)):
+            if tried.step > tried.start_step or (tried.reason is not Reason.node_lost and tried.attempt != job.attempt):
+                break
+            in_vain += 1
+        if in_vain >= LOSSES_IN_A_ROW:
+            return False
+        wait = backoff(Reason.node_lost, max(0, in_vain - 1))
+        assert wait is not None
+        log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
+        return self._store.retry(job, Reason.node_lost, message, wait, counts=False)

@@ -1,0 +1,205 @@
+"""Rows of the database -> records, and events -> the statements that store them. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..specs.events import (
+    LAST_TIME,
+    CheckpointDamaged,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+    Warned,
+)
+from ..specs.job import JobSpec
+from .records import (
+    AttemptRecord,
+    CheckpointRecord,
+    JobProgress,
+    JobRecord,
+    JobSummary,
+    NodeRecord,
+    NodeTaskRecord,
+    PointRecord,
+)
+from .states import JobState
+
+
+def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the statements that store an event, each with its values."""
+    row = {"time": event.time}
+    match event:
+        case Started():
+            yield "note_started", row
+            yield "note_attempt_started", row
+        case Prepared():
+            steps = {"total_steps": event.total_steps, "start_step": event.start_step}
+            resumed_from = None if event.resumed_from is None else str(event.resumed_from)
+            yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
+            yield "supersede_points", steps
+        case Warned():
+            yield "insert_warning", {"message": event.message}
+        case Progress():
+            yield "note_progress", {**row, **_pace(event)}
+            yield "upsert_point", {**row, **_metrics(event), "kind": "train"}
+        case Evaluated():
+            yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
+        case CheckpointSaved():
+            yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
+        case CheckpointDamaged():
+            yield "delete_checkpoint", {"path": str(event.path)}
+            yield "insert_warning", {"message": event.message}
+        case Finished():
+            yield "note_finished", {"step": event.step}
+        case Paused():
+            yield "note_paused", {"step": event.step}
+        case Failed():
+            yield "note_failed", {"event": event.model_dump_json()}
+
+
+def failed_event(text: str) -> Failed:
+    """A stored `failed` event."""
+    try:
+        return Failed.model_validate_json(text)
+    except ValueError as error:  # stored by a release whose events had no bounds
+        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
+
+
+def _pace(event: Progress) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "epoch": event.epoch,
+        "loss": event.metrics.get("loss"),
+        "tokens_per_second": event.metrics.get("tokens_per_second"),
+        "peak_memory_bytes": event.peak_memory_bytes,
+    }
+
+
+def _metrics(event: Progress | Evaluated) -> dict[str, Any]:
+    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps(event.metrics)}
+
+
+def job_record(row: sqlite3.Row) -> JobRecord:
+    prepared = None if row["prepared"] is None else json.loads(row["prepared"])
+    return JobRecord(
+        spec=JobSpec.model_validate_json(row["spec"]),
+        state=JobState(row["state"]),
+        attempt=row["attempt"],
+        retries_used=row["retries_used"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
+        device=row["device"],
+        run_dir=None if row["run_dir"] is None else Path(row["run_dir"]),
+        detail=row["detail"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+        progress=_progress(row),
+        effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
+        warnings=tuple(json.loads(row["warnings"])),
+        created_by=row["created_by"],
+    )
+
+
+def job_summary(row: sqlite3.Row) -> JobSummary:
+    return JobSummary(
+        job_uuid=row["job_uuid"],
+        state=JobState(row["state"]),
+        algorithm=row["algorithm"],
+        model=row["model"],
+        priority=row["priority"],
+        progress=JobProgress(row["step"] or 0, row["total_steps"]),
+        detail=row["detail"],
+        message=row["message"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
+        created_by=row["created_by"],
+    )
+
+
+def _progress(row: sqlite3.Row) -> JobProgress:
+    if row["step"] is None:
+        return JobProgress()
+    columns = ("step", "total_steps", "epoch", "loss", "tokens_per_second", "peak_memory_bytes")
+    return JobProgress(**{name: row[name] for name in columns}, eta_seconds=_eta(row))
+
+
+def _eta(row: sqlite3.Row) -> float | None:
+    """Seconds left at the mean pace of this attempt; None before its first step."""
+    done = row["step"] - row["start_step"]
+    if row["prepared_at"] is None or row["stepped_at"] is None or not done:
+        return None
+    per_step = (row["stepped_at"] - row["prepared_at"]) / done
+    left = float(per_step * (row["total_steps"] - row["step"]))
+    return max(0.0, left) if math.isfinite(left) else None
+
+
+def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:
+    return CheckpointRecord(**{**dict(row), "path": Path(row["path"]), "created_at": _utc(row["created_at"])})
+
+
+def attempt_record(row: sqlite3.Row) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=row["attempt"],
+        run_dir=Path(row["run_dir"]),
+        device=row["device"],
+        launched_at=_utc(row["launched_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        ended_at=_utc_or_none(row["ended_at"]),
+        resume_from=None if row["resume_from"] is None else Path(row["resume_from"]),
+        start_step=row["start_step"],
+        step=row["step"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+    )
+
+
+def node_record(row: sqlite3.Row) -> NodeRecord:
+    return NodeRecord(**{**dict(row), "joined_at": _utc(row["joined_at"]), "seen_at": _utc(row["seen_at"])})
+
+
+def task_record(row: sqlite3.Row) -> NodeTaskRecord:
+    values = dict(row)
+    run_dir = values.get("run_dir")
+    return NodeTaskRecord(
+        task_id=values["task_id"],
+        node=values["node"],
+        job_uuid=values["job_uuid"],
+        attempt=values["attempt"],
+        node_rank=values["node_rank"],
+        places=tuple(values["places"].split(",")),
+        stage=values["stage"],
+        order=values["task_order"],
+        report=values["report"],
+        ending=values["ending"],
+        gone=bool(values["gone"]),
+        run_dir=None if run_dir is None else Path(run_dir),
+    )
+
+
+def point_record(row: sqlite3.Row) -> PointRecord:
+    return PointRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), json.loads(row["metrics"]))
+
+
+def _utc(seconds: float) -> datetime:
+    """A stored time. Databases of earlier releases may hold any number: one beyond the calendar is shown as its end."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
+
+
+def _utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _utc(seconds)
