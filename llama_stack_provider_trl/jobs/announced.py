@@ -1,4 +1,4 @@
-"""Checks the checkpoint paths that events name: a training writes its events, and may name any path."""
+"""Checks the checkpoint paths in events: a training writes its events, and may name any path."""
 
 from __future__ import annotations
 

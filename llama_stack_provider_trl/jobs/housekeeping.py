@@ -1,7 +1,7 @@
-"""Removes stored rows that nobody refers to any more, and what interrupted uploads have left.
+"""Removes stored rows without a reference, and the files of interrupted uploads.
 
-Rows are files named by their digest, and who is about to refer to some may find them stored already. So whoever finds
-them touches them, only what nobody has touched for a long time goes, and no job is added while it is taken away.
+Rows are files named by their digest, and a request that is about to refer to some may find them stored already. So each
+use touches the file, only files that were not touched for a long time are removed, and no job is added meanwhile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .store import Store
 
 log = logging.getLogger(__name__)
 INTERVAL = 3600.0
-"""Seconds between two looks."""
+"""Seconds between two passes."""
 ABANDONED = 86400.0
-"""Seconds after which nobody writes into a temporary file any more."""
+"""Seconds without a write after which a temporary file counts as abandoned."""
 _TEMPORARY = re.compile(r"\.(rows-|incoming-|removed-|[0-9a-f]{64}\.).*")
-_TAKEN = ".removed-"
+_ASIDE = ".removed-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -38,7 +38,7 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
 
     Raises:
         StoreError: the database cannot be read: nothing is removed then.
-        OSError: something cannot be looked at or removed.
+        OSError: a file cannot be read or removed.
     """
     for path in directory.glob(".*"):
         if _TEMPORARY.fullmatch(path.name) and _seconds_untouched(path) > ABANDONED:
@@ -48,31 +48,31 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
     old = {path.stem: path for path in directory.glob("*.jsonl") if _seconds_untouched(path) > retention}
     if not old or not old.keys() - _registered(directory) - store.digests():
         return []
-    taken = []
+    removed = []
     with store.no_new_jobs() as referred:
         for digest in sorted(old.keys() - _registered(directory) - referred):
-            # First out of reach, then looked at: somebody may have found and touched them this very moment.
-            aside = directory / f"{_TAKEN}{digest}"
+            # Renamed first, checked afterwards: a request may have found and touched the file in between.
+            aside = directory / f"{_ASIDE}{digest}"
             os.replace(old[digest], aside)
             if _seconds_untouched(aside) > retention:
-                taken.append(digest)
+                removed.append(digest)
             else:
                 os.replace(aside, old[digest])
-    for digest in taken:
-        _remove(directory / f"{_TAKEN}{digest}")
+    for digest in removed:
+        _remove(directory / f"{_ASIDE}{digest}")
         for verdict in directory.glob(f"{digest}.*.json"):
             _remove(verdict)
-        log.info("removed rows %s: nobody has referred to them for %.0f days", digest, retention / 86400)
-    return taken
+        log.info("removed rows %s: not used for %.0f days", digest, retention / 86400)
+    return removed
 
 
 def _registered(directory: Path) -> set[str]:
-    """Digests that the service's registry mentions; an entry that is damaged still counts."""
+    """Digests in the service's registry, damaged entries included."""
     return {digest for path in directory.glob("registry/*.json") for digest in _DIGEST.findall(path.read_text())}
 
 
 def _seconds_untouched(path: Path) -> float:
-    """Of a directory: since anything in it was; 0 for what is gone."""
+    """Seconds since a file, or any file in a directory, was modified; 0 if it does not exist."""
     try:
         return time.time() - max(found.stat().st_mtime for found in _with_contents(path))
     except FileNotFoundError:

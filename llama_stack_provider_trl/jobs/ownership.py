@@ -1,5 +1,7 @@
-"""Whose a job's checkpoint directory is. Two data directories may be given the same absolute `checkpoint_dir` and the
-same job_uuid; without a record beside the directory each would move and delete what the other one's job has written.
+"""Records which data directory owns a job's checkpoint directory.
+
+Two data directories may use the same absolute `checkpoint_dir` and the same job_uuid. Without a record beside the
+directory, each would move and delete the files of the other one's job.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from ..errors import JobConflict
 from ..system.files import atomic_write_json
 
 IDENTITY = "identity"
-"""Names a data directory, in a file of it: it is still the same one under another path."""
+"""The file that names a data directory: it is still the same one under another path."""
 _SUFFIX = ".owner"
 _READABLE = 0o644
-"""Of a record: another user's service reads whose the directory is."""
+"""Mode of a record: another user's service reads it."""
 
 
 class Owner(NamedTuple):
-    """Who writes into a checkpoint directory: the record `.<job_uuid>.owner` beside it."""
+    """The owner of a checkpoint directory, from the record `.<job_uuid>.owner` beside it."""
 
     identity: str
     data_dir: Path
-    """Where that data directory was when it last launched the job."""
+    """Path of that data directory when it last launched the job."""
     job_uuid: str
 
 
 class Ownership:
-    """What the checkpoint directories of the jobs of one data directory are guarded with."""
+    """Guards the checkpoint directories of the jobs of one data directory."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir.resolve()
@@ -92,12 +94,12 @@ class Ownership:
         owner = Owner(_identity(self._data_dir, make=True), self._data_dir, job_uuid)
         checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)
         if not _create(checkpoint_dir, owner):
-            self.check(checkpoint_dir)  # somebody was faster
+            self.check(checkpoint_dir)  # another process was faster
             if _read(checkpoint_dir) != owner:  # ours, from before it was moved
                 atomic_write_json(record(checkpoint_dir), _document(owner), mode=_READABLE)
 
     def release(self, checkpoint_dir: Path) -> None:
-        """Take our record away: the job is forgotten. Another one's stays."""
+        """Remove the record of a job that is deleted. Another data directory's record stays."""
         owner = _read(checkpoint_dir)
         if owner is not None and self._is_ours(owner, _identity(self._data_dir)):
             record(checkpoint_dir).unlink(missing_ok=True)
@@ -106,12 +108,12 @@ class Ownership:
         if not ours or owner.identity != ours:
             return False
         if owner.data_dir == self._data_dir or _identity(owner.data_dir) != ours:
-            return True  # it was moved to where we are
+            return True  # it was moved here
         return owner.data_dir.samefile(self._data_dir)  # else one is a copy of the other
 
 
 def record(checkpoint_dir: Path) -> Path:
-    """Where it stands who owns a checkpoint directory."""
+    """The file that records the owner of a checkpoint directory."""
     return checkpoint_dir.with_name(f".{checkpoint_dir.name}{_SUFFIX}")
 
 
@@ -136,12 +138,12 @@ def _read(checkpoint_dir: Path) -> Owner | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
-        # Somebody's it is. Without an identity it can be nobody's here.
+        # Some data directory owns it. Without an identity it cannot be this one.
         return Owner("", Path(f"(unknown, the record {path} is damaged: {error})"), checkpoint_dir.name)
 
 
 def _create(checkpoint_dir: Path, owner: Owner) -> bool:
-    """Write a record, whole and at once; False: there is one."""
+    """Write a record atomically; False: there is one."""
     path = record(checkpoint_dir)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-")
     try:
@@ -165,7 +167,7 @@ def _link(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        with open(path, "x") as file:  # a file system without hard links: not at once, but never over another
+        with open(path, "x") as file:  # a file system without hard links: not atomic, but never over another
             file.write(source.read_text())
 
 
@@ -173,7 +175,7 @@ def _identity(data_dir: Path, make: bool = False) -> str:
     """Names a data directory; "" where it has no name yet.
 
     Args:
-        make: give it one. For whoever supervises it, which is one process at a time.
+        make: create one. Only the supervising process does so, which is one at a time.
     """
     path = data_dir / IDENTITY
     try:

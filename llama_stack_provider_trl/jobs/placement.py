@@ -1,4 +1,4 @@
-"""Which queued job gets which devices of which nodes. Pure: a look at the queue and the nodes in, assignments out."""
+"""Which queued job gets which devices of which nodes. Pure: from a snapshot of queue and nodes to assignments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..specs.job import JobSpec, ResourcesSpec
 
 
 class Demand(BaseModel):
-    """What a job asks of its nodes, as the queue keeps it."""
+    """What a job demands of its nodes, as the queue stores it."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
@@ -21,7 +21,7 @@ class Demand(BaseModel):
     model: str | None = None
     """It must be in a node's local cache; None: it need not."""
     home: bool = False
-    """Only the service's own machine will do."""
+    """The job runs on the service's own machine only."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Demand:
@@ -50,7 +50,7 @@ class Queued(NamedTuple):
     priority: int = 0
     """The higher, the sooner; among equals the older comes first."""
     detail: str = ""
-    """What its status says it waits for."""
+    """What it waits for, as in its status."""
     ranks: int = 1
     """Processes that train together, over all nodes."""
     scheduled_at: float = 0.0
@@ -58,7 +58,7 @@ class Queued(NamedTuple):
     demand: str = ""
     """`Demand.text`."""
     tried: bool = False
-    """It has had an attempt: it may go on with fewer nodes than it asked for."""
+    """It has had an attempt: it may continue with fewer nodes than requested."""
     failed_on: str = ""
     """Places, with commas, of its attempts that could not be launched: others come first."""
 
@@ -71,7 +71,7 @@ class Node:
     devices: tuple[str, ...]
     """Best first, such as ("cpu",) or ("cuda:0", "cuda:1")."""
     machine: str = ""
-    """Nodes with the same one are one machine, and share its devices. Empty: nobody shares it."""
+    """Nodes with the same one are one machine, and share its devices. Empty: no other node is on it."""
     head: bool = False
     """The service's own machine; of the nodes it is always the first."""
     joins: bool = True
@@ -79,7 +79,7 @@ class Node:
     why_closed: str = ""
     """Why it takes no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it does."""
     draining: bool = False
-    """What runs on it is to save and go on elsewhere."""
+    """The jobs on it are to save and to resume on other nodes."""
     memory: Mapping[str, int] | None = None
     """Bytes per GPU, as far as known."""
     cpus: int = 0
@@ -113,12 +113,12 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
 def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
     for as many ranks as the node has cores. A job over several nodes gets as many devices on each, and no two nodes on
-    one machine; where the nodes are fewer machines than it asks for, it trains on these (`side_by_side`).
+    one machine; where the nodes are fewer machines than requested, it trains on these (`side_by_side`).
 
     Of the nodes that would do, those come last on which an attempt of the job could not be launched; else the service's
     own comes first, then the one with the fewest free devices: large holes stay whole. A job that finds too few devices
     does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds free devices are kept for it (of
-    those that ask for the same, for one job at a time), on nodes that stay the same from look to look (`_kept`).
+    those that ask for the same, for one job at a time), on nodes that stay the same from pass to pass (`_kept`).
 
     So none starves: once a job has lost its patience and no other comes before it, it waits no longer than the jobs run
     that run at that moment, as long as the nodes that it needs stay open; one that has others before it, at most as
@@ -137,13 +137,13 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     free = _Free(nodes, running)
     chosen: Placed = {}
     known: dict[_Kind, tuple[list[_Offer], int]] = {}
-    in_vain: set[_Kind] = set()
+    unserved: set[_Kind] = set()
     served: set[_Kind] = set()
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
         kind = (job.device, job.ranks, job.demand, job.tried)
         patient = now - job.scheduled_at <= PATIENCE
-        if kind in in_vain and (patient or kind in served):
-            continue  # nothing has become free since a job that asks for the same found too little
+        if kind in unserved and (patient or kind in served):
+            continue  # nothing has become free since a job with the same demand found too little
         if kind not in known:
             suited = [node for node in nodes if not unsuited(job, node, auto)]
             known[kind] = _offers(job, suited, auto), _fewest(job, suited, auto)
@@ -152,7 +152,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
             chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
             free.take(gang)
             continue
-        in_vain.add(kind)
+        unserved.add(kind)
         if not patient:
             served.add(kind)
             free.take(_kept(offers, fewest, free))
@@ -215,7 +215,7 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
 
 
 def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
-    """How many of the nodes that a job asks for can be of use to it. Fewer than these where there are as many agents
+    """How many of the requested nodes can be of use to a job. Fewer than these where there are as many agents
     but fewer machines, and it trains on CPUs (or mps): a second process on the same one only slows the first one down.
 
     Args:
@@ -247,8 +247,8 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     if len(fitting) < needed:
         return f"has {len(fitting)} of {needed} devices"
     ranks = job.ranks // _nodes(job)
-    # The service looked at its own machine's cores when it took a job that stays there, and its configuration may ask
-    # for more ranks than these.
+    # The service checked its own machine's cores when it accepted a job that stays there, and its configuration may
+    # allow more ranks than these.
     if not asked.home and _kind(fitting[0]) != "cuda" and ranks > max(node.cpus, 1):
         return f"has {node.cpus} CPU cores for {ranks} ranks"
     if resources.cpus and node.cpus < resources.cpus:
@@ -257,13 +257,13 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return f"has {node.memory_bytes / _GIB:.0f} GiB of memory"
     for name, value in resources.labels.items():
         if (node.labels or {}).get(name) != value:
-            return f"has not the label {name}={value}"
+            return f"lacks the label {name}={value}"
     if asked.model is not None and asked.model not in node.models:
         return f"has no {asked.model}"
     return ""
 
 
-@lru_cache(1000)  # the same few questions at every look
+@lru_cache(1000)  # the same few arguments at every pass
 def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[str, ...]:
     kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
     return tuple(device for device in devices if device == kind or _kind(device) == kind)
@@ -342,7 +342,7 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
 def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
     """Free devices that are kept for a job which has waited too long, if it can ever be placed.
 
-    On nodes where it could start, and then on the first others: the same at every look, until one more can serve it.
+    On nodes where it could start, and then on the first others: the same at every pass, until one more can serve it.
     What becomes free there stays free, so that they can serve it once what runs there now has ended. Those with the
     most free devices would be others again and again, and idle more: 87 % of the GPUs in use instead of 92 %.
     """

@@ -51,7 +51,7 @@ class JobReader:
         return self.database.path
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """All reads of this thread in the block see the same state: no checkpoint of a job that has not begun."""
+        """All reads of this thread in the block see the same state of the database."""
         return self.database.snapshot()
 
     def state_of(self, job_uuid: str) -> JobState | None:
@@ -207,7 +207,9 @@ class JobReader:
         """Give no device to a job whose record cannot be read, and log that once."""
         if job_uuid not in self._damaged:
             self._damaged.add(job_uuid)
-            log.error("job database %s: job %r is left alone: %s", self.path, job_uuid, error)
+            log.error(
+                "job database %s: job %r gets no device, its record cannot be read: %s", self.path, job_uuid, error
+            )
 
 
 def mentioned_digests(specs: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""What the store hands out: one job, one checkpoint, one metric point. Plain values, true when they were read."""
+"""Records that the store returns: jobs, checkpoints, metric points and more. Plain values, true when they were read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JobRecord:
     retries_used: int
     scheduled_at: datetime
     started_at: datetime | None = None
-    """When the first attempt that did said `started`."""
+    """When the first attempt reported `started`."""
     completed_at: datetime | None = None
     """When the job completed, failed or was cancelled."""
     device: str | None = None
@@ -139,11 +139,11 @@ class AttemptRecord:
     started_at: datetime | None
     ended_at: datetime | None
     resume_from: Path | None
-    """The checkpoint it went on from; None: from the start."""
+    """The checkpoint that it resumed from; None: it began at step 0."""
     start_step: int
     step: int
     reason: Reason | None
-    """Why it ended, if not by finishing or because it was told to."""
+    """Why it ended; None: it finished, or was cancelled or paused."""
     message: str
 
 
@@ -160,14 +160,14 @@ class PointRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the event file of an attempt has said about its end so far, and how far it has been read."""
+    """What the event file of an attempt reports about its end so far, and how far it has been read."""
 
     offset: int
     """Bytes of `events.jsonl` that are in the store."""
     finished: bool
     failed: Failed | None
     paused_at_step: int | None = None
-    """Optimizer steps that were saved when it did as it was told and stopped."""
+    """Optimizer steps that were saved when it paused."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,13 @@ class NodeRecord:
     machine_id: str
     boot_id: str
     report: str
-    """What it said of itself, as JSON."""
+    """Its description of itself, as JSON."""
     joined_at: datetime
     seen_at: datetime
     """To a few seconds."""
     mode: NodeMode
     revision: int
-    """Of what is asked of it."""
+    """Revision of its orders."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class CredentialRecord:
 
 @dataclass(frozen=True)
 class NodeTaskRecord:
-    """What one node of an attempt is asked to do, and what it last said."""
+    """What one node of an attempt is ordered to do, and its last report."""
 
     task_id: str
     node: str
@@ -210,21 +210,21 @@ class NodeTaskRecord:
     places: tuple[str, ...]
     """Its devices, as the attempt writes them."""
     stage: str
-    """How far it is to be."""
+    """The stage that it is to reach."""
     order: str
-    """As JSON; this, `report` and `ending` are for whoever talks to nodes, and nothing here reads them."""
+    """As JSON; nothing in `jobs` reads this, `report` and `ending`: they are for `service.cluster`."""
     report: str | None
     ending: str | None
     """How the attempt ends, once that is decided."""
     gone: bool
     """Nothing of it is left on the node."""
     run_dir: Path | None = None
-    """Of the attempt; only `Store.current_task` says it."""
+    """Of the attempt; only `NodeTasks.current` returns it."""
 
 
 @dataclass(frozen=True)
 class EventFile:
-    """The events of one attempt, as far as the store has taken them in."""
+    """The events of one attempt, as far as the store has ingested them."""
 
     attempt: int
     run_dir: Path

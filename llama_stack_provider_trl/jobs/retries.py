@@ -66,14 +66,14 @@ class Retries:
         `LOSSES_IN_A_ROW` attempts without a step."""
         if not is_remote(job.devices):
             return False
-        in_vain = 0
+        without_step = 0
         for tried in reversed(self._store.attempts(job.job_uuid)):
             if tried.step > tried.start_step or (tried.reason is not Reason.node_lost and tried.attempt != job.attempt):
                 break
-            in_vain += 1
-        if in_vain >= LOSSES_IN_A_ROW:
+            without_step += 1
+        if without_step >= LOSSES_IN_A_ROW:
             return False
-        wait = backoff(Reason.node_lost, max(0, in_vain - 1))
+        wait = backoff(Reason.node_lost, max(0, without_step - 1))
         assert wait is not None
         log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)

@@ -1,4 +1,4 @@
-"""Job states, who may become what, and what each reason for a failure means. Pure."""
+"""Job states, their transitions, and what each reason for a failure means. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class JobState(StrEnum):
     scheduled = "scheduled"
     """Waits for a device."""
     launching = "launching"
-    """Has an attempt and a device; no sign of life from a rank yet."""
+    """Has an attempt and a device; no rank has reported yet."""
     in_progress = "in_progress"
-    """Rank 0 said `started`."""
+    """Rank 0 has reported `started`."""
     pausing = "pausing"
-    """Told to save a checkpoint and give its device back."""
+    """Saves a checkpoint and releases its device."""
     paused = "paused"
     """Holds a checkpoint and no device."""
     cancelling = "cancelling"
@@ -28,12 +28,12 @@ class JobState(StrEnum):
 
 TERMINAL = frozenset({JobState.completed, JobState.failed, JobState.cancelled})
 ACTIVE = frozenset({JobState.launching, JobState.in_progress, JobState.pausing, JobState.cancelling})
-"""States in which a task of the job may exist: the supervisor looks at these in every pass."""
+"""States in which a task of the job may exist: the supervisor polls these in every pass."""
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.scheduled: frozenset({JobState.launching, JobState.paused, JobState.cancelled, JobState.failed}),
     JobState.launching: frozenset(
-        # completed: a short job may start and finish between two looks. scheduled: tried again
+        # completed: a short job may start and finish between two polls. scheduled: tried again
         {
             *(JobState.in_progress, JobState.scheduled, JobState.pausing, JobState.cancelling),
             *(JobState.completed, JobState.failed),
@@ -44,7 +44,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     ),
     JobState.pausing: frozenset({JobState.paused, JobState.cancelling, JobState.completed, JobState.failed}),
     JobState.paused: frozenset({JobState.scheduled, JobState.cancelled}),
-    # completed: `finished` beats a late cancel. failed: trouble of ours while cancelling
+    # completed: `finished` beats a late cancel. failed: an error of the supervisor while cancelling
     JobState.cancelling: frozenset({JobState.cancelled, JobState.completed, JobState.failed}),
     JobState.completed: frozenset(),
     JobState.failed: frozenset(),
@@ -60,7 +60,7 @@ _SHOWN = {
 
 
 def shown(state: JobState) -> str:
-    """The state in Llama Stack's words: scheduled, in_progress, completed, failed or cancelled."""
+    """The state as Llama Stack names it: scheduled, in_progress, completed, failed or cancelled."""
     return _SHOWN.get(state, state.value)
 
 
@@ -68,7 +68,7 @@ class Remedy(NamedTuple):
     """What follows from a reason."""
 
     backoff: float | None
-    """Seconds to wait before the same job is tried again, doubled with each try; None: another try cannot mend it."""
+    """Seconds to wait before the job is tried again, doubled with each attempt; None: a retry cannot succeed."""
     advice: str
     """What the user can do next, as a full sentence."""
 
@@ -87,7 +87,8 @@ REASONS: dict[Reason, Remedy] = {
     Reason.invalid_request: Remedy(None, "Change the request as the message says and submit the job again."),
     Reason.launch_failed: Remedy(
         10.0,
-        "Mend what the message names (interpreter, data directory, the ports from master_port on) and submit it again.",
+        "Correct what the message names (interpreter, data directory, the ports from master_port on) and submit the "
+        "job again.",
     ),
     Reason.rank_failed: Remedy(2.0, "Read the end of the log file (log_path), then submit the job again."),
     Reason.out_of_memory: Remedy(
@@ -97,7 +98,7 @@ REASONS: dict[Reason, Remedy] = {
         None, "Change the request as the message says; the provider option preflight=warn tries it all the same."
     ),
     Reason.diverged: Remedy(
-        None, "Lower the learning rate or add warmup steps, and look at the rows if it happens again."
+        None, "Lower the learning rate or add warmup steps, and check the rows if it happens again."
     ),
     Reason.not_sharded: Remedy(None, "This is a bug: report it with the job's log file and versions."),
     Reason.export_failed: Remedy(
@@ -122,10 +123,10 @@ def backoff(reason: Reason, tries: int) -> float | None:
     """Seconds to wait before the next try.
 
     Args:
-        tries: how often the job was tried again before.
+        tries: retries of the job so far.
 
     Returns:
-        None where another try cannot mend it.
+        None where a retry cannot succeed.
     """
     first = REASONS[reason].backoff
     return None if first is None else min(first * 2.0 ** min(tries, 20), LONGEST_BACKOFF)

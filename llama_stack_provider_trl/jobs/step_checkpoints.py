@@ -62,13 +62,13 @@ def resume_point(store: Store, job: JobRecord) -> tuple[Path, int] | None:
     Sizes reveal most damage here, and digests, which the training process verifies, nearly all of it. A checkpoint that
     two attempts could not make a step from counts as damaged too.
     """
-    in_vain = Counter(
+    without_step = Counter(
         tried.resume_from
         for tried in store.attempts(job.job_uuid)
         if tried.reason is Reason.rank_failed and tried.step <= tried.start_step
     )
     for checkpoint in reversed(_listed(store, job)):
-        if is_whole(checkpoint.path) and in_vain[checkpoint.path] < _TRIES:
+        if is_whole(checkpoint.path) and without_step[checkpoint.path] < _TRIES:
             return checkpoint.path, checkpoint.step
         store.remove_checkpoint(checkpoint)
         store.warn(job.job_uuid, f"checkpoint {checkpoint.path} is damaged or gone and was not used to go on from")

@@ -135,7 +135,7 @@ class Store(JobReader):
             if left := [row["node"] for row in execute("select_unfinished_tasks", key)]:
                 raise JobConflict(
                     f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
-                    "said that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
+                    "reported that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
                 )
             set_aside(job)
             for name in (

@@ -1,6 +1,6 @@
-"""A request becomes a stored job: asked before, resolved, its rows checked and kept, recorded. Nothing of HTTP here.
+"""Turns a request into a stored job: repeated or new, resolved, its rows checked and stored, recorded. No HTTP here.
 
-Whoever takes requests (the provider inside Llama Stack, the service) says where the rows of a dataset id come from.
+The caller (the provider inside Llama Stack, the service) supplies the rows of a dataset id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDiction
 
 
 class Owner(NamedTuple):
-    """Who submits a job."""
+    """The caller that submits a job."""
 
     name: str = ""
     max_waiting: int | None = None
@@ -54,7 +54,7 @@ async def submit(
     """Returns only when the job is stored: from then on nothing can lose it.
 
     Args:
-        digest: of what the caller has sent: the same digest again is the same job.
+        digest: of the caller's request: the same digest again is the same job.
         owner: None: not known, and not limited.
 
     Returns:
@@ -66,14 +66,14 @@ async def submit(
         LimitReached: the owner has too many jobs that wait.
         StoreError: the job or its rows cannot be stored.
     """
-    # Asked first: a repeated POST gets its job back even when its model or dataset is gone by now.
+    # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
     spec, warnings = await resolved(request, options, settings, datasets)
     if spec.resume_from is None:
         return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
-    # One at a time: a POST that is repeated since its client has waited too long finds what the first one has stored,
-    # and does not copy a large checkpoint once more.
+    # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
+    # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
         if store.holds(spec.job_uuid, digest):
             return False
@@ -100,7 +100,7 @@ def _stored(
 async def resolved(
     request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
 ) -> tuple[JobSpec, list[str]]:
-    """The job that a request means, with its rows, and what there is to say of it.
+    """The job that a request means, with its rows, and warnings.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
@@ -123,7 +123,7 @@ async def resolved(
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:
-    """Store the rows of a dataset as two, in their order: what is trained on, and what is held out for validation.
+    """Split the rows of a dataset and store both parts, in their order: for training, and held out for validation.
 
     Args:
         share: of the rows to train on, rounded; at least one row is held out, and one is trained on.
@@ -158,7 +158,7 @@ def _refuse_foreign(data_dir: Path, checkpoint_dir: Path) -> None:
     try:
         Ownership(data_dir).check_unused(checkpoint_dir)
     except OSError as error:
-        hint = f"it cannot be looked at: {error}"
+        hint = f"it cannot be read: {error}"
         raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error
 
 

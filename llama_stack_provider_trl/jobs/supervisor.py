@@ -84,7 +84,7 @@ class Supervisor:
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
         self._last_without_start: tuple[Sequence[Node], Mapping[str, str], Sequence[Queued]] | None = None
-        self._trouble: dict[str, int] = {}
+        self._failed_passes: dict[str, int] = {}
         self._last_error = ""
         self._given_up: dict[str, str] = {}
         """job_uuid -> message of jobs that fail as soon as their processes have ended."""
@@ -145,7 +145,7 @@ class Supervisor:
             self._wakeup.wait(self._tick_seconds if self._lock.held else LOCK_RETRY)
             self._wakeup.clear()
         if self._lock.held:
-            log.info("supervisor of %s stops; trainings go on and are taken up at the next start", self._data_dir)
+            log.info("supervisor of %s stops; trainings continue and are found at the next start", self._data_dir)
             self._lock.release()
 
     def _pass(self) -> None:
@@ -158,7 +158,7 @@ class Supervisor:
         except Exception as error:
             if str(error) != self._last_error:
                 expected = isinstance(error, StoreError)  # its message is complete; any other error is a bug
-                log.error("supervisor: %s; trying again until it works", error, exc_info=None if expected else error)
+                log.error("supervisor: %s; the next pass tries again", error, exc_info=None if expected else error)
             self._last_error = str(error)
 
     def _acquire(self) -> bool:
@@ -172,7 +172,7 @@ class Supervisor:
         """End trainings without a job: it was deleted with the database, or has ended before them. Done once after the
         lock is acquired."""
         for run_dir in self._launcher.sweep(self._data_dir / "jobs", self._store.active_run_dirs()):
-            log.warning("ended what was left running of %s: no job owns it", run_dir)
+            log.warning("ended the processes of %s: no job owns them", run_dir)
         self._orphans_ended = True
 
     def _clean(self) -> None:
@@ -197,14 +197,14 @@ class Supervisor:
             if is_exhausted(error):
                 self._log_exhausted(job, error)
                 return
-            self._trouble[job.job_uuid] = count = self._trouble.get(job.job_uuid, 0) + 1
+            self._failed_passes[job.job_uuid] = count = self._failed_passes.get(job.job_uuid, 0) + 1
             if count in (1, PATIENCE):
-                log.exception("job %s: trouble, %d passes in a row", job.job_uuid, count)
+                log.exception("job %s: it could not be handled, %d passes in a row", job.job_uuid, count)
             if count == PATIENCE:
                 self._give_up(job, error)
         else:
             self._exhausted = False
-            self._trouble.pop(job.job_uuid, None)
+            self._failed_passes.pop(job.job_uuid, None)
 
     def _log_exhausted(self, job: JobRecord, error: Exception) -> None:
         """Log that this process has no descriptors or no memory left. The job is not at fault: it is handled again at
@@ -231,7 +231,7 @@ class Supervisor:
         if job.state not in TERMINAL:
             self._move(job, JobState.failed, Reason.internal, message)
         del self._given_up[job.job_uuid]
-        self._trouble.pop(job.job_uuid, None)
+        self._failed_passes.pop(job.job_uuid, None)
 
     def _advance(self, job: JobRecord) -> None:
         task = self._attempts.task(job)
@@ -265,7 +265,7 @@ class Supervisor:
         try:
             self._launcher.pause(task)
         except OSError as error:  # such as a full disk: the training continues until the next pass succeeds
-            self._set_detail(job, f"it cannot be told to pause: {error}")
+            self._set_detail(job, f"the request to pause cannot be written: {error}")
 
     def _conclude(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Decide on a job none of whose processes is left."""

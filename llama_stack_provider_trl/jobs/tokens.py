@@ -19,7 +19,7 @@ from .store import Store
 
 Role = Literal["submit", "admin", "node"]
 PREFIX = "trl_"
-"""What every created token begins with, so that scanners for leaked secrets recognize it."""
+"""Prefix of every created token, by which scanners for leaked secrets recognize it."""
 _BYTES = 32
 
 
@@ -81,7 +81,7 @@ class Tokens:
         """Oldest first."""
         return [_record(row) for row in self._store.database.select("select_tokens", {})]
 
-    def note_used(self, name: str, time: float) -> None:
+    def record_use(self, name: str, time: float) -> None:
         """Record when a token was last used."""
         with self._store.database.transaction() as execute:
             execute("note_token_used", {"name": name, "time": time})

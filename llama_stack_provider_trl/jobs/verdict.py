@@ -1,4 +1,4 @@
-"""How a job ended, from what its event file said and what was seen of its processes. Pure."""
+"""How a job ended, from its event file and the observation of its processes. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Verdict(NamedTuple):
 def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str, node: str = "") -> Verdict:
     """Decide on a job all of whose processes are gone and all of whose events are read.
 
-    The event file comes first, since an exit code cannot tell: a trainer may crash on its way out after all is done,
-    and one that was told to stop may exit with anything.
+    The event file comes first, since an exit code is ambiguous: a trainer may crash during its exit after it has
+    finished, and one that was cancelled may exit with any code.
 
     Args:
         state: the job's state; `cancelling` makes everything but `finished` a cancel, `pausing` everything that
-            another try can mend a pause.
+            another attempt can repair a pause.
         log_tail: the last lines that the training process printed.
-        node: where the rank was that said why it failed; empty: on the service's machine, as all of them.
+        node: of the rank that reported the failure; empty: the job ran on the service's machine only.
     """
     if outcome.finished:
         return Verdict(JobState.completed)
@@ -38,14 +38,14 @@ def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str,
         return Verdict(JobState.cancelled)
     failure = _failure(outcome, seen, log_tail, node)
     if state is JobState.pausing and (failure.reason is None or REASONS[failure.reason].retryable):
-        return Verdict(JobState.paused)  # however it ended: it goes on from its last checkpoint
+        return Verdict(JobState.paused)  # however it ended: it resumes from its last checkpoint
     return failure
 
 
 def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason | None) -> bool:
-    """Whether a job whose attempt has just failed is tried once more with a smaller batch.
+    """Whether a job whose attempt has just failed is tried again with a smaller batch.
 
-    Not where it had not come to its first step: what a batch takes was not what was missing.
+    Not before its first step: then the batch is not what needs too much memory.
     """
     return (
         reason is Reason.out_of_memory
@@ -64,7 +64,7 @@ def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
 
 def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> Verdict:
     if outcome.failed is not None:
-        return Verdict(JobState.failed, outcome.failed.reason, _told(outcome.failed, node))
+        return Verdict(JobState.failed, outcome.failed.reason, _reported(outcome.failed, node))
     if seen.ended is Ended.timed_out:
         saved = f" at step {outcome.paused_at_step}" if outcome.paused_at_step is not None else ""
         return Verdict(JobState.failed, Reason.timed_out, f"max_duration was reached{saved}.")
@@ -83,7 +83,7 @@ def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> V
     return Verdict(JobState.failed, reason, _with_lines(message, "Last lines of its log", log_tail))
 
 
-def _told(event: Failed, node: str) -> str:
+def _reported(event: Failed, node: str) -> str:
     lines = event.traceback.strip().splitlines()[-_TRACEBACK_LINES:]
     who = " on ".join(filter(None, [f"rank {event.rank}" if event.rank else "", f"node {node}" if node else ""]))
     message = f"{who}: {event.message}" if who else event.message

@@ -37,16 +37,16 @@ class TaskSpec:
     master_addr: str = "127.0.0.1"
     """Node 0's: where all ranks meet."""
     master_port: int = 0
-    """Port at which they meet; nobody listened there when it was chosen."""
+    """Port at which they meet; no process listened on it when it was chosen."""
     last_port: int = 0
-    """Where somebody does by then, the ranks of one node meet at the first free one up to this. Several nodes meet at
-    `master_port` or not at all."""
+    """If a process listens on `master_port` by then, the ranks of one node meet at the first free port up to this one.
+    Several nodes meet at `master_port` only."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
     time_limit: float | None = None
-    """Seconds of training after which the task is told to save, and ended if it does not."""
+    """Seconds of training after which the task has to save, and is ended if it does not."""
     hang_timeout: float | None = None
-    """Seconds without progress after which the task is ended; None: it may stand still for ever."""
+    """Seconds without progress after which the task is ended; None: no limit."""
 
     @property
     def world_size(self) -> int:
@@ -58,7 +58,7 @@ class TaskState(StrEnum):
     unknown = "unknown"
     """The launcher has never started this task, or its traces are gone."""
     waiting = "waiting"
-    """A runner is alive and waits for a device that somebody else holds; `detail` says who."""
+    """A runner is alive and waits for a device that another process holds; `detail` names it."""
     running = "running"
     exited = "exited"
     """No process of the task is left, and none will ever be."""
@@ -83,16 +83,16 @@ class Observation:
 
     state: TaskState
     exit_code: int | None = None
-    """Of the training process; negative: minus the signal that ended it; None: nobody saw it end, or it never ran."""
+    """Of the training process; negative: minus the signal that ended it; None: not known, or it never ran."""
     rank: int | None = None
-    """Whose exit code it is, where several ranks trained and torchrun said which ended first."""
+    """The rank that has this exit code, if several ranks trained and torchrun reports which one ended first."""
     detail: str = ""
     launch_error: str = ""
     """Why the training process could not be started; the task has exited then. Empty where it could."""
     ended: Ended | None = None
-    """Why the runner ended the task; None: it did not, or it was told to."""
+    """Why the runner ended the task; None: it did not, or on a request."""
     stacks: str = ""
-    """What every rank was doing when the task was found to hang."""
+    """The Python stacks of every rank when the task was found to hang."""
 
 
 class MasterPorts(Protocol):
@@ -118,13 +118,13 @@ class Launcher(Protocol):
         """
 
     def poll(self, task: TaskSpec) -> Observation:
-        """Look at the task."""
+        """Observe the task."""
 
     def pause(self, task: TaskSpec) -> None:
-        """Tell rank 0 to save after the step at hand and end, with a `paused` event. May be called again and again.
+        """Request that rank 0 saves after the current step and ends, with a `paused` event. May be repeated.
 
         Raises:
-            OSError: it cannot be told.
+            OSError: the request cannot be written.
         """
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
@@ -135,8 +135,8 @@ class Launcher(Protocol):
         """
 
     def cancel(self, task: TaskSpec) -> None:
-        """Ask the task to end: SIGTERM, then SIGKILL 3 s later, for every process of it. Returns before it is over.
+        """Request that the task ends: SIGTERM, then SIGKILL 3 s later, for all its processes. Returns at once.
 
         A task that was never started is recorded as exited, so that a start still on its way comes too late.
-        May be called again and again.
+        May be repeated.
         """

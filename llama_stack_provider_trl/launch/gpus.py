@@ -10,11 +10,11 @@ PCI_ORDER = "PCI_BUS_ID"
 """The value of CUDA_DEVICE_ORDER with which CUDA numbers GPUs as nvidia-smi does."""
 _QUERY = ("--query-gpu=index,uuid", "--format=csv,noheader")
 _known: dict[str, dict[str, str]] = {}
-"""Tool -> its answer. It takes up to seconds, and GPUs do not change their names."""
+"""Tool -> its output. A call takes up to seconds, and GPUs do not change their names."""
 
 
 def gpu_name(device: str, environ: Mapping[str, str]) -> str:
-    """The UUID of the GPU behind `cuda:N`; where nobody knows it, its entry in CUDA_VISIBLE_DEVICES, or N."""
+    """The UUID of the GPU behind `cuda:N`; if it is not known, its entry in CUDA_VISIBLE_DEVICES, or N."""
     entry = visible_entry(device, environ)
     uuids = _uuids(environ)
     if entry in uuids:

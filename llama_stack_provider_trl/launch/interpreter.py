@@ -1,4 +1,4 @@
-"""Whether an interpreter can train: looked at before anything is queued, without importing the libraries."""
+"""Whether an interpreter can train: checked before anything is queued, without importing the libraries."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ print(json.dumps([list(sys.version_info[:2]), found]))
 
 
 def check_interpreter(python: Path | None) -> None:
-    """Look whether an interpreter can train; None: this process's own.
+    """Check that an interpreter can train; None: this process's own.
 
     Raises:
-        InvalidRequest: it is not there, is too old, or lacks what training needs; says what to do.
+        InvalidRequest: it is not there, is too old, or lacks what training needs; names the remedy.
     """
-    if (trouble := _trouble(str(python or sys.executable))) is not None:
-        raise InvalidRequest("train_python", None if python is None else str(python), trouble)
+    if (problem := _problem(str(python or sys.executable))) is not None:
+        raise InvalidRequest("train_python", None if python is None else str(python), problem)
 
 
-def _trouble(python: str) -> str | None:
+def _problem(python: str) -> str | None:
     try:
         done = subprocess.run(
             [python, "-c", _LOOK, *NEEDED],
@@ -57,7 +57,7 @@ def _trouble(python: str) -> str | None:
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,
-            cwd="/",  # as in a run directory, the server's own place is not looked into
+            cwd="/",  # not the server's working directory: as in a run directory, nothing is imported from it
             env=child_environment(os.environ, {}),
         )
         version, found = json.loads(done.stdout.splitlines()[-1])

@@ -148,7 +148,7 @@ def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None
         files: files with secrets; None entries are skipped.
 
     Raises:
-        InvalidRequest: the mode is `required`, and trainings cannot be isolated here; says why.
+        InvalidRequest: the mode is `required`, and trainings cannot be isolated here; gives the reason.
     """
     if mode == "off":
         return NO_ISOLATION
@@ -195,8 +195,8 @@ def probe() -> Isolation:
         return Isolation(why_not=str(error))
     if done.returncode == 0:
         return Isolation(done.stdout.strip())
-    said = done.stderr.strip().splitlines()
-    return Isolation(why_not=said[-1].removeprefix("not isolated: ") if said else f"it ended with {done.returncode}")
+    lines = done.stderr.strip().splitlines()
+    return Isolation(why_not=lines[-1].removeprefix("not isolated: ") if lines else f"it ended with {done.returncode}")
 
 
 @dataclass

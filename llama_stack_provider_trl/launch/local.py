@@ -37,7 +37,7 @@ _START_TIMEOUT = 30.0
 
 
 class LocalLauncher:
-    """The Launcher of this machine. Keeps nothing in memory: the run directory and the processes say it all.
+    """The Launcher of this machine. Keeps nothing in memory: all state is in the run directory and the processes.
 
     Args:
         environ: where children's allow-listed variables come from; None: this process's own, read at each start.
@@ -73,7 +73,7 @@ class LocalLauncher:
             argv=tuple(training_argv(task)),
             exit_deadline=self._exit_deadline,
             log=(paths.log if task.world_size == 1 else paths.launcher_log).name,
-            # Only where rank 0 is are there signs of progress, and somebody to be told that the time is over.
+            # Only the node of rank 0 sees progress, and has the process that can save when the time is over.
             time_limit=task.time_limit if task.node_rank == 0 else None,
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
@@ -84,15 +84,15 @@ class LocalLauncher:
             raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
 
     def poll(self, task: TaskSpec) -> Observation:
-        """See `Launcher.poll`. What is left of a task whose runner was killed is ended here: nobody else would."""
+        """See `Launcher.poll`. Processes of a task whose runner was killed are ended here: nothing else ends them."""
         status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
         if status is None:
-            if left := kill_marked(task):  # somebody removed the run directory
+            if left := kill_marked(task):  # the run directory was removed
                 return Observation(TaskState.running, detail=f"its run directory is gone; ending {left} processes")
             return Observation(TaskState.unknown)
         if status.state is TaskState.exited or _lives(status, task_marks(task)):
             return _observed(status)
-        status = RunnerStatus.read(RunDir(task.run_dir).runner_status)  # its last words, if it just ended
+        status = RunnerStatus.read(RunDir(task.run_dir).runner_status)  # its final status, if it has just ended
         if status is not None and status.state is TaskState.exited:
             return _observed(status)
         if left := kill_marked(task):
@@ -110,7 +110,7 @@ class LocalLauncher:
         found = {run_dir: left for run_dir, left in tasks_below(root).items() if run_dir not in keep}
         for run_dir, left in found.items():
             status = RunnerStatus.read(RunDir(run_dir).runner_status) if run_dir.is_dir() else None
-            if status is None or not _told_to_end(status.runner, {RUN_DIR_MARK: str(run_dir)}):
+            if status is None or not _request_end(status.runner, {RUN_DIR_MARK: str(run_dir)}):
                 for process in left:
                     send_signal(process, signal.SIGKILL)
         return sorted(found)
@@ -125,7 +125,7 @@ class LocalLauncher:
         if status.state is TaskState.exited:
             return
         overdue = _seconds_since_first(paths.cancelled) > _RUNNER_TIME
-        if overdue or not _told_to_end(status.runner, task_marks(task)):
+        if overdue or not _request_end(status.runner, task_marks(task)):
             kill_marked(task)
 
     def _outer(self) -> Mapping[str, str]:
@@ -151,7 +151,7 @@ class LocalLauncher:
 
 
 def _private(path: str, flags: int) -> int:
-    """An opener: of files that no other user can read."""
+    """An opener of files that no other user can read."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
@@ -173,20 +173,20 @@ def kill_marked(task: TaskSpec) -> int:
     return len(left)
 
 
-def _told_to_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:
+def _request_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:
     """SIGTERM to a task's runner; False where it is gone. `runner.json` lies where the training may write: a process
-    without the task's marks is none of ours, whatever the file says."""
+    without the task's marks is not signalled, whatever the file contains."""
     return runner is not None and carries(runner, marks) and send_signal(runner, signal.SIGTERM)
 
 
 def _lives(status: RunnerStatus, marks: Mapping[str, str]) -> bool:
-    """Whether a task's runner lives: a process without the task's marks is not it, whatever `runner.json` says."""
+    """Whether a task's runner lives: a process without the task's marks is not it, whatever `runner.json` contains."""
     if status.runner is None:
         return False
     if alive(status.runner):
-        # One that exits has lost its environment: it is waited for, so that its corpse is collected below.
+        # One that exits has lost its environment: it is waited for, so that it is reaped below.
         return carries(status.runner, marks) or exiting(status.runner)
-    # A runner is nobody's child, unless we are process 1 of a container: then its corpse is ours to collect.
+    # A runner is an orphan. If this is process 1 of a container, it has to reap it.
     reap(status.runner.pid)
     return False
 

@@ -149,7 +149,7 @@ class Confined:
         return self._channel.fileno()
 
     def poll_report(self) -> int | None:
-        """The program's exit code once its init has reported it. Does not wait, and reaps nobody."""
+        """The program's exit code once its init has reported it. Does not wait, and reaps no process."""
         if self.returncode is None:
             with suppress(BlockingIOError):
                 last = self._receive()
@@ -166,10 +166,10 @@ class Confined:
         return inside[0] if inside else self.init  # it has ended already
 
 
-def _error(told: Mapping[str, Any]) -> OSError:
-    if told.get("isolation"):
-        return NotIsolated(told.get("errno", 0), told["error"])
-    return OSError(told.get("errno", 0), told["error"])
+def _error(report: Mapping[str, Any]) -> OSError:
+    if report.get("isolation"):
+        return NotIsolated(report.get("errno", 0), report["error"])
+    return OSError(report.get("errno", 0), report["error"])
 
 
 def _allow_namespaces() -> bool:
@@ -192,7 +192,7 @@ def _allow_namespaces() -> bool:
 
 @dataclass
 class _Init:
-    """Process 1 of the namespace: builds the view, starts the program, reaps until nobody is left."""
+    """Process 1 of the namespace: builds the view, starts the program, reaps until no process is left."""
 
     view: View
     argv: Sequence[str]
@@ -253,7 +253,7 @@ class _Init:
                 self._send(status=ended)
 
     def _send(self, **message: Any) -> None:
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the reader has ended
             self.channel.send(json.dumps(message).encode())
 
 
@@ -306,7 +306,7 @@ def _make_directory(path: str) -> None:
 
 
 def _blank(files: Sequence[str], covers: Sequence[str]) -> None:
-    """Put an empty file that nobody may open in the place of others."""
+    """Replace files by an empty one that no process may open."""
     files = [path for path in files if os.path.lexists(path) and not os.path.isdir(path)]
     if not files or not covers:
         return

@@ -54,15 +54,15 @@ log = logging.getLogger(__name__)
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 NICE = 10
-"""Training yields to whatever else the machine does, such as answering requests."""
+"""Training yields to everything else on the machine, such as requests."""
 LOCKS = Path("/tmp")
 """Where device locks are, below a directory for each user."""
 RUNTIME = Path("/run/user")
 _DEVICE_RETRY = 0.2
-"""Seconds between two looks at a lock that somebody else holds."""
+"""Seconds between two attempts to take a lock that another process holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
 PAUSE = {"command": "pause"}
-"""What `control.json` says when rank 0 is to save and end."""
+"""Content of `control.json` when rank 0 is to save and end."""
 _SAVING_TIME = 60.0
 """Seconds that a training which has reached its time limit gets to save a checkpoint."""
 _STACKS_TIME = 1.0
@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RunnerTask:
-    """What the launcher tells the runner: `task.json`. The environment is the runner's own and never in a file."""
+    """The launcher's order to the runner: `task.json`. The environment is the runner's own and never in a file."""
 
     task_id: str
     run_dir: Path
@@ -129,7 +129,7 @@ class RunnerTask:
 
 @dataclass(frozen=True)
 class RunnerStatus:
-    """What the runner tells the world: `runner.json`. True only while the runner lives, or when `state` is exited."""
+    """The runner's published status: `runner.json`. True only while the runner lives, or when `state` is exited."""
 
     task_id: str
     runner: ProcessId | None
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
     if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
-        return  # started once already; the lock and the file outlive the process that asked for it
+        return  # started once already; the lock and the file outlive the process that requested it
     ready = _detach()
     runner = Runner(task, umask)
     os.write(ready, b"1")
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _detach() -> int:
-    """Go on as an orphan; our first process waits until a byte is written to the returned descriptor, then exits.
+    """Continue as an orphan; the first process waits until a byte is written to the returned descriptor, then exits.
 
     So the launcher's child is gone at once (no zombie), and when it is gone `runner.json` exists.
     """
@@ -189,7 +189,7 @@ class Signals:
     """Turns SIGTERM into a flag, and SIGTERM or SIGCHLD into an early end of `wait`."""
 
     def __init__(self) -> None:
-        self.told_to_stop = False
+        self.stop_requested = False
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(writer, False)
@@ -203,7 +203,7 @@ class Signals:
             os.read(self._reader, 4096)
 
     def _stop(self, number: int, frame: object) -> None:
-        self.told_to_stop = True
+        self.stop_requested = True
 
 
 class Runner:
@@ -258,20 +258,20 @@ class Runner:
             log.warning("cannot write %s: %s", self.paths.runner_status, error)
 
     def take_devices(self) -> bool:
-        """Lock every device, in one order for all runners so that none can deadlock; False: told to stop meanwhile."""
+        """Lock every device, in one order for all runners so that none can deadlock; False: it has to stop."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
         places = device_locks()
         for name in sorted(self.task.locks):
             for place in places:
                 lock = FileLock(place / f"{name}.lock")
-                while not self.signals.told_to_stop and not lock.acquire(holder):
+                while not self.signals.stop_requested and not lock.acquire(holder):
                     self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
                     self.signals.wait(_DEVICE_RETRY)
                 self.locks.append(lock)
-        return not self.signals.told_to_stop
+        return not self.signals.stop_requested
 
     def start_trainer(self) -> Trainer:
-        """The trainer writes to files and never to a pipe: a pipe that nobody reads blocks every rank after 64 KiB."""
+        """The trainer writes to files and never to a pipe: a pipe without a reader blocks every rank after 64 KiB."""
         with open(self.paths.root / self.task.log, "ab") as output:
             if self.task.view is not None:
                 if any(name.startswith("cuda") for name in self.task.locks):
@@ -288,25 +288,25 @@ class Runner:
             )
 
     def watch(self, trainer: Trainer) -> int:
-        """Wait for the trainer, ending it when told to, when it hangs, when its time is over, when it takes too much,
+        """Wait for the trainer, ending it on request, when it hangs, when its time is over, when it exceeds a limit,
         or when it does not exit after its last event."""
         began = time.monotonic()
         measured = 0.0
         events = _EventFile(self.paths.events)
         while (exit_code := collect(trainer)) is None:
             overtime = time.monotonic() - began - (self.task.time_limit or math.inf)
-            if self.signals.told_to_stop:
-                log.info("told to stop")
+            if self.signals.stop_requested:
+                log.info("a stop was requested")
                 terminate(self.left_behind, GRACE)
             elif events.seconds_since_final() > self.task.exit_deadline:
                 log.info("still alive %.0f s after its last event: ending it", self.task.exit_deadline)
                 terminate(self.left_behind, GRACE)
-            elif overtime > 0 and self.out_of_time(overtime):
+            elif overtime > 0 and self.has_run_out_of_time(overtime):
                 terminate(self.left_behind, GRACE)
             elif events.seconds_still() > (self.task.hang_timeout or math.inf) and not events.is_over:
                 self.report(ended=Ended.hung, stacks=self.collect_stacks())
                 terminate(self.left_behind, GRACE)
-            elif time.monotonic() - measured > _LIMITS_INTERVAL and self.takes_too_much():
+            elif time.monotonic() - measured > _LIMITS_INTERVAL and self.exceeds_limits():
                 terminate(self.left_behind, 0)  # what SIGTERM would start may take more
             else:
                 if time.monotonic() - measured > _LIMITS_INTERVAL:
@@ -314,7 +314,7 @@ class Runner:
                 self.signals.wait(1.0, trainer)
         return exit_code
 
-    def takes_too_much(self) -> bool:
+    def exceeds_limits(self) -> bool:
         """Whether the processes of the task exceed a limit; reports which."""
         limits = self.task.limits
         if limits.memory_bytes is None and limits.processes is None:
@@ -328,26 +328,26 @@ class Runner:
             self.report(ended=Ended.out_of_memory, detail=found)
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
 
-    def out_of_time(self, overtime: float) -> bool:
-        """Tell the trainer to save what it has; True once it has had the time for that."""
+    def has_run_out_of_time(self, overtime: float) -> bool:
+        """Request that the trainer saves; True once it has had the time for that."""
         if self.status.ended is None:
             self.report(ended=Ended.timed_out)
             try:
                 atomic_write_json(self.paths.control, PAUSE)
             except OSError as error:  # a full disk: it could not save either
-                log.warning("cannot tell it to save: %s", error)
+                log.warning("cannot request that it saves: %s", error)
         return overtime > _SAVING_TIME
 
     def collect_stacks(self) -> str:
-        """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would be the
-        end of any other."""
-        # `stacks` may be anything: the training can replace it. Its own directory it cannot.
+        """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would end any
+        other."""
+        # The training can replace `stacks` by anything, but not its own directory.
         files = {process: f"{self.paths.stacks.name}/{innermost_pid(process.pid)}" for process in self.left_behind()}
-        asked = {process: name for process, name in files.items() if self._stack(name) is not None}
-        for process in asked:
+        signalled = {process: name for process, name in files.items() if self._stack(name) is not None}
+        for process in signalled:
             send_signal(process, signal.SIGUSR1)
         time.sleep(_STACKS_TIME)
-        texts = [self._stack(name) for name in asked.values()]
+        texts = [self._stack(name) for name in signalled.values()]
         return "\n\n".join(text for text in texts if text)
 
     def _stack(self, name: str) -> str | None:
@@ -438,7 +438,7 @@ class _EventFile:
 def _is_final(line: bytes) -> bool:
     try:
         event = json.loads(line)
-    except ValueError:  # the supervisor says so, and better; here it must not cost the training its runner
+    except ValueError:  # the supervisor reports it; here it must not end the runner
         return False
     return isinstance(event, dict) and event.get("type") in _FINAL_EVENTS
 
@@ -463,7 +463,7 @@ def device_locks() -> list[Path]:
     each user of the machine. TMPDIR plays no part: two programs with different ones mean the same devices.
 
     The usual one is in /tmp, where another user can make it first, so that it is of no use. Then the others are made,
-    in places that nobody else can write. Programs that found them there go on to lock them when the one in /tmp can be
+    in places that no other user can write. Programs that found them there still lock them when the one in /tmp can be
     made: those that began without it hold only them.
 
     Raises:
@@ -474,17 +474,17 @@ def device_locks() -> list[Path]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return [directory]
     usual = LOCKS / f"llama-stack-trl-{os.getuid()}"
-    usable, trouble = [], ""
+    usable, problem = [], ""
     try:
         _make_private(usual)
         _make_private(usual / "devices")
         usable.append(usual / "devices")
     except OSError as error:
-        trouble = f"{error.filename or usual}: {error.strerror}"
-        log.warning("device locks cannot be kept in %s; using directories of this user instead", trouble)
+        problem = f"{error.filename or usual}: {error.strerror}"
+        log.warning("device locks cannot be kept in %s; using directories of this user instead", problem)
     for place in _own_places():
         with suppress(OSError):  # a user without a home directory, a disk that cannot be written
-            if trouble:
+            if problem:
                 place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _make_private(place)
             elif not place.is_dir():
@@ -493,7 +493,7 @@ def device_locks() -> list[Path]:
                 _check_private(place)
             usable.append(place)
     if not usable:
-        raise PermissionError(errno.EPERM, f"no directory is usable ({trouble}): remove it, or set TRL_LOCK_DIR")
+        raise PermissionError(errno.EPERM, f"no directory is usable ({problem}): remove it, or set TRL_LOCK_DIR")
     return usable
 
 

@@ -1,4 +1,4 @@
-"""TaskSpec -> command line and environment of its training processes. Pure, but for a look at ports, GPUs and network
+"""TaskSpec -> command line and environment of its training processes. Pure, except that it reads GPUs and network
 interfaces."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MASTER_PORT = "--master-port="
 SHUTDOWN_SECONDS = 2
 """What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
 GATHERING_SECONDS = 180
-"""How long the nodes of a job wait for each other's torchrun; torch's own is 600. All are told at once, but one may
-import torch from a cold disk."""
+"""How long the nodes of a job wait for each other's torchrun; torch's own is 600. All are started at the same time, but
+one may import torch from a cold disk."""
 
 
 def training_argv(task: TaskSpec) -> list[str]:
@@ -56,7 +56,7 @@ def training_argv(task: TaskSpec) -> list[str]:
 
 
 def first_failure(log: str) -> tuple[int, int] | None:
-    """Rank and exit code (negative: the signal) of the rank that ended first, from torchrun's log; None: not said.
+    """Rank and exit code (negative: the signal) of the rank that ended first, from torchrun's log; None: not reported.
 
     torchrun itself exits with 1 whatever happened.
     """
@@ -80,7 +80,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
         **task_marks(task),
     }
     if task.world_size > 1:
-        # Without a name gloo looks the host's up, which may lead to an address that does not answer.
+        # Without a name gloo resolves the host's name, which may lead to an address that does not answer.
         interface = interface_of(task.address)
         added.setdefault("GLOO_SOCKET_IFNAME", interface)
         if task.nodes > 1:

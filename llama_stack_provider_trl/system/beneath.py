@@ -33,7 +33,7 @@ class _OpenHow(ctypes.Structure):
 
 
 class NotAFile(OSError):
-    """Raised when something other than a regular file has the name; says what it is."""
+    """Raised when something other than a regular file has the name; the message names its kind."""
 
 
 def open_beneath(root: Path, relative: Path) -> int:

@@ -43,17 +43,17 @@ class RunDir:
         self.events = root / "events.jsonl"
         self.log = self.rank_log(0)
         self.launcher_log = root / "torchrun.log"
-        """What torchrun says where several ranks train: which of them ended first, and how."""
+        """torchrun's log where several ranks train: which of them ended first, and how."""
         self.launcher_dir = root / "torchrun"
-        """torchrun's own, which nobody reads: left to itself it makes one in /tmp and never removes it."""
+        """torchrun's log directory, which is never read: by default it makes one in /tmp and never removes it."""
         self.stacks = root / "stacks"
-        """One file per rank, named by its pid: where its Python stacks go when the runner asks for them."""
+        """One file per rank, named by its pid: its Python stacks when the runner requests them."""
         self.control = root / "control.json"
-        """What rank 0 is to do after the step at hand; written by the launcher."""
+        """What rank 0 is to do after the current step; written by the launcher."""
         self.cancelled = root / "cancelled"
         """Its time is that of the first cancel."""
         self.ballast = root / "ballast"
-        """Given up for the last words of a training process on a full disk."""
+        """Deleted to make room for the final event of a training process on a full disk."""
         self.uploads = root / "uploads"
         """How many checkpoints wait here for their way to the service; written by the agent of another machine."""
         self.task = root / "task.json"
@@ -62,7 +62,7 @@ class RunDir:
         self.runner_status = root / "runner.json"
 
     def rank_log(self, rank: int) -> Path:
-        """What this rank printed."""
+        """The output of this rank."""
         return self.root / f"rank-{rank}.log"
 
 
@@ -150,7 +150,7 @@ def private_directory(directory: Path) -> None:
 def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
     """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
 
-    A column whose value is NaN is left out of its row: that is how a data frame says that a row has no such column.
+    A column whose value is NaN is left out of its row: a data frame marks a row without such a column so.
 
     Raises:
         InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
@@ -270,7 +270,7 @@ def file_names(directory: Path) -> list[str]:
 
 
 def sha256_of(path: Path) -> str:
-    """0.7 GB/s on one core of a server CPU, and Python's other threads go on meanwhile (hashlib)."""
+    """0.7 GB/s on one core of a server CPU, and Python's other threads continue meanwhile (hashlib)."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -311,7 +311,7 @@ def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda
 
 def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
     """Remove what a process that was killed has left in a job's checkpoint directory: parts of a checkpoint, and step
-    checkpoints that nobody was told of or that were forgotten and not yet deleted.
+    checkpoints that were never announced, or that were removed from the list and not yet deleted.
 
     A checkpoint that was set aside for a new one which never came gets its name back.
 

@@ -21,7 +21,7 @@ took 1.9 times the memory (4.8 GiB after 5 steps and after 8) and 9.1 s a step."
 ENOUGH = 1.0
 """They are given back where less than so many times the estimate is left: a step may ask for as much."""
 SECONDS = 1.0
-"""Between two looks at what is left, which takes a tenth of a millisecond."""
+"""Between two measurements of what is left; one takes a tenth of a millisecond."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # malloc.h
 _DEFAULT_TRIM, _DEFAULT_MMAPS, _NEVER = 128 << 10, 1 << 16, -1
@@ -31,25 +31,27 @@ _LARGEST, _SMALLEST = 1 << 30, int(FRUGAL["MALLOC_MMAP_THRESHOLD_"])
 
 
 def environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """What a training process is told at its start; nothing where somebody has decided otherwise."""
-    return {} if _told(environ) else FRUGAL
+    """Settings for a training process at its start; none where the environment has its own."""
+    return {} if _settings(environ) else FRUGAL
 
 
 class Malloc:
     """Keeps large blocks while the machine has memory to spare. Of the thread that trains.
 
     Does nothing where the C library has other knobs (musl, macOS), or where the environment sets glibc's otherwise than
-    `FRUGAL` does: then somebody has decided.
+    `FRUGAL` does: a setting of the user counts.
 
     Args:
-        room: bytes that this machine has left.
+        available: returns the bytes that this machine has left.
     """
 
-    def __init__(self, room: Callable[[], int] = available_memory, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, available: Callable[[], int] = available_memory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.keeps = self.is_ours = False
         self._need = 0.0
-        self._room, self._clock = room, clock
-        self._looked = clock()
+        self._available, self._clock = available, clock
+        self._measured_at = clock()
 
     def begin(self, need: int) -> None:
         """Decide before the first step.
@@ -58,19 +60,21 @@ class Malloc:
             need: bytes that all ranks of the job on this machine are estimated to take together; 0: not known.
         """
         self._need = need
-        self.is_ours = _told(os.environ) == FRUGAL and hasattr(_libc(), "mallopt") and hasattr(_libc(), "malloc_trim")
-        self.keeps = self.is_ours and 0 < need * SPARE <= self._room()
+        self.is_ours = (
+            _settings(os.environ) == FRUGAL and hasattr(_libc(), "mallopt") and hasattr(_libc(), "malloc_trim")
+        )
+        self.keeps = self.is_ours and 0 < need * SPARE <= self._available()
         if self.keeps:
             _set(_MMAP_MAX, 0)
             _set(_TRIM_THRESHOLD, _NEVER)
 
     def look(self) -> bool:
         """Give everything back, and from now on at once, if others want the memory or this process has grown. Returns
-        whether that was so."""
-        if not self.keeps or (now := self._clock()) - self._looked < SECONDS:
+        whether it did."""
+        if not self.keeps or (now := self._clock()) - self._measured_at < SECONDS:
             return False
-        self._looked = now
-        if self._room() >= self._need * ENOUGH:
+        self._measured_at = now
+        if self._available() >= self._need * ENOUGH:
             return False
         self.end()
         return True
@@ -106,8 +110,8 @@ def _fill_holes(most: int) -> None:
             taken += size
 
 
-def _told(environ: Mapping[str, str]) -> dict[str, str]:
-    """What an environment tells glibc's malloc."""
+def _settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of glibc's malloc in an environment."""
     return {name: environ[name] for name in environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
 
 

@@ -48,7 +48,7 @@ _PASSED_TO_CHILDREN = re.compile(
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, not just a number: a pid that the system has given to somebody else is not equal to it."""
+    """A process, not just a number: a pid that the system has given to another process is not equal to it."""
 
     pid: int
     started: str
@@ -146,7 +146,7 @@ def tasks_below(directory: Path) -> dict[Path, list[ProcessId]]:
 def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> None:
     """End everything that `find` finds: SIGTERM, then SIGKILL `grace` seconds later; returns when it finds nothing.
 
-    `find` is asked again and again, so that a process forked meanwhile is not missed. A process that the kernel
+    `find` is called repeatedly, so that a process forked meanwhile is not missed. A process that the kernel
     cannot kill (state D) is waited for: its device is not free either.
     """
     for process in find():
@@ -160,7 +160,7 @@ def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> No
 
 
 def reap(pid: int) -> None:
-    """Collect a dead child, if it is one of ours; anything else is left alone."""
+    """Reap a dead child of this process; any other pid is ignored."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
@@ -190,7 +190,7 @@ def hide_from_other_processes() -> None:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that processes here may take together: the machine's, or less where a control group says so."""
+    """Bytes of memory that processes here may take together: the machine's, or the limit of a control group."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
 
 
@@ -305,7 +305,7 @@ def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> d
 class FileLock:
     """An exclusive lock on a file, held until released or until this process ends, however it ends.
 
-    The file is never removed. While somebody holds the lock it says who, so that a waiter can say what it waits for.
+    The file is never removed. While the lock is held, the file names the holder, so that a waiter can report it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,7 +317,7 @@ class FileLock:
         return self._fd is not None
 
     def acquire(self, holder: str) -> bool:
-        """Take the lock if it is free, without waiting; `holder` is what others will read.
+        """Take the lock if it is free, without waiting; `holder` is the text that others read.
 
         Raises:
             OSError: the file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten.
@@ -336,7 +336,7 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Who wrote itself into the file last: the holder, where `acquire` has just said no."""
+        """The last text in the file: the holder, if `acquire` has just returned False."""
         try:
             return self.path.read_text(errors="replace").strip() or "an unnamed process"
         except FileNotFoundError:
@@ -359,7 +359,7 @@ def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
-    """The environment a process was started with; empty where we may not look."""
+    """The environment a process was started with; empty if access is denied."""
     try:
         return process.environ()
     except psutil.Error:

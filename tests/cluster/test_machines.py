@@ -63,7 +63,7 @@ def test_what_cannot_be_placed_waits_and_a_port_range_in_use_is_named(bed: Bed) 
     cases: tuple[tuple[Json, str], ...] = (
         ({"nodes": 3}, "waiting for 3 nodes: 2 of the 2 that there are can serve it"),
         ({"nodes": 2, "cpus": 4096}, r"waiting for 2 nodes: 0 of the 2 .*; head has \d+ CPUs, a has \d+ CPUs"),
-        ({"labels": {"rack": "8"}}, "waiting for a node: 0 of the 2 .*; head has not the label rack=8, a has not"),
+        ({"labels": {"rack": "8"}}, "waiting for a node: 0 of the 2 .*; head lacks the label rack=8, a lacks"),
     )
     for number, (asked, said) in enumerate(cases):
         name = submit(bed, dpo(f"waits-{number}", 4, resources=asked))

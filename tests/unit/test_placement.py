@@ -206,7 +206,7 @@ def test_two_agents_on_one_machine_are_one_machine() -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"labels": {"zone": "x"}}, "b has not the label zone=x"),
+        ({"labels": {"zone": "x"}}, "b lacks the label zone=x"),
         ({"cpus": 64}, "b has 8 CPUs"),
         ({"memory_gb": 100}, "b has 16 GiB of memory"),
         ({"model": "org/other"}, "b has no org/other"),

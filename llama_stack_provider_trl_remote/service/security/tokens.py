@@ -126,6 +126,6 @@ class CreatedTokens:
 
     def _write_use(self, name: str, now: float) -> None:
         try:
-            self._tokens.note_used(name, now)
+            self._tokens.record_use(name, now)
         except StoreError as error:
             log.warning("the last use of token %s is not recorded: %s", name, error)
