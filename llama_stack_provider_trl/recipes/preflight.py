@@ -15,22 +15,22 @@ import torch
 from datasets import Dataset
 
 from ..errors import JobFailure
-from ..specs.events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
+from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.packing import pack
 from .data.prepare import DataReport, prepare
-from .data.sampling import EpochSampler, Share
+from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
-from .memory.estimate import Memory, disk_bytes, estimate
+from .memory.estimate import MemoryEstimate, disk_bytes, estimate
 from .memory.proposals import MARGIN, Proposal, fits, nearest
 from .memory.trace import Batch, trace
 from .model.loading import load_tokenizer, within_positions
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The steps of a job as they will be, and its largest batch."""
 
     epochs: int
@@ -41,31 +41,31 @@ class Plan:
     batch: Batch
 
 
-def plan(spec: JobSpec, lengths: Sequence[int], share: Share | None = None) -> Plan:
+def plan_steps(spec: JobSpec, lengths: Sequence[int], batch_plan: BatchPlan | None = None) -> StepPlan:
     """What the trainer will do with a job's rows.
 
     Args:
         lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
             sequence.
-        share: how each optimizer step is shared out; None: as the job's own fields say.
+        batch_plan: how each optimizer step is shared out; None: as the job's own fields say.
     """
-    share = share or Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
-    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * share.rows_per_step
-    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, share=share)
+    batch_plan = batch_plan or BatchPlan.of_job(spec)
+    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * batch_plan.rows_per_step
+    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, batch_plan=batch_plan)
     steps = epoch.steps_per_epoch
-    return Plan(
+    return StepPlan(
         spec.n_epochs,
         steps,
         steps * spec.n_epochs,
-        share.rows_per_step,
-        _largest(spec, share, epoch.rows_per_epoch, max(lengths)),
+        batch_plan.rows_per_step,
+        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, max(lengths)),
     )
 
 
-def _largest(spec: JobSpec, share: Share, rows: int, tokens: int) -> Batch:
+def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
     """Every row stands in some batch of an epoch, and pads it to its length; so does the longest. Where fillers are at
     hand, short batches are filled up."""
-    size = share.batch_size if share.needs_filler else min(share.batch_size, rows)
+    size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
     return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
 
 
@@ -122,18 +122,22 @@ def check(
     if not verdict["fits"]:
         found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
-        verdict["message"] = _sentence(memory, limit, verdict["device"], found)
+        verdict["message"] = _misfit_message(memory, limit, verdict["device"], found)
     return verdict
 
 
 def before_training(
-    spec: JobSpec, share: Share, dataset: Dataset, device: torch.device, writer: EventWriter | Silent | None
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    dataset: Dataset,
+    device: torch.device,
+    writer: EventWriter | None,
 ) -> dict[str, Any] | None:
     """Check a job that is about to load its model; what was found is for its record.
 
     Args:
         spec: as this attempt's ranks train it.
-        share: how they share out each optimizer step.
+        batch_plan: how they share out each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
 
     Raises:
@@ -141,14 +145,14 @@ def before_training(
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the others end with rank 0
         return None
-    batch = plan(spec, row_lengths(dataset), share).batch
+    batch = plan_steps(spec, row_lengths(dataset), batch_plan).batch
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         verdict = check(spec, batch, device.type, device_limit(device, here), baseline=_baseline(device.type))
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may well be one that can be trained
-        _say_unknown(error, writer)
+        _warn_not_estimated(error, writer)
         return None
     if not verdict["fits"]:
         if spec.preflight == "refuse":
@@ -165,7 +169,7 @@ def before_training(
     return verdict
 
 
-def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
+def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """The task: tokenize the rows as the job would, and report instead of training.
 
     Raises:
@@ -184,11 +188,11 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> Non
         raise JobFailure(Reason.invalid_request, asked.too_much_memory) from error
 
 
-def _preflight(spec: JobSpec, asked: PreflightSpec, writer: EventWriter | Silent) -> None:
+def _preflight(spec: JobSpec, asked: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
-    planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
+    planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
     limit = asked.memory_bytes or _device_memory(asked.device) or machine_memory() // spec.ranks
     memory = check(
         spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
@@ -230,7 +234,7 @@ def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _disk(spec: JobSpec, planned: Plan, asked: PreflightSpec) -> dict[str, Any]:
+def _disk(spec: JobSpec, planned: StepPlan, asked: PreflightSpec) -> dict[str, Any]:
     """What the job writes at its most: the step checkpoints that are kept and one being written, final and merged."""
     sizes = disk_bytes(spec, trace(spec, planned.batch, asked.device))
     saves = planned.total_steps // spec.save_steps if spec.save_steps else planned.epochs
@@ -252,7 +256,7 @@ def _disk(spec: JobSpec, planned: Plan, asked: PreflightSpec) -> dict[str, Any]:
     }
 
 
-def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -> str:
+def _misfit_message(memory: MemoryEstimate, limit: int, device: str, found: Proposal | None) -> str:
     parts = {name: value for name, value in memory.parts.items() if value >= memory.total // 50}
     largest = ", ".join(f"{name} {_gib(value)}" for name, value in sorted(parts.items(), key=lambda part: -part[1]))
     text = (
@@ -265,7 +269,7 @@ def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -
     return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {asked}."
 
 
-def _say_unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
+def _warn_not_estimated(error: Exception, writer: EventWriter | None) -> None:
     if writer:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         writer.write(Warned(message=f"the memory of this job could not be estimated ({what}); it is trained unchecked"))

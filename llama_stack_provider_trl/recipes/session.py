@@ -19,18 +19,18 @@ from transformers.trainer_utils import set_seed
 
 from .. import faults
 from ..errors import JobFailure
-from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
+from ..specs.events import CheckpointSaved, EventWriter, Finished, NullEventWriter, Paused, Reason, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..system.files import RunDir
 from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .checkpoint.fencing import FencingToken
 from .checkpoint.step import first_undamaged, need_space, step_bytes
-from .checkpoint.transfer import Turn
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
-from .data.sampling import Share
+from .data.sampling import BatchPlan
 from .distributed import ranks
-from .distributed.heartbeat import shown_alive
-from .distributed.peers import in_contact
+from .distributed.heartbeat import heartbeat
+from .distributed.peers import connected_peers
 from .model.fsdp import sharding_on_any_device
 from .model.loading import (
     check_length,
@@ -42,25 +42,25 @@ from .model.loading import (
     quantize,
     within_positions,
 )
-from .model.packing_check import expect_isolation
+from .model.packing_check import check_isolation
 from .model.quantization import keep_adapters_in_fp32
 from .preflight import before_training
 from .trainer.arguments import dpo_arguments, sft_arguments
 from .trainer.base import RecipeTrainer
-from .trainer.callbacks import JobCallback, Order
+from .trainer.callbacks import Decision, JobCallback
 from .trainer.dpo import DpoRecipe
 from .trainer.reference import Precomputation, check_vocabulary, precomputes
 from .trainer.sft import SftRecipe
 
 
-def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
+def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """Train, export and report one attempt; on each of its ranks.
 
     Raises:
         JobFailure: what the user can mend; anything else is a bug or the machine's end.
     """
-    ranks.expect(attempt.world_size)
-    spec, share = _shared_out(attempt)
+    ranks.check_world_size(attempt.world_size)
+    spec, batch_plan = _for_ranks(attempt)
     spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
@@ -69,35 +69,41 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
     for message in warnings:
         writer.write(Warned(message=message))
     faults.reach("started")
-    with in_contact(device, attempt.run_dir, writer):
-        _train(attempt, spec, share, device, writer)
+    with connected_peers(device, attempt.run_dir, writer):
+        _train(attempt, spec, batch_plan, device, writer)
 
 
 def _train(
-    attempt: AttemptSpec, spec: JobSpec, share: Share, device: torch.device, writer: EventWriter | Silent
+    attempt: AttemptSpec,
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    device: torch.device,
+    writer: EventWriter,
 ) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
 
     control = RunDir(attempt.run_dir).control
-    with shown_alive(writer):
-        trainer, effective = build_trainer(spec, device, writer, share, Turn.of(attempt))
+    with heartbeat(writer):
+        trainer, effective = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt))
         resume_from = _resume_point(attempt, writer, trainer)
-        start_step = trainer.take_up(resume_from) if resume_from else 0
+        start_step = trainer.restore(resume_from) if resume_from else 0
     callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
     trainer.add_callback(callback)
     if ranks.rank() == 0:
         check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = step_bytes(trainer.model, spec)
-    need = partial(need_space, spec, uploads=RunDir(attempt.run_dir).uploads, writer=writer)
-    trainer.need_space = partial(need, needed)
+    require_space = partial(need_space, spec, uploads=RunDir(attempt.run_dir).uploads, writer=writer)
+    trainer.need_space = partial(require_space, needed)
     # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
-    if trainer.disks.is_here:
-        need(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
-    if callback.order() is Order.stop:
+    if trainer.disks.sees_first:
+        require_space(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
+    if callback.decide() is Decision.stop:
         return writer.write(Paused(step=start_step), durable=True)
     if precomputes(spec):
-        effective["reference"] = Precomputation(trainer, writer.beat, lambda: callback.order() is Order.stop).run()
+        effective["reference"] = Precomputation(
+            trainer, writer.heartbeat, lambda: callback.decide() is Decision.stop
+        ).run()
         if effective["reference"] is None:
             return writer.write(Paused(step=start_step), durable=True)
     try:
@@ -111,12 +117,12 @@ def _train(
         return writer.write(Paused(step=trainer.state.global_step), durable=True)
     if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
         trainer.evaluate()
-    _export(spec, trainer, callback, _take_best(spec, trainer, callback), need)
+    _export(spec, trainer, callback, _take_best(spec, trainer, callback), require_space)
     faults.reach("finishing")
     writer.write(Finished(step=trainer.state.global_step), durable=True)
 
 
-def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: RecipeTrainer) -> Path | None:
+def _resume_point(attempt: AttemptSpec, writer: EventWriter, trainer: RecipeTrainer) -> Path | None:
     found, given = first_undamaged(attempt.resume_candidates, writer, trainer.disks), attempt.job.resume_from
     if found is None and given is not None:
         raise JobFailure(
@@ -129,17 +135,17 @@ def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: R
 def build_trainer(
     spec: JobSpec,
     device: torch.device,
-    writer: EventWriter | Silent | None = None,
-    share: Share | None = None,
-    turn: Turn | None = None,
+    writer: EventWriter | None = None,
+    batch_plan: BatchPlan | None = None,
+    fencing_token: FencingToken | None = None,
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
     """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel).
 
     Args:
-        share: how each optimizer step is shared out; None: as the job's own fields say.
-        turn: None: nobody else writes into the job's checkpoint directory.
+        batch_plan: how each optimizer step is shared out; None: as the job's own fields say.
+        fencing_token: None: nobody else writes into the job's checkpoint directory.
     """
-    share = share or _own_share(spec)
+    batch_plan = batch_plan or BatchPlan.of_job(spec)
     tokenizer = load_tokenizer(spec)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
@@ -152,13 +158,13 @@ def build_trainer(
     if spec.packed:
         train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
     packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
-    memory = before_training(spec, share, train, device, writer)
-    if share.needs_filler:
+    memory = before_training(spec, batch_plan, train, device, writer)
+    if batch_plan.needs_filler:
         train, validation = with_filler(train), validation and with_filler(validation)
     model = load_model(spec, device)
     check_length(model, spec)
     if spec.packed:
-        expect_isolation(model)
+        check_isolation(model)
     quantized = quantize(spec, model)
     adapters = lora_config(model, spec.lora) if spec.lora else None
     recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
@@ -173,7 +179,7 @@ def build_trainer(
         )
     if spec.lora and spec.lora.quantize_base:
         keep_adapters_in_fp32(trainer.model)
-    trainer.bind(spec, share, writer or Silent(), turn)
+    trainer.bind(spec, batch_plan, writer or NullEventWriter(), fencing_token)
     effective: dict[str, Any] = {
         "model_class": type(model).__name__,
         "attention": model.config._attn_implementation,
@@ -194,20 +200,16 @@ def build_trainer(
     return trainer, effective
 
 
-def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
+def _for_ranks(attempt: AttemptSpec) -> tuple[JobSpec, BatchPlan]:
     """The job as this attempt's ranks train it: with as many rows per optimizer step, however many ranks there are."""
     rows = attempt.rows_per_step or attempt.job.rows_per_step
-    share = Share.of(rows, attempt.job.batch_size, attempt.world_size)
+    batch_plan = BatchPlan.of(rows, attempt.job.batch_size, attempt.world_size)
     changes = {
-        "ranks": share.world_size,
-        "batch_size": share.batch_size,
-        "gradient_accumulation_steps": share.accumulation_steps,
+        "ranks": batch_plan.world_size,
+        "batch_size": batch_plan.batch_size,
+        "gradient_accumulation_steps": batch_plan.accumulation_steps,
     }
-    return attempt.job.model_copy(update=changes), share
-
-
-def _own_share(spec: JobSpec) -> Share:
-    return Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
+    return attempt.job.model_copy(update=changes), batch_plan
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
@@ -221,13 +223,13 @@ def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
 
 def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> dict[str, Any]:
     """Load the best checkpoint's weights where the job asks for them; returns the standing of what is exported."""
-    last, best = callback.standing(trainer.state), callback.judge.best
+    last, best = callback.checkpoint_fields(trainer.state), callback.early_stopping.best
     standing = dict(best["standing"]) if best else last
-    step = ranks.agree(standing["step"])
+    step = ranks.broadcast_number(standing["step"])
     if best is None or step == last["step"]:
         return last
     checkpoint = spec.checkpoint_dir / f"checkpoint-{step}"
-    there = bool(ranks.agree(checkpoint.is_dir()))
+    there = bool(ranks.broadcast_number(checkpoint.is_dir()))
     there = there and first_undamaged([checkpoint], callback.writer, trainer.disks, on_first_only=True) is not None
     if there:
         trainer.load_weights(checkpoint)
@@ -242,7 +244,7 @@ def _export(
     trainer: RecipeTrainer,
     callback: JobCallback,
     standing: dict[str, Any],
-    need: Callable[[int], None],
+    require_space: Callable[[int], None],
 ) -> None:
     """Every rank gives its parts; rank 0 writes, checks and announces."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
@@ -254,16 +256,18 @@ def _export(
             # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
-        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn, need)
+        saved = export(
+            kind, model, tokenizer, spec, sample, callback.writer.heartbeat, trainer.fencing_token, require_space
+        )
         if saved is not None:
-            if saved.doubt:
-                callback.writer.write(Warned(message=saved.doubt))
+            if saved.unchecked_reason:
+                callback.writer.write(Warned(message=saved.unchecked_reason))
             checked: dict[str, Any] = {
                 "verified": "weights" if saved.logits_difference is None else "logits",
                 "logits_difference": saved.logits_difference,
             }
             callback.announce(CheckpointSaved(kind=kind, path=saved.path, **standing, **checked))
-    ranks.wait_for_all()
+    ranks.barrier()
 
 
 def _slow(spec: JobSpec, device: torch.device) -> list[str]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import InvalidRows, JobFailure, TrlError
-from ..specs.events import EventWriter, Failed, Reason, Silent
+from ..specs.events import EventWriter, Failed, NullEventWriter, Reason
 from ..specs.job import AttemptSpec, JobSpec
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -26,9 +26,9 @@ from ..system.process import die_with_parent
 _BALLAST = 64 << 10
 """Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""
 
-_WAIT_FOR_THE_END = 15.0
+_TERMINATION_WAIT = 15.0
 """Seconds. torchrun looks five times a second."""
-_WAIT_FOR_ANOTHER_NODE = 3.0
+_SINGLE_RANK_WAIT = 3.0
 """Seconds, of the only rank of its node: its torchrun ends nobody for a rank of another one."""
 
 
@@ -52,20 +52,20 @@ def main(argv: list[str]) -> int:
     try:
         if is_first:
             paths.ballast.write_bytes(bytes(_BALLAST))
-        _show_stacks_when_asked(paths)
-        _leave_out(attempt.job)
+        _dump_stacks_on_signal(paths)
+        _hide_unused_libraries(attempt.job)
         if attempt.preflight:
             from .preflight import preflight_attempt as run
         else:
             from .session import train_attempt as run
-        run(attempt, writer if rank == 0 else Silent())
+        run(attempt, writer if rank == 0 else NullEventWriter())
     except BaseException as error:
         with suppress(OSError):  # its log is on a full disk
             traceback.print_exc()
         if attempt.world_size > 1 and follows_from_another_rank(error):
             # The rank that ended first reports why: torchrun sees it in this time, and ends us.
             alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
-            time.sleep(_WAIT_FOR_ANOTHER_NODE if alone else _WAIT_FOR_THE_END)
+            time.sleep(_SINGLE_RANK_WAIT if alone else _TERMINATION_WAIT)
             return 1
         # The last words need room too: on a full disk, that of the ballast.
         paths.ballast.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def join_ranks(paths: RunDir, environ: Mapping[str, str]) -> None:
         os.dup2(log, stream)
 
 
-def _leave_out(job: JobSpec) -> None:
+def _hide_unused_libraries(job: JobSpec) -> None:
     """Hide quantization libraries from a job that does not quantize: transformers and peft import them wherever they
     are installed, which costs 1.5 s of CPU time at every start."""
     unused = {"bitsandbytes": not (job.lora and job.lora.quantize_base), "torchao": not job.qat}
@@ -96,7 +96,7 @@ def _leave_out(job: JobSpec) -> None:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
-def _show_stacks_when_asked(paths: RunDir) -> None:
+def _dump_stacks_on_signal(paths: RunDir) -> None:
     """SIGUSR1 writes the Python stacks of all threads to a file: the runner asks before it ends a task that hangs.
 
     At the level of C, so that it works while Python waits for a collective operation that never ends.

@@ -34,8 +34,8 @@ from ...system.process import available_memory
 from ..distributed import ranks
 from ..model.fsdp import gather, reshard
 from ..model.loading import DTYPES, load_adapter, quantize
+from .fencing import FencingToken
 from .step import need_space
-from .transfer import Turn
 from .weights import Weight, differences, digest, export_bytes, write_weights
 
 Kind = Literal["final", "merged"]
@@ -56,7 +56,7 @@ class Exported(NamedTuple):
     path: Path
     logits_difference: float | None
     """As a fraction of the logits' scale; None: only weights were compared."""
-    doubt: str | None
+    unchecked_reason: str | None
     """Why logits were not compared."""
 
 
@@ -131,9 +131,9 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     spec: JobSpec,
     sample: Sample,
-    beat: Callable[[], None] = lambda: None,
-    turn: Turn | None = None,
-    need: Callable[[int], None] | None = None,
+    heartbeat: Callable[[], None] = lambda: None,
+    fencing_token: FencingToken | None = None,
+    require_space: Callable[[int], None] | None = None,
 ) -> Exported | None:
     """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
 
@@ -142,61 +142,61 @@ def export(
 
     Args:
         sample: what `model` said, to compare with.
-        beat: called whenever something was done.
-        turn: None: nobody else writes there.
-        need: as `need_space`, of bytes; None: that.
+        heartbeat: called whenever something was done.
+        fencing_token: None: nobody else writes there.
+        require_space: as `need_space`, of bytes; None: that.
 
     Returns:
         On rank 0 what was written, None on the others.
 
     Raises:
         JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
-            attempt's turn. The directory is not there then.
+            attempt's fencing_token. The directory is not there then.
         OSError: the disk is, or would be, full.
     """
-    turn = turn or Turn()
-    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
+    fencing_token = fencing_token or FencingToken()
+    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / fencing_token.private_name(f"{kind}.tmp")
     try:
         if ranks.rank() == 0:
-            (need or partial(need_space, spec))(bytes_needed(model, spec, kind))
+            (require_space or partial(need_space, spec))(bytes_needed(model, spec, kind))
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         if kind == "final" and isinstance(model, PeftModel):
-            file, expected = _ADAPTER, _write_adapter(model, staging, beat)
+            file, expected = _ADAPTER, _write_adapter(model, staging, heartbeat)
         else:
-            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, beat)
+            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, heartbeat)
         if ranks.rank() != 0:
             return None
         tokenizer.save_pretrained(staging)
         (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
         fsync_tree(staging)
         faults.reach(f"written-{kind}")
-        if wrong := differences(expected, staging, file, beat):
+        if wrong := differences(expected, staging, file, heartbeat):
             raise _failed(
                 kind, f"{len(wrong)} of {len(expected)} weights are not what was trained: {'; '.join(wrong[:3])}"
             )
         if fault := _tokenizer_fault(staging, tokenizer, spec):
             raise _failed(kind, fault)
-        difference, doubt = None, _no_room(model, spec, kind)
-        if doubt is None:
-            difference = _check_logits(kind, staging, expected, spec, sample, beat)
+        difference, unchecked_reason = None, _insufficient_memory(model, spec, kind)
+        if unchecked_reason is None:
+            difference = _check_logits(kind, staging, expected, spec, sample, heartbeat)
         faults.reach(f"exporting-{kind}")
         write_manifest(staging)
-        put_in_place(staging, target, turn.check)
+        put_in_place(staging, target, fencing_token.check)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
     faults.reach(f"exported-{kind}")
-    return Exported(target, difference, doubt)
+    return Exported(target, difference, unchecked_reason)
 
 
-def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) -> dict[str, Weight]:
+def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], None]) -> dict[str, Weight]:
     # An adapter is small: rank 0 holds all of it.
     state: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         if weight.requires_grad:
             whole = gather(weight)
-            beat()
+            heartbeat()
             if whole is not None:
                 state[name] = whole
     if ranks.rank() != 0:
@@ -206,7 +206,7 @@ def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) 
 
 
 def _write_model(
-    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, beat: Callable[[], None]
+    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
 ) -> dict[str, Weight]:
     if ranks.rank() == 0:
         # All but the weights: configurations, and code of its own. First, because it removes files of weights.
@@ -216,7 +216,7 @@ def _write_model(
         plain.save_pretrained(directory, state_dict={})
         plain.config.dtype = _dtype(spec)
         plain.config.save_pretrained(directory)
-    return write_weights(model, directory, _dtype(spec), beat)
+    return write_weights(model, directory, _dtype(spec), heartbeat)
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
@@ -228,7 +228,7 @@ def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: 
     try:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
     except _UNLOADABLE as error:
-        return f"its tokenizer cannot be loaded: {_said(error)}"
+        return f"its tokenizer cannot be loaded: {_describe(error)}"
     if found.chat_template != tokenizer.chat_template:
         return "its chat template is not the one that was trained with"
     if found(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
@@ -236,7 +236,7 @@ def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: 
     return None
 
 
-def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
+def _insufficient_memory(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
     needed, there = export_bytes(model, _dtype(spec)), available_memory()
     if needed <= there:
         return None
@@ -247,11 +247,16 @@ def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> s
 
 
 def _check_logits(
-    kind: Kind, directory: Path, expected: dict[str, Weight], spec: JobSpec, sample: Sample, beat: Callable[[], None]
+    kind: Kind,
+    directory: Path,
+    expected: dict[str, Weight],
+    spec: JobSpec,
+    sample: Sample,
+    heartbeat: Callable[[], None],
 ) -> float:
     """Load what was written as anybody would, and ask it what the trained model was asked."""
     try:
-        with _alive(beat):
+        with _heartbeat_per_module(heartbeat):
             if (directory / _ADAPTER).exists():
                 loaded = load_adapter(spec, directory, as_trained=True)
                 adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
@@ -273,7 +278,7 @@ def _check_logits(
     except _UNLOADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _failed(kind, f"it cannot be loaded: {_said(error)}") from error
+        raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
     difference = logits_difference(sample.logits, found)
     if not difference <= ROUNDING[spec.dtype]:  # nor a NaN
         raise _failed(
@@ -301,15 +306,15 @@ def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor) -> torch.Tens
 
 
 @contextmanager
-def _alive(beat: Callable[[], None]) -> Iterator[None]:
+def _heartbeat_per_module(heartbeat: Callable[[], None]) -> Iterator[None]:
     """While this is open, every module that computes says that work goes on."""
-    beat()
-    hook = register_module_forward_pre_hook(lambda *_: beat())
+    heartbeat()
+    hook = register_module_forward_pre_hook(lambda *_: heartbeat())
     try:
         yield
     finally:
         hook.remove()
-    beat()
+    heartbeat()
 
 
 def _failed(kind: Kind, found: str) -> JobFailure:
@@ -320,5 +325,5 @@ def _failed(kind: Kind, found: str) -> JobFailure:
     )
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

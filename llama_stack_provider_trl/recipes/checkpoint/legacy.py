@@ -29,7 +29,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ..distributed import ranks
 from . import shards
-from .optimizer_state import Stored, reading
+from .optimizer_state import StoredOptimizer, reading
 from .random_state import encoded
 
 _DIRECTORY = "optimizer"
@@ -77,7 +77,7 @@ def is_legacy(checkpoint: Path) -> bool:
     return (checkpoint / _DIRECTORY / _METADATA).exists()
 
 
-def stored(checkpoint: Path) -> Stored:
+def read_optimizer(checkpoint: Path) -> StoredOptimizer:
     """What a checkpoint says of the optimizer.
 
     Raises:
@@ -88,7 +88,7 @@ def stored(checkpoint: Path) -> Stored:
         tensors, parts = _index(_Unpickler(io.BytesIO(path.read_bytes())).load())
         values = {name: _load(_slice(path.parent, found[0])) for name, found in parts.items() if name not in tensors}
         groups = [dict(group) for group in values.pop(_GROUPS)]
-        return Stored(
+        return StoredOptimizer(
             {name.removeprefix(_PREFIX): outline for name, outline in tensors.items()},
             {name.removeprefix(_PREFIX): value for name, value in values.items()},
             groups,

@@ -37,7 +37,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredOptimizer:
     """An optimizer's state on disk, of whatever format."""
 
     tensors: Mapping[str, shards.Outline]
@@ -64,17 +64,17 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
     return OptimizerState(tensors, json.dumps({"param_groups": groups, "values": values}))
 
 
-def stored(checkpoint: Path) -> Stored:
+def read_optimizer(checkpoint: Path) -> StoredOptimizer:
     """What a checkpoint says of the optimizer. Raises JobFailure where it is malformed."""
     with reading(checkpoint / VALUES):
         document = json.loads((checkpoint / VALUES).read_text())
         values, groups = dict(document["values"]), [dict(group) for group in document["param_groups"]]
     path = checkpoint / TENSORS
     with reading(path):
-        return Stored(shards.outlines(path), values, groups, lambda tensors: shards.read_into(path, tensors))
+        return StoredOptimizer(shards.outlines(path), values, groups, lambda tensors: shards.read_into(path, tensors))
 
 
-def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Stored, checkpoint: Path) -> None:
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: StoredOptimizer, checkpoint: Path) -> None:
     """Give an optimizer the state that was saved, each rank its parts.
 
     Raises:
@@ -97,7 +97,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
             if (number := numbers.get(of)) is None:
                 continue
             if name in saved.tensors:
-                tensors[name] = _room_for(saved.tensors[name], weights[number])
+                tensors[name] = _empty_for(saved.tensors[name], weights[number])
                 states.setdefault(number, {})[key] = tensors[name]
             else:
                 states.setdefault(number, {})[key] = saved.values[name]
@@ -136,7 +136,7 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
     return {id(weight): name for name, weight in model.named_parameters()}
 
 
-def _room_for(saved: shards.Outline, weight: torch.Tensor) -> torch.Tensor:
+def _empty_for(saved: shards.Outline, weight: torch.Tensor) -> torch.Tensor:
     """A tensor to read a saved one into: sharded as its weight where it has that shape, else whole on every rank."""
     if saved.shape == weight.shape:
         return torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)

@@ -43,7 +43,7 @@ class Outline(NamedTuple):
     dtype: torch.dtype
 
 
-class Rows(NamedTuple):
+class LocalRows(NamedTuple):
     """What this rank holds of a tensor."""
 
     values: torch.Tensor
@@ -159,10 +159,10 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
     return _Layout(len(text).to_bytes(8, "little") + text, starts, data + ends[-1])
 
 
-def rows_of(tensor: torch.Tensor) -> Rows:
+def rows_of(tensor: torch.Tensor) -> LocalRows:
     """What this rank holds of a tensor; of one that is not sharded, all."""
     if not isinstance(tensor, DTensor):
-        return Rows(tensor.detach(), 0, True)
+        return LocalRows(tensor.detach(), 0, True)
     if not all(placement in (Shard(0), Replicate()) for placement in tensor.placements):
         raise AssertionError(f"a tensor with placements {tensor.placements}; FSDP2 shards along the first dimension")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -170,7 +170,7 @@ def rows_of(tensor: torch.Tensor) -> Rows:
     is_first_copy = all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
     )
-    return Rows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
+    return LocalRows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

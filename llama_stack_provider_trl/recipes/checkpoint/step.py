@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import faults
 from ...errors import JobFailure
-from ...specs.events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
+from ...specs.events import CheckpointDamaged, EventWriter, NullEventWriter, Reason, Warned
 from ...specs.job import JobSpec
 from ...system.files import (
     MANIFEST,
@@ -52,17 +52,18 @@ from ...system.files import (
     write_manifest,
 )
 from ..distributed import ranks
-from ..distributed.heartbeat import shown_alive
+from ..distributed.heartbeat import heartbeat
 from ..model.fsdp import reshard
 from . import legacy, optimizer_state, shards, transfer
+from .fencing import FencingToken
 from .optimizer_state import reading
-from .transfer import Disks, Turn
+from .transfer import Disks
 
 _RANDOM = "rng_state_{}.json"
 """By rank."""
-_UPLOAD_LOOK = 0.5
+_UPLOAD_POLL_INTERVAL = 0.5
 """Seconds between two looks at what is on its way to the service."""
-_NOTICE = 5.0
+_UPLOAD_GRACE = 5.0
 """Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
 _LONG_WAIT = 1.0
 """Seconds of waiting for the checkpoint before that a job's warnings tell."""
@@ -93,10 +94,14 @@ class Saver:
     """
 
     def __init__(
-        self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent, turn: Turn | None = None
+        self,
+        spec: JobSpec,
+        device: torch.device,
+        writer: EventWriter,
+        fencing_token: FencingToken | None = None,
     ) -> None:
         self.spec, self.writer = spec, writer
-        self.turn = turn or Turn()
+        self.fencing_token = fencing_token or FencingToken()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -110,7 +115,7 @@ class Saver:
         self._group = ranks.new_cpu_group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._has_warned = False
 
     @property
     def busy(self) -> bool:
@@ -142,12 +147,12 @@ class Saver:
         def work() -> None:
             try:
                 self._write(snapshot, model, tokenizer, staging)
-                ranks.together(lambda: self._finish(staging, announce), self._group)
+                ranks.on_all_ranks(lambda: self._finish(staging, announce), self._group)
             except BaseException as error:
                 faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = error
             finally:  # a full disk must not stay full because of us
-                if self.disks.keeps_order:
+                if self.disks.cleans_up:
                     shutil.rmtree(staging.parent, ignore_errors=True)
 
         self._thread = threading.Thread(target=work, name=f"saves {staging.name}", daemon=True)
@@ -160,7 +165,7 @@ class Saver:
         """
         # All ranks stop after the same step or none does. One that noticed a step later than the others would wait for
         # them in that step's collectives while they end without a word, and with it the reason, which it alone knows.
-        if self._thread is not None and ranks.anywhere(self._error is not None or not self.busy):
+        if self._thread is not None and ranks.any_rank(self._error is not None or not self.busy):
             self.wait()
 
     def wait(self, due: int | None = None) -> None:
@@ -172,15 +177,15 @@ class Saver:
         if self._thread is None:
             return
         began = time.monotonic()
-        with shown_alive(self.writer):
+        with heartbeat(self.writer):
             self._thread.join()
         self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         waited = time.monotonic() - began
-        if due is not None and waited > _LONG_WAIT and not self._is_told:
-            self._is_told = True
+        if due is not None and waited > _LONG_WAIT and not self._has_warned:
+            self._has_warned = True
             message = (
                 "checkpoints are due faster than the disk takes them, and training waits: raise save_steps "
                 f"(first at step {due}, for {waited:.0f} s)"
@@ -212,9 +217,9 @@ class Saver:
                     shards.reserve(staging / name, tensors)
             return snapshot.random
 
-        states = ranks.together(begin, self._group)
+        states = ranks.on_all_ranks(begin, self._group)
         seeing = self.disks.with_first
-        writer = seeing.index(ranks.rank()) if self.disks.is_here else None
+        writer = seeing.index(ranks.rank()) if self.disks.sees_first else None
 
         def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
             return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
@@ -223,27 +228,29 @@ class Saver:
             if ranks.rank() == 0:
                 for rank, state in enumerate(states):
                     (staging / _RANDOM.format(rank)).write_text(json.dumps(state))
-            if self.disks.is_here:
+            if self.disks.sees_first:
                 for name in snapshot.tensors:
                     shards.fill(staging / name, parts(name))
 
-        ranks.together(fill, self._group)
-        if not self.disks.is_one:
+        ranks.on_all_ranks(fill, self._group)
+        if not self.disks.is_shared:
             names = [[] if rank in seeing else list(snapshot.tensors) for rank in range(ranks.world_size())]
             pieces = chain.from_iterable(transfer.in_pieces(name, parts(name)) for name in snapshot.tensors)
-            ranks.together(lambda: transfer.bring_to_first(pieces, names, staging, self._group), self._group)
+            ranks.on_all_ranks(lambda: transfer.send_to_first(pieces, names, staging, self._group), self._group)
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
         """Checksums, each rank of some files; then rank 0 puts the whole in place."""
         step = staging.name.rpartition("-")[2]
         digests = {}
-        for found in ranks.together(lambda: _digests(staging, self.disks) if self.disks.is_here else {}, self._group):
+        for found in ranks.on_all_ranks(
+            lambda: _digests(staging, self.disks) if self.disks.sees_first else {}, self._group
+        ):
             digests.update(found)
         if ranks.rank() == 0:
             faults.reach(f"saving-{step}")
             write_manifest(staging, digests)
             target = staging.parent.parent / staging.name
-            put_in_place(staging, target, self.turn.check)
+            put_in_place(staging, target, self.fencing_token.check)
             point_latest(target.parent, target.name)
             faults.reach(f"saved-{step}")
             announce(target)
@@ -274,7 +281,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
         JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
     source = legacy if legacy.is_legacy(checkpoint) else optimizer_state
-    optimizer_state.restore(model, optimizer, source.stored(checkpoint), checkpoint)
+    optimizer_state.restore(model, optimizer, source.read_optimizer(checkpoint), checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
@@ -309,13 +316,13 @@ def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) ->
     """
     path, weights = checkpoint / weights_name(model), named_weights(model)
     if from_first:
-        shards.read_from_first(path, weights, ranks.from_first)
+        shards.read_from_first(path, weights, ranks.broadcast_tensor)
     else:
         shards.read_into(path, weights)
 
 
 def first_undamaged(
-    candidates: Iterable[Path], writer: EventWriter | Silent, disks: Disks, *, on_first_only: bool = False
+    candidates: Iterable[Path], writer: EventWriter, disks: Disks, *, on_first_only: bool = False
 ) -> Path | None:
     """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
 
@@ -329,14 +336,14 @@ def first_undamaged(
         JobFailure: rank_failed, where another machine's copy alone is damaged; it is set aside.
     """
     for checkpoint in candidates:
-        here = None if on_first_only and not disks.is_here else _damage(checkpoint, disks)
-        everywhere = ranks.all_of((here, socket.gethostname()))
+        here = None if on_first_only and not disks.sees_first else _damage(checkpoint, disks)
+        everywhere = ranks.gather_all((here, socket.gethostname()))
         found = [everywhere[rank][0] for rank in disks.with_first if everywhere[rank][0]]
         elsewhere = [(damage, host) for damage, host in everywhere if damage]
         if not elsewhere:
             return checkpoint
         if not found:
-            if disks.keeps_order and not disks.is_here and here:
+            if disks.cleans_up and not disks.sees_first and here:
                 set_aside(checkpoint)
             damaged, host = elsewhere[0]
             raise JobFailure(
@@ -349,13 +356,11 @@ def first_undamaged(
             place = f"it is kept as {aside}" if aside else "it is gone"
             message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was not used to go on from; {place}"
             writer.write(CheckpointDamaged(path=checkpoint, message=message), durable=True)
-        ranks.wait_for_all()
+        ranks.barrier()
     return None
 
 
-def need_space(
-    spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | Silent | None = None
-) -> None:
+def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | None = None) -> None:
     """Return if `num_bytes` more leave `min_free_bytes` free; wait for it where checkpoints are on their way from this
     disk to the service's, after which they are removed here.
 
@@ -366,23 +371,23 @@ def need_space(
     Raises:
         OSError: as a full disk does.
     """
-    writer = writer or Silent()
-    is_told, patience = False, _NOTICE
+    writer = writer or NullEventWriter()
+    has_warned, patience = False, _UPLOAD_GRACE
     while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.min_free_bytes:
-        said = (
+        shortage = (
             f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
             f"free and {spec.min_free_bytes >> 20} MiB must stay free"
         )
         waiting = _uploads(uploads)
         if waiting is None or patience <= 0:
-            raise OSError(errno.ENOSPC, said)
-        if waiting and not is_told:
-            is_told = True
-            message = f"{said}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
+            raise OSError(errno.ENOSPC, shortage)
+        if waiting and not has_warned:
+            has_warned = True
+            message = f"{shortage}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
             writer.write(Warned(message=message))
-        patience = _NOTICE if waiting else patience - _UPLOAD_LOOK
-        writer.beat()  # the agent ends the job where nobody takes them
-        time.sleep(_UPLOAD_LOOK)
+        patience = _UPLOAD_GRACE if waiting else patience - _UPLOAD_POLL_INTERVAL
+        writer.heartbeat()  # the agent ends the job where nobody takes them
+        time.sleep(_UPLOAD_POLL_INTERVAL)
 
 
 def _uploads(path: Path | None) -> int | None:
@@ -401,16 +406,16 @@ def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
 
 
 def _digests(directory: Path, disks: Disks) -> dict[str, str]:
-    return {name: sha256_of(directory / name) for name in _ours(directory, disks)}
+    return {name: sha256_of(directory / name) for name in _own_files(directory, disks)}
 
 
 def _damage(checkpoint: Path, disks: Disks) -> str | None:
     try:
-        return damage(checkpoint, of=_ours(checkpoint, disks))
+        return damage(checkpoint, of=_own_files(checkpoint, disks))
     except OSError as error:
         return str(error)
 
 
-def _ours(directory: Path, disks: Disks) -> Sequence[str]:
+def _own_files(directory: Path, disks: Disks) -> Sequence[str]:
     """This rank's part of a directory's files, for reading them."""
     return disks.part_of([name for name in file_names(directory) if name != MANIFEST])

@@ -16,51 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import JobFailure
-from ...specs.events import Reason
-from ...specs.job import AttemptSpec
 from ..distributed import ranks
 
 PIECE = 16 << 20
 """Bytes that are on their way at a time."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An attempt's right to write into its job's checkpoint directory.
-
-    On a disk that several machines see, one that was cut off trains on and does not know that another attempt has its
-    job by now. That one's name is on the disk.
-
-    Args:
-        mark: `AttemptSpec.turn`.
-    """
-
-    task_id: str = ""
-    mark: Path | None = None
-
-    @classmethod
-    def of(cls, attempt: AttemptSpec) -> Turn:
-        return cls(attempt.task_id, attempt.turn)
-
-    def own(self, name: str) -> str:
-        """A name for what is not complete yet, which no other attempt uses (`files.remove_leftovers` knows it)."""
-        return name if self.mark is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
-
-    def check(self) -> None:
-        """Raises JobFailure, node_lost, where the turn is another attempt's."""
-        if self.mark is None:
-            return
-        try:
-            named = self.mark.read_text().strip()
-        except FileNotFoundError:
-            named = ""
-        if named != self.task_id:
-            raise JobFailure(
-                Reason.node_lost,
-                f"the service has given up this attempt, {self.task_id}, and {named or 'another one'} may write "
-                f"into {self.mark.parent} by now: nothing more is written there",
-            )
 
 
 @dataclass(frozen=True)
@@ -72,23 +31,23 @@ class Disks:
     world_size: int
 
     @property
-    def is_one(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether all of them do."""
         return len(self.with_first) == self.world_size
 
     @property
-    def is_here(self) -> bool:
+    def sees_first(self) -> bool:
         """Whether this rank does."""
         return ranks.rank() in self.with_first
 
     @property
-    def keeps_order(self) -> bool:
+    def cleans_up(self) -> bool:
         """Whether this is the rank that cleans up on its machine's disk: rank 0, or the first of another one."""
-        return ranks.rank() == 0 or (not self.is_here and ranks.local_rank() == 0)
+        return ranks.rank() == 0 or (not self.sees_first and ranks.local_rank() == 0)
 
     def part_of[Value](self, values: Sequence[Value]) -> Sequence[Value]:
         """This rank's share of what all who see one disk do together."""
-        if self.is_here:
+        if self.sees_first:
             return values[self.with_first.index(ranks.rank()) :: len(self.with_first)]
         return values[ranks.local_rank() :: ranks.local_world_size()]
 
@@ -99,13 +58,13 @@ def find_disks(directory: Path) -> Disks:
     if ranks.local_world_size() == world_size:
         return Disks(tuple(range(world_size)), world_size)
     # Nobody has looked for this name before: file systems over the network remember what was not there.
-    (mark, *_) = ranks.all_of(f".seen-{uuid.uuid4().hex}")
+    (mark, *_) = ranks.gather_all(f".seen-{uuid.uuid4().hex}")
     try:
         if ranks.rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / mark).touch()
-        ranks.wait_for_all()
-        seen = ranks.all_of((directory / mark).exists())
+        ranks.barrier()
+        seen = ranks.gather_all((directory / mark).exists())
     finally:
         if ranks.rank() == 0:
             (directory / mark).unlink(missing_ok=True)
@@ -128,7 +87,7 @@ def in_pieces(name: str, parts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[
             yield Piece(name, offset + start, data[start : start + PIECE])
 
 
-def bring_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
+def send_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
     """Write what ranks on other disks hold into rank 0's files; every rank must call it.
 
     A rank that fails keeps up with the others to the end and raises then.

@@ -72,7 +72,7 @@ def write_weights(
     model: PreTrainedModel | PeftModel,
     directory: Path,
     dtype: torch.dtype,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Weight]:
     """Write a model's weights as `model.safetensors`, or as several files with their index. Every rank must call it.
 
@@ -81,7 +81,7 @@ def write_weights(
 
     Args:
         dtype: of the floating point weights in the files; what the architecture keeps in fp32 stays so.
-        beat: called after every weight.
+        heartbeat: called after every weight.
 
     Returns:
         What the files must hold, by name; on rank 0, empty on the others.
@@ -94,14 +94,14 @@ def write_weights(
     files = _Files(directory, [planned for _, planned in groups])
     for names, planned in groups:
         weights = {name: sources[name].whole() for name in names}
-        beat()
+        heartbeat()
         if ranks.rank() == 0:
             found = _converted(plain, {name: weight for name, weight in weights.items() if weight is not None})
             if found.keys() != planned.keys():
                 raise AssertionError(f"converted to {sorted(found)}, planned were {sorted(planned)}")
             for name, weight in found.items():
                 files.add(name, weight)
-            beat()
+            heartbeat()
     if ranks.rank() == 0:
         files.finish()
     return files.written
@@ -114,32 +114,32 @@ def digest(weight: torch.Tensor) -> Weight:
 
 
 def differences(
-    expected: Mapping[str, Weight], directory: Path, file: str, beat: Callable[[], None] = lambda: None
+    expected: Mapping[str, Weight], directory: Path, file: str, heartbeat: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Read weights back from their files and say what is not as expected, one phrase per weight.
 
     Args:
         file: where the weights are unless there is an index that says so.
-        beat: called after every weight.
+        heartbeat: called after every weight.
     """
     wrong: list[str] = []
     try:
-        place = _places(directory, file)
+        files = _file_by_weight(directory, file)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return [f"{directory.name} cannot be read ({error})"]
-    wrong += [f"{name} is not there" for name in expected.keys() - place.keys()]
-    wrong += [f"{name} is there and should not be" for name in place.keys() - expected.keys()]
-    for path in sorted(set(place.values())):
+    wrong += [f"{name} is not there" for name in expected.keys() - files.keys()]
+    wrong += [f"{name} is there and should not be" for name in files.keys() - expected.keys()]
+    for path in sorted(set(files.values())):
         try:
             with safe_open(directory / path, framework="pt") as weights:
-                for name in sorted(name for name in expected if place.get(name) == path):
+                for name in sorted(name for name in expected if files.get(name) == path):
                     found, wanted = digest(weights.get_tensor(name)), expected[name]
                     if found[:2] != wanted[:2]:
                         is_now, was = (f"{weight.dtype} {[*weight.shape]}" for weight in (found, wanted))
                         wrong.append(f"{name} is {is_now} and not {was}")
                     elif found != wanted:
                         wrong.append(f"{name} has other values")
-                    beat()
+                    heartbeat()
         except (OSError, SafetensorError) as error:
             wrong.append(f"{path} cannot be read ({error})")
     return sorted(wrong)
@@ -158,7 +158,7 @@ class _Files:
     def __init__(self, directory: Path, planned: Iterable[Mapping[str, torch.Tensor]]) -> None:
         self.directory = directory
         self.written: dict[str, Weight] = {}
-        self._held: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._counts: list[int] = []
         self._index: dict[str, str] = {}
         self._total = size = 0
@@ -172,18 +172,18 @@ class _Files:
         self._number = 0
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        self._held[name] = weight.contiguous()
+        self._pending[name] = weight.contiguous()
         self.written[name] = digest(weight)
-        if len(self._held) == self._counts[self._number]:
+        if len(self._pending) == self._counts[self._number]:
             self._write()
 
     def _write(self) -> None:
         many = len(self._counts)
         stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
         name = SAFE_WEIGHTS_NAME if many == 1 else f"{stem}-{self._number + 1:05d}-of-{many:05d}.safetensors"
-        save_file(self._held, self.directory / name, metadata={"format": "pt"})
-        self._index |= dict.fromkeys(self._held, name)
-        self._held = {}
+        save_file(self._pending, self.directory / name, metadata={"format": "pt"})
+        self._index |= dict.fromkeys(self._pending, name)
+        self._pending = {}
         self._number += 1
 
     def finish(self) -> None:
@@ -215,10 +215,10 @@ def _sources(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, _Source]:
         if any(pattern.search(name) for pattern in fp32):
             kept = torch.float32
         sources[name] = _Source(weight, kept, adapted)
-    return {name: sources[name] for name in _once(sources, plain)}
+    return {name: sources[name] for name in _without_tied(sources, plain)}
 
 
-def _once(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
+def _without_tied(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
     """Of the names of one tensor, the one under which transformers looks for it."""
     names: dict[int, list[str]] = {}
     for name, source in sources.items():
@@ -268,7 +268,7 @@ def _meta(source: _Source) -> torch.Tensor:
     return torch.empty(source.weight.shape, dtype=source.dtype, device="meta")
 
 
-def _places(directory: Path, file: str) -> dict[str, str]:
+def _file_by_weight(directory: Path, file: str) -> dict[str, str]:
     """Which file holds which weight."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():

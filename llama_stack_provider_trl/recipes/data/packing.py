@@ -35,26 +35,26 @@ def best_fit(lengths: Iterable[int], limit: int) -> list[list[int]]:
     """Indices of the rows of each bin: the longest row first, each into the fullest bin that has room for it."""
     rows = sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    """Tokens that are free -> bins that have so many."""
-    rooms: list[int] = []
+    bins_by_free: dict[int, list[int]] = {}
+    """Free tokens -> bins with so many."""
+    free_sizes: list[int] = []
     """Its keys, ascending: at most `limit` of them, however many rows there are."""
     for row, length in rows:
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            room, index = limit, len(bins)
+        place = bisect_left(free_sizes, length)
+        if place == len(free_sizes):
+            free, index = limit, len(bins)
             bins.append([])
         else:
-            room = rooms[place]
-            index = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            free = free_sizes[place]
+            index = bins_by_free[free].pop()
+            if not bins_by_free[free]:
+                del bins_by_free[free], free_sizes[place]
         bins[index].append(row)
-        left = room - length
+        left = free - length
         if left > 0:
-            if left not in with_room:
-                insort(rooms, left)
-            with_room.setdefault(left, []).append(index)
+            if left not in bins_by_free:
+                insort(free_sizes, left)
+            bins_by_free.setdefault(left, []).append(index)
     return [sorted(members) for members in bins]
 
 

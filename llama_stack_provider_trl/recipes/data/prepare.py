@@ -114,12 +114,12 @@ def prepare_sft(
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = SftEncoder(Chat(tokenizer), train_on_input)
-    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
-        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := tally.cut_row(ids, labels))], _SFT_COLUMNS)
+        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], _SFT_COLUMNS)
         for chunk in batched(enumerate(examples), _CHUNK)
     ]
-    report = tally.report("row", encoder.chat)
+    report = counter.report("row", encoder.chat)
     return concatenate_datasets(chunks), report
 
 
@@ -141,12 +141,12 @@ def prepare_dpo(
         answer has at most `max_seq_length` tokens, and what was done to get it.
     """
     chat = Chat(tokenizer)
-    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
-        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := tally.cut_pair(*ids))], _DPO_COLUMNS)
+        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], _DPO_COLUMNS)
         for chunk in batched(enumerate(pairs), _CHUNK)
     ]
-    report = tally.report("pair", chat)
+    report = counter.report("pair", chat)
     return concatenate_datasets(chunks), report
 
 
@@ -167,7 +167,7 @@ def with_filler(dataset: Dataset) -> Dataset:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _TruncationCounter:
     """Cuts sequences to `limit` tokens and keeps the account."""
 
     eos: int | None
@@ -188,7 +188,7 @@ class _Tally:
 
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
-        self._see(len(ids))
+        self._count(len(ids))
         kept_ids, kept_labels = self._cut(ids, ids, self.limit), self._cut(labels, ids, self.limit)
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
@@ -202,7 +202,7 @@ class _Tally:
         """The pair, cut; None if it is dropped because the prompt leaves no room for an answer."""
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
-        self._see(length)
+        self._count(length)
         if self.side == "left":
             prompt = self._cut(prompt, prompt, max(self.limit - longest, 1))
         room = self.limit - len(prompt)
@@ -224,7 +224,7 @@ class _Tally:
         head = 1 if self.bos is not None and ids[0] == self.bos and limit > 1 else 0
         return values[:head] + values[len(values) - limit + head :]
 
-    def _see(self, length: int) -> None:
+    def _count(self, length: int) -> None:
         self.rows += 1
         self.longest = max(self.longest, length)
 
@@ -266,15 +266,15 @@ class _Tally:
         )
 
     def _template_warnings(self, unit: str, chat: Chat) -> Iterator[str]:
-        if chat.given:
-            yield chat.given
+        if chat.template_warning:
+            yield chat.template_warning
         if chat.diverged:
             yield (
                 f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
                 "answer follows; the loss starts where they diverge"
             )
-        if chat.left_out:
-            yield f"the chat template leaves out {chat.left_out} assistant turns: they are not trained"
+        if chat.missing_turns:
+            yield f"the chat template leaves out {chat.missing_turns} assistant turns: they are not trained"
         if self.example_end and self.eos is not None and not self.eos_trained:
             yield (
                 f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "

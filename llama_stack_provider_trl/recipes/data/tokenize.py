@@ -52,7 +52,7 @@ class SftEncoder:
         for row, example in rows.items():
             messages = example.messages or []
             texts.append(self.chat.render(messages, row))
-            prompts.append(self.chat.render(messages[: example.prompt_turns], row, ask=True))
+            prompts.append(self.chat.render(messages[: example.prompt_turns], row, add_generation_prompt=True))
         encoded = []
         for prompt, ids in zip(self.chat.tokenize(prompts), self.chat.tokenize(texts), strict=True):
             start = self.chat.prompt_length(prompt, ids)
@@ -62,9 +62,7 @@ class SftEncoder:
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
         texts = [self.chat.render(example.messages or (), row) for row, example in rows.items()]
         encoded = []
-        for example, text, (ids, place) in zip(
-            rows.values(), texts, self.chat.tokenize_with_places(texts), strict=True
-        ):
+        for example, text, (ids, place) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
             labels = [IGNORED] * len(ids)
             for start, end, exact in answer_spans(self.chat, example.messages or [], text):
                 trained = slice(place(start, False), place(end, exact))
@@ -78,7 +76,7 @@ def encode_pairs(
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Prompt, chosen and rejected ids of each pair, not yet cut."""
     chosen = chat.tokenize([chat.render(pair.prompt + pair.chosen, row) for row, pair in chunk])
-    prompts = chat.tokenize([chat.render(pair.prompt, row, ask=True) for row, pair in chunk])
+    prompts = chat.tokenize([chat.render(pair.prompt, row, add_generation_prompt=True) for row, pair in chunk])
     rejected = chat.tokenize([chat.render(pair.prompt + pair.rejected, row) for row, pair in chunk])
     for prompt, one, other in zip(prompts, chosen, rejected, strict=True):
         length = chat.prompt_length(prompt, one, other)

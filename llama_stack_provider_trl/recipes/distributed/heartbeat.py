@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...specs.events import EventWriter, Silent
+from ...specs.events import EventWriter, NullEventWriter
 from ...system.process import work_done
 
-LOOK = 10.0
+POLL_INTERVAL = 10.0
 """Seconds between two looks."""
 _CPU = 0.05
 """Of one core: idle threads of torch and Python stay below."""
@@ -21,20 +21,20 @@ _BYTES = 1 << 20
 
 
 @contextmanager
-def shown_alive(writer: EventWriter | Silent) -> Iterator[None]:
+def heartbeat(writer: EventWriter) -> Iterator[None]:
     """While this is open, `writer` beats whenever this process has worked since the last look. Not for training itself,
     where only steps count."""
-    if isinstance(writer, Silent):
+    if isinstance(writer, NullEventWriter):
         yield
         return
     over = threading.Event()
 
     def watch() -> None:
         before = work_done()
-        while not over.wait(LOOK):
+        while not over.wait(POLL_INTERVAL):
             now = work_done()
-            if now[0] - before[0] > _CPU * LOOK or now[1] - before[1] > _BYTES:
-                writer.beat()
+            if now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
+                writer.heartbeat()
             before = now
 
     thread = threading.Thread(target=watch, name="shows that it lives", daemon=True)

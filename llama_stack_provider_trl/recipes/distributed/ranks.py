@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...errors import JobFailure
 from ...specs.events import Reason
 
-PATIENCE = timedelta(days=7)
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 """How long ranks wait for each other. The runner's watchdog ends what hangs, and says what each rank was doing; waiting
 for a large checkpoint must not end first."""
 
@@ -42,7 +42,7 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
 
 
-def expect(ranks: int) -> None:
+def check_world_size(ranks: int) -> None:
     """Refuse to train with another number of ranks than the job has: every number would be wrong.
 
     Raises:
@@ -60,7 +60,7 @@ class RankLost(RuntimeError):
     """Another rank has failed, and says why itself."""
 
 
-def agree(number: int) -> int:
+def broadcast_number(number: int) -> int:
     """Rank 0's `number`, on every rank. Every rank must call it, in the same order as its other collectives."""
     if world_size() == 1:
         return number
@@ -69,14 +69,14 @@ def agree(number: int) -> int:
     return int(said)
 
 
-def from_first(tensor: torch.Tensor) -> torch.Tensor:
+def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Rank 0's values, in a tensor in CPU memory. Every rank must call it."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=cpu_group())
     return tensor
 
 
-def anywhere(here: bool) -> bool:
+def any_rank(here: bool) -> bool:
     """Whether any rank says so. Every rank must call it, in the same order as its other collectives."""
     if world_size() == 1:
         return here
@@ -85,13 +85,13 @@ def anywhere(here: bool) -> bool:
     return bool(said)
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Return when every rank has come this far."""
     if world_size() > 1:
         dist.barrier(group=cpu_group())
 
 
-def all_of[Value](value: Value, group: Any = None) -> list[Value]:
+def gather_all[Value](value: Value, group: Any = None) -> list[Value]:
     """Every rank's `value`, by rank; it is pickled. Every rank must call it."""
     if world_size() == 1:
         return [value]
@@ -100,7 +100,7 @@ def all_of[Value](value: Value, group: Any = None) -> list[Value]:
     return values
 
 
-def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
+def on_all_ranks[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
     """Do something on every rank and return what came out on each, by rank.
 
     Raises:
@@ -112,7 +112,7 @@ def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]
         value = work()
     except BaseException as raised:
         error = raised
-    said = all_of((value, error is None), group)
+    said = gather_all((value, error is None), group)
     if error is not None:
         raise error
     if lost := [rank for rank, (_, is_done) in enumerate(said) if not is_done]:
@@ -122,7 +122,7 @@ def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]
 
 def new_cpu_group() -> Any:
     """A group for collectives in another thread, None where there is one process. Every rank must call it."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE) if world_size() > 1 else None
+    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size() > 1 else None
 
 
 @cache

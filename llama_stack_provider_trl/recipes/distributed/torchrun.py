@@ -28,7 +28,7 @@ from ...specs.events import EventWriter, Failed, Reason
 from ...system.files import RunDir
 
 
-class NotMet(Exception):
+class RendezvousFailed(Exception):
     """Raised when another node's torchrun has not come."""
 
 
@@ -52,7 +52,7 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
                 )
             return super().next_rendezvous()
         except DistError as error:
-            raise NotMet(
+            raise RendezvousFailed(
                 f"the torchruns of {self.world_size} nodes did not meet at {self.master_addr} port {self.master_port} "
                 f"within {self.timeout.total_seconds():.0f} s ({str(error).partition(chr(10))[0]}): see torchrun's log "
                 "on each of them, and open that TCP port between them"
@@ -86,12 +86,12 @@ def main(argv: list[str]) -> None:
     place = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
     try:
         run.main([*place, *others])
-    except NotMet as error:
-        _last_word(Path(others[-1]), str(error))
+    except RendezvousFailed as error:
+        _write_failure(Path(others[-1]), str(error))
         sys.exit(str(error))
 
 
-def _last_word(spec: Path, message: str) -> None:
+def _write_failure(spec: Path, message: str) -> None:
     """For the ranks, which were never started."""
     events = EventWriter(RunDir(spec.parent).events)
     events.write(Failed(reason=Reason.launch_failed, message=message), durable=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from ...specs.job import JobSpec
-from ..model.fsdp import parts
+from ..model.fsdp import num_shards
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
 
@@ -30,7 +30,7 @@ _FOUR_BIT = 0.5 + 4 / 64
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one device at the moment at which most are taken; the parts add up to `total`."""
 
     weights: int
@@ -64,7 +64,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Memory:
+def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
     """The memory that each device (or, on a CPU, each rank) needs at its peak.
 
     Args:
@@ -79,8 +79,8 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     model = trace(spec, batch, kind)
     placed = _Placed(spec, model, kind)
     moments = [placed.at(window) for window in model.windows]
-    if model.asking is not None:
-        moments.append(placed.asking(model.asking))
+    if model.reference_scoring is not None:
+        moments.append(placed.reference_scoring(model.reference_scoring))
     peak = max(moments, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
@@ -105,7 +105,7 @@ class _Placed:
 
     def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
         self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
-        self.shards = parts(spec)
+        self.shards = num_shards(spec)
         # On a CPU what rests in CPU memory is where it was.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
         self.compute = 4 if spec.dtype == "fp32" else 2
@@ -130,7 +130,7 @@ class _Placed:
         both = self.whole(self.model) + needed(self.reference) if self.reference else 0
         return max(needed(self.model), both)
 
-    def at(self, window: Window) -> Memory:
+    def at(self, window: Window) -> MemoryEstimate:
         """While it trains."""
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
@@ -149,7 +149,7 @@ class _Placed:
             weights, optimizer, gradients = 0, 0, min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
         copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
-        return Memory(
+        return MemoryEstimate(
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
             optimizer=optimizer,
@@ -161,11 +161,11 @@ class _Placed:
             host=0 if self.on_cpu else copied + int(window.host) + at_rest,
         )
 
-    def asking(self, window: Window) -> Memory:
+    def reference_scoring(self, window: Window) -> MemoryEstimate:
         """While the reference is asked before training. Where the policy is to be shared out it waits in CPU memory."""
         reference, _ = self._reference()
         here = self.on_cpu or self.shards == 1
-        return Memory(
+        return MemoryEstimate(
             weights=self.whole(self.model) if here else 0,
             gradients=0,
             optimizer=0,

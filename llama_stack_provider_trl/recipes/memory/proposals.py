@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
-from .estimate import Memory, estimate
+from .estimate import MemoryEstimate, estimate
 from .trace import Batch, attention_modules
 
 MARGIN = 1.1
@@ -24,10 +24,10 @@ class Proposal:
 
     spec: JobSpec
     changes: dict[str, Any]
-    memory: Memory
+    memory: MemoryEstimate
 
 
-def fits(memory: Memory, limit: int) -> bool:
+def fits(memory: MemoryEstimate, limit: int) -> bool:
     return memory.total * MARGIN <= limit
 
 
@@ -48,8 +48,10 @@ def nearest(
         for candidate in (candidates[-1], *candidates[:-1]):
             changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
             tokens = min(batch.tokens, changed.max_seq_length)
-            share = batch.sequences * changed.batch_size // spec.batch_size
-            memory = estimate(changed, Batch(max(share, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline)
+            sequences = batch.sequences * changed.batch_size // spec.batch_size
+            memory = estimate(
+                changed, Batch(max(sequences, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline
+            )
             if fits(memory, limit):
                 asked = {name: value for change in candidate for name, value in change.request}
                 found = Proposal(changed, asked, memory)

@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from ...specs.job import JobSpec
-from ..model.fsdp import is_sharded, parts
+from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
-from ..trainer.dpo import nothing_recomputed
+from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, loading_spec, precomputes
 
 _STASH = 5
@@ -96,7 +96,7 @@ class Traced:
     """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
     """Of the step; none for a model that only scores."""
-    asking: Window | None = None
+    reference_scoring: Window | None = None
     """DPO, where a model of its own is asked before training: one batch of that."""
     reference: Traced | None = None
     """DPO: another model that is the reference."""
@@ -117,7 +117,7 @@ _KEEP_GRAPH = {"use_reentrant": False}
 """Trainer's own choice."""
 
 
-class _Live(TorchDispatchMode):
+class _LiveMemory(TorchDispatchMode):
     """Counts the bytes of every storage that is alive, by kind, and what they are at their most.
 
     The peak is kept for two windows: until the middle block's backward is over, and from then on. Between blocks that
@@ -149,12 +149,12 @@ class _Live(TorchDispatchMode):
         self._count(entry[1], -entry[2])
         self._count("gradients", entry[2])
         entry[1] = "gradients"
-        self._look()
+        self._update_peak()
 
     def next_window(self) -> None:
         self.windows.append(Window(0, 0, 0))
         self._most = -1.0
-        self._look()
+        self._update_peak()
 
     @contextmanager
     def counting(self, kind: str) -> Iterator[None]:
@@ -169,7 +169,7 @@ class _Live(TorchDispatchMode):
         for value in tree_iter(output):
             if isinstance(value, torch.Tensor):
                 self._add(value, self.kind)
-        self._look()
+        self._update_peak()
         return output
 
     def _add(self, tensor: torch.Tensor, kind: str) -> None:
@@ -189,7 +189,7 @@ class _Live(TorchDispatchMode):
     def _count(self, kind: str, size: int) -> None:
         self.bytes[kind] += size
 
-    def _look(self) -> None:
+    def _update_peak(self) -> None:
         now = self.bytes
         self.most_host = max(self.most_host, now["host"])
         weighed = now["activations"] + now["logits"] + self.gradients_weigh * now["gradients"]
@@ -202,7 +202,7 @@ def _key(spec: JobSpec) -> str:
     """What decides a trace: everything else of a job may change without a new one."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
     relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
-    accumulates, sharded = spec.gradient_accumulation_steps > 1, parts(spec)
+    accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
@@ -242,17 +242,17 @@ def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     else:
         one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in shallow)
         traced = _extrapolated(one, other, depth)
-    return replace(traced, reference=_sizes(loading_spec(spec))) if _other_reference(spec) else traced
+    return replace(traced, reference=_sizes(loading_spec(spec))) if _has_other_reference(spec) else traced
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
     """What is traced of blocks that are alike, where of every `period` of them one is recomputed: depths of which the
-    halves, too (see `_Live`), begin and end at the same place in a period as those of the whole."""
+    halves, too (see `_LiveMemory`), begin and end at the same place in a period as those of the whole."""
     shallow = 2 * period + depth % (2 * period)
     return shallow, shallow + 2 * period
 
 
-def _other_reference(spec: JobSpec) -> bool:
+def _has_other_reference(spec: JobSpec) -> bool:
     return spec.dpo is not None and spec.dpo.reference.model is not None
 
 
@@ -284,10 +284,12 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
     numbers: dict[str, Any] = {
         field.name: round(line(getattr(one, field.name), getattr(other, field.name)))
         for field in fields(Traced)
-        if field.name not in ("windows", "stored_alike", "asking", "reference")
+        if field.name not in ("windows", "stored_alike", "reference_scoring", "reference")
     }
-    asking = between(one.asking, other.asking) if one.asking and other.asking else None
-    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, asking=asking)
+    scoring = None
+    if one.reference_scoring and other.reference_scoring:
+        scoring = between(one.reference_scoring, other.reference_scoring)
+    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, reference_scoring=scoring)
 
 
 def _with_depth(config: Any, layers: int) -> Any:
@@ -328,8 +330,8 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
 def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     """One micro step, forward and backward, on fake tensors in CPU memory: of those torch knows every kernel's memory
     whether or not there is a GPU, and flash attention saves the same there."""
-    weigh = 1.0 / parts(spec)
-    live = _Live(weigh)
+    weigh = 1.0 / num_shards(spec)
+    live = _LiveMemory(weigh)
     with ExitStack() as stack:
         with torch.device("meta"):
             model = _built(config, spec)
@@ -339,7 +341,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if spec.qat:
                 quantize(spec, model)
             trained: Any = get_peft_model(model, lora_config(model, spec.lora)) if spec.lora else model
-            reference = _shallow_reference(spec) if _other_reference(spec) else None
+            reference = _shallow_reference(spec) if _has_other_reference(spec) else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()
@@ -352,9 +354,11 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if spec.lora:
                 model.enable_input_require_grads()
         frozen = list(reference.parameters()) if reference else []
-        asking = None
+        reference_scoring = None
         if precomputes(spec) and loads_reference(spec):
-            asking = _asked(trained, spec, batch, kind, reference, [*trained.parameters(), *frozen])
+            reference_scoring = _trace_reference_scoring(
+                trained, spec, batch, kind, reference, [*trained.parameters(), *frozen]
+            )
         for weight in frozen:
             live.ignore(weight)
         for weight in trained.parameters():
@@ -379,7 +383,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         frozen=total - trainable,
         stored_alike=_stored_alike(config, spec),
         windows=windows,
-        asking=asking,
+        reference_scoring=reference_scoring,
         **numbers,
     )
 
@@ -393,20 +397,20 @@ def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
     return model.requires_grad_(False).eval()
 
 
-def _asked(
+def _trace_reference_scoring(
     model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any, weights: list[torch.nn.Parameter]
 ) -> Window:
     """One batch of what the reference is asked before training."""
-    live = _Live(1.0)
+    live = _LiveMemory(1.0)
     for weight in weights:
         live.ignore(weight)
     with _head_of(kind, live, model.config), live:
-        _ask(model, spec, _inputs(spec, batch), reference)
+        _score_reference(model, spec, _inputs(spec, batch), reference)
     return live.windows[0]
 
 
 @contextmanager
-def _offloading(live: _Live) -> Iterator[None]:
+def _offloading(live: _LiveMemory) -> Iterator[None]:
     """What TRL's OffloadActivations does to tensors that are saved for backward: a copy in CPU memory takes their
     place, the last few are still on their way there, and what several operations save stays on the device, too."""
     stash: deque[torch.Tensor] = deque(maxlen=_STASH)
@@ -455,7 +459,7 @@ def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> Non
     inputs = _inputs(spec, batch)
     loss = _score(model, spec, inputs)
     if spec.algorithm == "dpo" and not precomputes(spec):
-        loss = loss - _ask(model, spec, inputs, reference)
+        loss = loss - _score_reference(model, spec, inputs, reference)
     loss.backward()
 
 
@@ -475,9 +479,9 @@ def _score(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor]) -> torch.
         return log_probs.sum()
 
 
-def _ask(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
+def _score_reference(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
     """The base model as the reference costs what the policy costs without a graph, be it a copy or the model itself."""
-    with torch.no_grad(), nothing_recomputed(model):
+    with torch.no_grad(), no_recomputation(model):
         return _score(reference or model, spec, inputs)
 
 
@@ -502,7 +506,7 @@ def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) 
     }
 
 
-def _mark_middle(blocks: list[torch.nn.Module], live: _Live) -> None:
+def _mark_middle(blocks: list[torch.nn.Module], live: _LiveMemory) -> None:
     """Begin the second window when the middle block's backward has reached its first trained weight."""
     weights = [weight for weight in blocks[len(blocks) // 2].parameters() if weight.requires_grad] if blocks else []
     begun: list[bool] = []
@@ -517,7 +521,7 @@ def _mark_middle(blocks: list[torch.nn.Module], live: _Live) -> None:
 
 
 @contextmanager
-def _head_of(kind: str, live: _Live, config: Any) -> Iterator[None]:
+def _head_of(kind: str, live: _LiveMemory, config: Any) -> Iterator[None]:
     """TRL's fused head, its memory counted as logits, with the kernels that it has on this kind of device."""
 
     class Head(head.ChunkedLogProbFunction):

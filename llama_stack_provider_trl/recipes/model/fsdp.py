@@ -36,7 +36,7 @@ def is_sharded(spec: JobSpec) -> bool:
     return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
 
 
-def parts(spec: JobSpec) -> int:
+def num_shards(spec: JobSpec) -> int:
     """How many parts the model is shared out in: under HYBRID_SHARD every node has a copy, in as many as its ranks."""
     if not is_sharded(spec):
         return 1

@@ -123,7 +123,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     """
     if as_trained and spec.lora and spec.lora.quantize_base:
         base = load_model(spec, torch.device("cpu"))
-        quantization.settle_base(base)
+        quantization.prepare_4bit_base(base)
     else:
         check_weights_index(spec.model, spec.revision)
         base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
@@ -139,7 +139,7 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
     if spec.qat:
         attention, mlp = linear_modules(model)
         return quantization.fake_quantize(model, [*attention, *mlp], spec.qat)
-    return quantization.settle_base(model) if spec.lora and spec.lora.quantize_base else None
+    return quantization.prepare_4bit_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:

@@ -14,7 +14,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 
 
-def expect_isolation(model: PreTrainedModel) -> None:
+def check_isolation(model: PreTrainedModel) -> None:
     """Refuse a model in which the rows of a sequence see each other, or count their positions through.
 
     Runs it on two rows of a few tokens. What comes out for the second must have no gradient at all in the first (a

@@ -60,7 +60,7 @@ def refuse_quantized(config: PreTrainedConfig, spec: JobSpec) -> None:
         )
 
 
-def settle_base(model: PreTrainedModel) -> dict[str, Any]:
+def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:
     """Make a base in 4 bits ready for training; returns what it has become, for the job's record.
 
     Raises:

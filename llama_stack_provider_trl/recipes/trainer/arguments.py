@@ -14,7 +14,7 @@ from trl import DPOConfig, SFTConfig
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec, OptimizerSpec
-from ..distributed.ranks import PATIENCE
+from ..distributed.ranks import COLLECTIVE_TIMEOUT
 from ..model.fsdp import fsdp_arguments, is_sharded
 
 
@@ -109,6 +109,6 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "eval_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "ddp_timeout": int(PATIENCE.total_seconds()),
+        "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
         **fsdp_arguments(spec),
     }

@@ -16,14 +16,15 @@ from transformers.trainer_utils import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 from ...errors import JobFailure
-from ...specs.events import CheckpointSaved, EventWriter, Reason, Silent
+from ...specs.events import CheckpointSaved, EventWriter, Reason
 from ...specs.job import JobSpec
 from ..checkpoint import random_state
+from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
 from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights
-from ..checkpoint.transfer import Disks, Turn
+from ..checkpoint.transfer import Disks
 from ..data.packing import num_rows
-from ..data.sampling import EpochSampler, Share
+from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
 from .arguments import optimizer_class, scheduler_arguments
 
@@ -42,30 +43,36 @@ class RecipeTrainer(Trainer):
     """The model that DPO's policy is compared with, where it is not the policy itself."""
     need_space: Callable[[], None]
     """Called before a checkpoint is written; raises where it would not fit."""
-    standing: Callable[[], dict[str, Any]]
+    checkpoint_fields: Callable[[], dict[str, Any]]
     """What the event of a checkpoint says of the training as it stands, beside the checkpoint's place."""
-    share: Share
+    batch_plan: BatchPlan
     """How each optimizer step is shared out."""
     notes: dict[str, Any]
     """What else a step checkpoint takes along (JSON): a resumed job finds it here."""
     _saver: Saver
-    _writer: EventWriter | Silent
-    _taken_up: dict[str, Any]
+    _writer: EventWriter
+    _restored: dict[str, Any]
     _staging: Path | None = None
-    _evaluated: list[torch.Tensor]
-    _noted: dict[str, dict[str, torch.Tensor]]
+    _evaluation_sums: list[torch.Tensor]
+    _metric_sums: dict[str, dict[str, torch.Tensor]]
     """train or eval -> metric -> [sum, count]"""
     _train_sampler: EpochSampler
 
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
+    def bind(
+        self,
+        spec: JobSpec,
+        batch_plan: BatchPlan,
+        writer: EventWriter,
+        fencing_token: FencingToken | None = None,
+    ) -> None:
         """Attach the job; sets the optimizer that Trainer will create when training starts."""
-        self.spec, self.share, self._writer = spec, share, writer
-        self._saver = Saver(spec, self.args.device, writer, turn)
-        self._taken_up, self.notes = {}, {}
-        self._noted = {"train": {}, "eval": {}}
+        self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
+        self._saver = Saver(spec, self.args.device, writer, fencing_token)
+        self._restored, self.notes = {}, {}
+        self._metric_sums = {"train": {}, "eval": {}}
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_fused_lm_head(policy, outputs=self.head_outputs)
@@ -79,7 +86,7 @@ class RecipeTrainer(Trainer):
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def note(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
+    def add_metrics(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
         """Add a batch of all ranks to the metrics.
 
         They are kept as tensors, so that no step waits for the device, and divided when they are logged: a mean of the
@@ -88,17 +95,17 @@ class RecipeTrainer(Trainer):
         Args:
             sums: by metric, over `count` tokens or pairs.
         """
-        noted = self._noted["train" if self.model.training else "eval"]
+        sums_by_metric = self._metric_sums["train" if self.model.training else "eval"]
         for name, total in sums.items():
-            noted[name] = noted.get(name, 0) + torch.stack([total.float(), count.float()])
+            sums_by_metric[name] = sums_by_metric.get(name, 0) + torch.stack([total.float(), count.float()])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Turn what was noted since the last time into numbers."""
+        """Log the metrics added since the last call, each sum divided by its count."""
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
-        for name, (total, count) in self._noted[mode].items():
+        for name, (total, count) in self._metric_sums[mode].items():
             metrics[name] = [float(total / count.clamp(min=1))]
-        self._noted[mode].clear()
+        self._metric_sums[mode].clear()
         if mode == "train":
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
@@ -106,17 +113,17 @@ class RecipeTrainer(Trainer):
     @property
     def num_rows(self) -> int:
         """Rows that are trained on; of packed sequences, the rows in them."""
-        return num_rows(self.train_dataset) - self.share.needs_filler
+        return num_rows(self.train_dataset) - self.batch_plan.needs_filler
 
     def rows_of(self, dataset: Any) -> int:
         """Rows (or packed sequences) of a dataset that count: without the filler."""
-        return len(dataset) - self.share.needs_filler
+        return len(dataset) - self.batch_plan.needs_filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         steps = self.spec.max_steps_per_epoch
-        cap = None if steps is None else steps * self.share.rows_per_step
+        cap = None if steps is None else steps * self.batch_plan.rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, share=self.share)
+        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, batch_plan=self.batch_plan)
         return self._train_sampler
 
     def begin_epoch(self, epoch: int) -> None:
@@ -127,11 +134,18 @@ class RecipeTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
         return self._sampler(eval_dataset, None, shuffle=False)
 
-    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, share: Share | None = None) -> EpochSampler:
+    def _sampler(
+        self, dataset: Any, cap: int | None, *, shuffle: bool, batch_plan: BatchPlan | None = None
+    ) -> EpochSampler:
         world = self.args.world_size
-        shares = world * self.spec.batch_size if world > 1 else 1
+        multiple = world * self.spec.batch_size if world > 1 else 1
         return EpochSampler(
-            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares, share=share
+            self.rows_of(dataset),
+            cap,
+            shuffle=shuffle,
+            seed=self.spec.seed,
+            multiple_of=multiple,
+            batch_plan=batch_plan,
         )
 
     @property
@@ -142,15 +156,15 @@ class RecipeTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with a loss that does not depend on how the rows were dealt out: the mean over all tokens (SFT)
         or pairs (DPO), where Trainer takes the mean of the batches' means."""
-        self._evaluated = []
+        self._evaluation_sums = []
         output = super().evaluation_loop(*args, **kwargs)
-        total, count = self.accelerator.reduce(torch.stack(self._evaluated).sum(dim=0))
+        total, count = self.accelerator.reduce(torch.stack(self._evaluation_sums).sum(dim=0))
         output.metrics["eval_loss"] = float(total / count.clamp(min=1))
         return output
 
-    def note_evaluated(self, loss: torch.Tensor, count: torch.Tensor) -> None:
+    def add_evaluation(self, loss: torch.Tensor, count: torch.Tensor) -> None:
         """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs."""
-        self._evaluated.append(torch.stack([loss.detach().float(), count.float()]))
+        self._evaluation_sums.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Begin to write `checkpoint-N`, beside its final place; it is announced when it is complete there.
@@ -160,26 +174,26 @@ class RecipeTrainer(Trainer):
         step = self.state.global_step
         self.finish_saving(due=step)
         is_first = ranks.rank() == 0
-        self._staging = Path(self.args.output_dir) / self.turn.own(".saving")
+        self._staging = Path(self.args.output_dir) / self.fencing_token.private_name(".saving")
         written = self._staging / f"checkpoint-{step}"
         try:
             if is_first:
-                self.turn.check()
+                self.fencing_token.check()
                 self.need_space()
                 shutil.rmtree(self._staging, ignore_errors=True)
-            ranks.wait_for_all()
+            ranks.barrier()
             # Trainer's own method writes the small files: TRL's would also write a model card.
             Trainer._save_checkpoint(self, model, trial)
             if is_first:
                 (written / _STATE).write_text(json.dumps(self._recipe_state()))
-            standing = self.standing()
+            fields = self.checkpoint_fields()
             self._saver.save(
                 self.accelerator.unwrap_model(self.model),
                 self._inner_optimizer(),
                 self.processing_class,
                 random_state.capture(self.args.device),
                 written,
-                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **standing), durable=True),
+                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **fields), durable=True),
             )
         except BaseException:
             if is_first:
@@ -194,9 +208,9 @@ class RecipeTrainer(Trainer):
         return self._saver.disks
 
     @property
-    def turn(self) -> Turn:
+    def fencing_token(self) -> FencingToken:
         """Whether this attempt may write there."""
-        return self._saver.turn
+        return self._saver.fencing_token
 
     def check_saving(self) -> None:
         """Raise what went wrong with a checkpoint in the background, if anything did."""
@@ -240,30 +254,30 @@ class RecipeTrainer(Trainer):
             "step": self.state.global_step,
             "epoch": position.epoch,
             "row": position.row,
-            "rows_per_step": self.share.rows_per_step,
+            "rows_per_step": self.batch_plan.rows_per_step,
             "world_size": ranks.world_size(),
             "notes": self.notes,
         }
 
-    def take_up(self, checkpoint: Path) -> int:
+    def restore(self, checkpoint: Path) -> int:
         """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step.
 
         Raises:
             JobFailure: invalid_request, where its optimizer steps took another number of rows: the position in the data
                 would be another one, and so would every number from here on.
         """
-        self._taken_up = json.loads((checkpoint / _STATE).read_text())
-        rows = self._taken_up.get("rows_per_step", self.share.rows_per_step)
-        if rows != self.share.rows_per_step:
+        self._restored = json.loads((checkpoint / _STATE).read_text())
+        rows = self._restored.get("rows_per_step", self.batch_plan.rows_per_step)
+        if rows != self.batch_plan.rows_per_step:
             raise JobFailure(
                 Reason.invalid_request,
                 f"{checkpoint} was trained with {rows} rows per optimizer step, this job takes "
-                f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
+                f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
-        self._total_train_tokens += self._taken_up["num_tokens"]
+        self._total_train_tokens += self._restored["num_tokens"]
         given = self.spec.resume_from
         if given is None or checkpoint != given.path:  # another job's notes are of its own evaluations
-            self.notes.update(self._taken_up.get("notes", {}))
+            self.notes.update(self._restored.get("notes", {}))
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -294,7 +308,7 @@ class RecipeTrainer(Trainer):
         seed, step and rank."""
         if checkpoint is None:
             return
-        if self._taken_up.get("world_size", ranks.world_size()) != ranks.world_size():
+        if self._restored.get("world_size", ranks.world_size()) != ranks.world_size():
             seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
             return set_seed(seed % 2**32)
         state = load_random(Path(checkpoint), self.args.device)
@@ -317,7 +331,7 @@ class RecipeTrainer(Trainer):
         """Put the weights of a step checkpoint of this job, on rank 0's disk, into the model, after training; every
         rank must call it."""
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
-        if self.disks.is_one:
+        if self.disks.is_shared:
             self._load_from_checkpoint(str(checkpoint), model)
         else:
             load_weights(self.accelerator.unwrap_model(model), checkpoint, from_first=True)

@@ -15,8 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ... import faults
 from ...errors import JobFailure
-from ...specs.evaluations import Judge
-from ...specs.events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent, Warned
+from ...specs.evaluations import EarlyStoppingTracker
+from ...specs.events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Warned
 from ...specs.job import JobSpec
 from ...system.malloc import Malloc
 from ..distributed import ranks
@@ -34,10 +34,10 @@ _SCARCE = (
 )
 
 
-class Order(IntEnum):
+class Decision(IntEnum):
     """What rank 0 has the others do."""
 
-    go_on = 0
+    proceed = 0
     save = 1
     stop = 2
 
@@ -56,7 +56,7 @@ class JobCallback(TrainerCallback):
     def __init__(
         self,
         spec: JobSpec,
-        writer: EventWriter | Silent,
+        writer: EventWriter,
         trainer: RecipeTrainer,
         control: Path,
         effective: dict[str, Any],
@@ -66,7 +66,7 @@ class JobCallback(TrainerCallback):
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
         self.start_step, self.resumed_from = start_step, resumed_from
-        self.judge = Judge(spec, trainer.notes)
+        self.early_stopping = EarlyStoppingTracker(spec, trainer.notes)
         self.malloc = Malloc()
         self.paused = self.stopped = False
         self.last_logged = self._last_saved = start_step
@@ -75,7 +75,7 @@ class JobCallback(TrainerCallback):
         self._tokens = float(trainer._total_train_tokens)
         self._busy = self._began = 0.0
         self._saved_at = time.monotonic()
-        trainer.standing = lambda: self.standing(trainer.state)
+        trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,7 +106,7 @@ class JobCallback(TrainerCallback):
                 total_parameters=total,
                 effective={
                     **self.effective,
-                    "global_batch_size": self.trainer.share.rows_per_step,
+                    "global_batch_size": self.trainer.batch_plan.rows_per_step,
                     "sharding": shared_out,
                 },
             )
@@ -117,13 +117,13 @@ class JobCallback(TrainerCallback):
         """Only on a CPU: a GPU has torch's own allocator, which keeps blocks anyway. Rank 0 alone has the estimate."""
         if self.trainer.args.device.type != "cpu":
             return
-        need = ranks.agree((self.effective.get("memory") or {}).get("estimate_bytes", 0))
+        need = ranks.broadcast_number((self.effective.get("memory") or {}).get("estimate_bytes", 0))
         self.malloc.begin(need * ranks.local_world_size())
         if self.malloc.is_ours:
             self.effective["malloc"] = "keeps large blocks" if self.malloc.keeps else "gives large blocks back"
 
-    def _beat(self) -> None:
-        self.writer.beat()
+    def _heartbeat(self) -> None:
+        self.writer.heartbeat()
         if self.malloc.look():
             self.writer.write(Warned(message=_SCARCE))
 
@@ -139,13 +139,13 @@ class JobCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
-        self._beat()
+        self._heartbeat()
         self.trainer.check_saving()
-        order = self.order()
+        decision = self.decide()
         if state.global_step >= state.max_steps:
             control.should_log = True
-        elif order is not Order.go_on:
-            self.paused = control.should_training_stop = order is Order.stop
+        elif decision is not Decision.proceed:
+            self.paused = control.should_training_stop = decision is Decision.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
             self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
         elif self.spec.save_steps and self._is_planned(state):
@@ -157,21 +157,21 @@ class JobCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._beat()
+        self._heartbeat()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._beat()
+        self._heartbeat()
 
-    def order(self) -> Order:
+    def decide(self) -> Decision:
         """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
         that saw another one would wait for ever."""
-        said = Order.go_on
+        said = Decision.proceed
         if ranks.rank() == 0:
             overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
-            said = Order.stop if self.control_file.exists() else Order.save if overdue else Order.go_on
-        return Order(ranks.agree(said))
+            said = Decision.stop if self.control_file.exists() else Decision.save if overdue else Decision.proceed
+        return Decision(ranks.broadcast_number(said))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -218,20 +218,20 @@ class JobCallback(TrainerCallback):
         if "eval_loss" in shown:
             self.validation = (state.global_step, shown["eval_loss"])
         self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
-        self._judge(shown, state, control)
+        self._apply_evaluation(shown, state, control)
 
-    def _judge(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+    def _apply_evaluation(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
         """Save what is the best so far, and end the job when it has been good enough. Rank 0 decides for all."""
-        is_best = self.judge.is_best(metrics, self.standing(state))
-        is_enough = self.judge.is_enough(metrics, state.global_step)
-        is_best, is_enough = (bool(ranks.agree(said)) for said in (is_best, is_enough))
+        is_best = self.early_stopping.is_best(metrics, self.checkpoint_fields(state))
+        should_stop = self.early_stopping.should_stop(metrics, state.global_step)
+        is_best, should_stop = (bool(ranks.broadcast_number(said)) for said in (is_best, should_stop))
         if state.global_step >= state.max_steps:
             return  # it ends here anyway
-        if is_enough:
+        if should_stop:
             # No checkpoint of a step that is the last: a job that dies now comes back here, and ends here.
             self.stopped, self.paused = True, False
             control.should_training_stop, control.should_save = True, False
-            self.writer.write(Warned(message=self.judge.why_enough(state.global_step, state.max_steps)))
+            self.writer.write(Warned(message=self.early_stopping.stop_message(state.global_step, state.max_steps)))
         elif is_best:
             control.should_save = True
 
@@ -244,7 +244,7 @@ class JobCallback(TrainerCallback):
         if self.paused:
             self.trainer.finish_saving()
 
-    def standing(self, state: TrainerState) -> dict[str, Any]:
+    def checkpoint_fields(self, state: TrainerState) -> dict[str, Any]:
         """The fields of a checkpoint event that say where training stands."""
         steps = sum(count for count, _ in self._losses)
         fresh = self.validation is not None and self.validation[0] == state.global_step

@@ -19,10 +19,10 @@ from peft import PeftConfig
 from trl import DPOTrainer
 from trl.trainer.utils import use_adapter
 
-from ...specs.events import EventWriter, Silent
+from ...specs.events import EventWriter
 from ...specs.job import DpoSpec, JobSpec
-from ..checkpoint.transfer import Turn
-from ..data.sampling import Share
+from ..checkpoint.fencing import FencingToken
+from ..data.sampling import BatchPlan
 from .base import RecipeTrainer
 from .reference import NoReference, is_needed, load_reference, precomputes
 
@@ -89,7 +89,7 @@ def _real(lengths: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
+def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
     """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
@@ -114,9 +114,15 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         super().__init__(ref_model=given, peft_config=peft_config, **arguments)
         self.ref_model = None
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
+    def bind(
+        self,
+        spec: JobSpec,
+        batch_plan: BatchPlan,
+        writer: EventWriter,
+        fencing_token: FencingToken | None = None,
+    ) -> None:
         """Attach the job, and load its reference."""
-        super().bind(spec, share, writer, turn)
+        super().bind(spec, batch_plan, writer, fencing_token)
         if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
@@ -139,7 +145,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             loss = losses.sum() * averaged / self.rows_of_step
         else:
             loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
-            self.note_evaluated(losses.sum(), real.sum())
+            self.add_evaluation(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
@@ -173,7 +179,7 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         forward = _forward(inputs)
-        with torch.no_grad(), nothing_recomputed(self.model), self.accelerator.autocast():
+        with torch.no_grad(), no_recomputation(self.model), self.accelerator.autocast():
             if self.ref_model is not None:
                 return self.ref_model(**forward).log_probs.float().sum(dim=1)
             if is_peft_model(self.model):
@@ -204,6 +210,6 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         }
         sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
         *sums, all_tokens = self.accelerator.reduce(sums)
-        self.note(dict(zip(values, sums, strict=True)), num_pairs)
+        self.add_metrics(dict(zip(values, sums, strict=True)), num_pairs)
         if self.model.training:
             self._total_train_tokens += all_tokens.long()

@@ -39,11 +39,11 @@ class LogProbCache:
 
     Args:
         directory: made when something is stored.
-        beat: called now and then while files are read, which takes minutes with large models.
+        heartbeat: called now and then while files are read, which takes minutes with large models.
     """
 
-    def __init__(self, directory: Path, beat: Callable[[], None]) -> None:
-        self.directory, self._beat = directory, beat
+    def __init__(self, directory: Path, heartbeat: Callable[[], None]) -> None:
+        self.directory, self._heartbeat = directory, heartbeat
 
     def key(self, model: str, commit: str | None, rows: Iterator[bytes], **settings: Any) -> str | None:
         """Name of what `model` says of `rows`; None where nobody can say which weights those are.
@@ -59,7 +59,7 @@ class LogProbCache:
         digest = hashlib.sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode())
         for part in rows:
             digest.update(part)
-            self._beat()
+            self._heartbeat()
         return digest.hexdigest()
 
     def find(self, key: str, num_rows: int) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ class LogProbCache:
         with open(path, "rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                self._beat()
+                self._heartbeat()
         return digest.hexdigest()
 
     def _remembered(self) -> dict[str, str]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from ...specs.events import EventWriter, Silent
+from ...specs.events import EventWriter
 from ...specs.job import JobSpec
-from ..checkpoint.transfer import Turn
-from ..data.sampling import Share
+from ..checkpoint.fencing import FencingToken
+from ..data.sampling import BatchPlan
 from .base import RecipeTrainer
 
 
@@ -22,8 +22,14 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     head_outputs = ("log_probs", "is_top1")
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
-        super().bind(spec, share, writer, turn)
+    def bind(
+        self,
+        spec: JobSpec,
+        batch_plan: BatchPlan,
+        writer: EventWriter,
+        fencing_token: FencingToken | None = None,
+    ) -> None:
+        super().bind(spec, batch_plan, writer, fencing_token)
         self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(
@@ -50,7 +56,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not self.model.training:
-            self.note_evaluated(-outputs.log_probs.sum(), trained)
+            self.add_evaluation(-outputs.log_probs.sum(), trained)
         fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
         num_tokens = mask.masked_fill(fillers, 0).sum()
         self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
@@ -58,6 +64,6 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     def _note(self, counts: torch.Tensor) -> None:
         hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
-        self.note({"mean_token_accuracy": hits}, trained)
+        self.add_metrics({"mean_token_accuracy": hits}, trained)
         if self.model.training:
             self._total_train_tokens += num_tokens
