@@ -112,7 +112,7 @@ def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
-    monkeypatch.setattr("llama_stack_provider_trl.recipes.session.load_model", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("llama_stack_provider_trl.recipes.build.load_model", lambda *_: pytest.fail("it was read"))
     status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.does_not_fit)

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ... import faults
 from ...errors import JobFailure
 from ...specs.events import CheckpointDamaged, EventWriter, NullEventWriter, Reason, Warned
-from ...specs.job import JobSpec
+from ...specs.job import JobSpec, OptimizerSpec
 from ...system.files import (
     MANIFEST,
     damage,
@@ -398,9 +398,9 @@ def _uploads(path: Path | None) -> int | None:
         return None
 
 
-def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
-    """About how large a step checkpoint is: the trained weights and the optimizer's moments of them."""
-    moments = 0 if spec.optimizer.name == "sgd" else 2
+def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
+    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them."""
+    moments = 0 if optimizer.name == "sgd" else 2
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
 

@@ -9,30 +9,26 @@ docs/memory.md compares the result with measured peaks.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import trl.kernels.chunked_logprob as head
-import trl.trainer.utils as trl_utils
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head
 
 from ...specs.job import JobSpec
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, loading_spec, precomputes
+from ..trainer.trl_patches import fuse_head, traced_head
 
 _STASH = 5
 """Tensors on their way to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -335,7 +331,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     with ExitStack() as stack:
         with torch.device("meta"):
             model = _built(config, spec)
-            add_fused_lm_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
+            fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
             if spec.qat:
@@ -393,7 +389,7 @@ def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
     asked = loading_spec(spec)
     config = model_config(asked)
     model = _built(_with_depth(config, 2) if _blocks_are_alike(config, asked) else config, asked)
-    add_fused_lm_head(model, outputs=("log_probs",))
+    fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
 
@@ -520,27 +516,6 @@ def _mark_middle(blocks: list[torch.nn.Module], live: _LiveMemory) -> None:
         weight.register_post_accumulate_grad_hook(begin)
 
 
-@contextmanager
-def _head_of(kind: str, live: _LiveMemory, config: Any) -> Iterator[None]:
-    """TRL's fused head, its memory counted as logits, with the kernels that it has on this kind of device."""
-
-    class Head(head.ChunkedLogProbFunction):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            with live.counting("logits"):
-                return head.ChunkedLogProbFunction.forward(ctx, *arguments)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            with live.counting("logits"):
-                return head.ChunkedLogProbFunction.backward(ctx, *gradients)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", Head))
-        if kind == "cuda":  # a Triton kernel that works in the tile itself, and a product that adds to its result
-            for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-                stack.enter_context(patch.object(head, name, lambda *_, **__: None))
-        else:  # a tile is as wide as 32,768 tokens; what a smaller vocabulary leaves of it is never touched
-            width = min(trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE, config.get_text_config().vocab_size)
-            stack.enter_context(patch.object(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", math.ceil(width)))
-        yield
+def _head_of(kind: str, live: _LiveMemory, config: Any) -> AbstractContextManager[None]:
+    """While this is open, the memory of TRL's fused head counts as logits, with the kernels of this kind of device."""
+    return traced_head(kind, config.get_text_config().vocab_size, lambda: live.counting("logits"))

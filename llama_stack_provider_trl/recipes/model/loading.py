@@ -223,17 +223,17 @@ def _positions(spec: JobSpec) -> int | None:
     return positions
 
 
-def check_length(model: PreTrainedModel, spec: JobSpec) -> None:
-    """Refuse sequences longer than the model has positions for; it would fail in mid-training, on CUDA without a word.
+def check_length(model: PreTrainedModel, max_seq_length: int) -> None:
+    """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message.
 
     Raises:
         JobFailure: invalid_request, naming both lengths.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and spec.max_seq_length > positions:
+    if positions is not None and max_seq_length > positions:
         raise JobFailure(
             Reason.invalid_request,
-            f"max_seq_length is {spec.max_seq_length}, but this {type(model).__name__} has {positions} positions. "
+            f"max_seq_length is {max_seq_length}, but this {type(model).__name__} has {positions} positions. "
             f"Set the provider option max_seq_length to {positions} or less.",
         )
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ... import faults
 from ...errors import JobFailure
 from ...specs.evaluations import EarlyStoppingTracker
-from ...specs.events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Warned
+from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Warned
 from ...specs.job import JobSpec
 from ...system.malloc import Malloc
 from ..distributed import ranks
@@ -256,9 +256,6 @@ class JobCallback(TrainerCallback):
             "validation_loss": validation_loss,
             "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
         }
-
-    def announce(self, event: CheckpointSaved) -> None:
-        self.writer.write(event, durable=True)
 
     def _is_planned(self, state: TrainerState) -> bool:
         """Whether this step ends with a checkpoint, whatever else happens."""

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl.trainer.utils import add_fused_lm_head
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -25,6 +24,7 @@ from ..distributed import ranks
 from ..model.fsdp import describe, is_sharded, shard_frozen
 from ..model.loading import check_length, commit_of, load_model, load_tokenizer, vocabulary_size
 from .reference_cache import LogProbCache, pair_lengths, row_bytes
+from .trl_patches import fuse_head
 
 
 class NoReference(PreTrainedModel):
@@ -84,8 +84,8 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
         JobFailure: invalid_model or invalid_request, as for the policy.
     """
     model = load_model(loading_spec(spec), device).requires_grad_(False).eval()
-    check_length(model, spec)
-    add_fused_lm_head(model, outputs=("log_probs",))
+    check_length(model, spec.max_seq_length)
+    fuse_head(model, outputs=("log_probs",))
     return shard_frozen(model, accelerator) if is_sharded(spec) else model
 
 
@@ -102,7 +102,7 @@ class Precomputation:
     the policy is not sharded yet: there a reference is loaded, and freed afterwards.
 
     Args:
-        trainer: a bound DpoRecipe that has not begun to train.
+        trainer: a DpoRecipe that has not begun to train.
         heartbeat: called after every batch.
         should_stop: called after every batch, on all ranks.
     """

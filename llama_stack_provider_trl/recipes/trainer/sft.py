@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on TRL's SFTTrainer, fed with rows that `recipes.data.prepare` tokenized."""
+"""Supervised fine-tuning on TRL's SFTTrainer, over rows that `recipes.data.prepare` tokenized."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from ...specs.events import EventWriter
 from ...specs.job import JobSpec
-from ..checkpoint.fencing import FencingToken
-from ..data.sampling import BatchPlan
 from .base import RecipeTrainer
 
 
 class SftRecipe(RecipeTrainer, SFTTrainer):
-    """Token-level cross entropy over the trained tokens of the whole (accumulated) batch: TRL's loss and numbers.
+    """Computes the token-level cross entropy over the whole (accumulated) batch: TRL's loss and numbers.
 
     Datasets have the columns input_ids and labels; -100 is outside the loss. Packed ones also have seq_lengths.
     """
 
     head_outputs = ("log_probs", "is_top1")
 
-    def bind(
-        self,
-        spec: JobSpec,
-        batch_plan: BatchPlan,
-        writer: EventWriter,
-        fencing_token: FencingToken | None = None,
-    ) -> None:
-        super().bind(spec, batch_plan, writer, fencing_token)
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        super().__init__(spec=spec, **arguments)
         self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(
@@ -43,8 +34,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         mask = inputs["attention_mask"]
         if self.spec.packed:
-            # Without an attention mask transformers tells the rows of a sequence apart by their positions, and
-            # takes each padding token for a row.
+            # Without an attention mask transformers separates the rows of a sequence by their positions, and takes
+            # each padding token for a row.
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
         trained = outputs.label_mask.sum()
