@@ -136,7 +136,7 @@ def build_trainer(
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    """Tokenize the job's datasets, and pack them where the job says so."""
+    """Tokenize the job's datasets, and pack them where the job does."""
     train, report = prepare(spec, spec.dataset, tokenizer)
     validation, validation_report = _validation(spec, tokenizer)
     if not spec.packed:

@@ -137,7 +137,7 @@ def _check_export(run: Run) -> None:
 
 
 def _score_reference(run: Run) -> bool:
-    """Precompute the reference's log-probabilities where the job says so; returns whether to continue with training."""
+    """Precompute the reference's log-probabilities where the job does; returns whether to continue with training."""
     if run.callback.decide() is Decision.stop:
         return False
     if not precomputes(run.spec):
@@ -166,7 +166,7 @@ def _evaluate_last_step(run: Run) -> None:
 
 
 def _load_best(run: Run) -> dict[str, Any]:
-    """Load the best checkpoint's weights where the job says so; returns the event fields of what is exported."""
+    """Load the best checkpoint's weights where the job exports those; returns the event fields of what is exported."""
     callback, trainer = run.callback, run.trainer
     last, best = callback.checkpoint_fields(trainer.state), callback.early_stopping.best
     fields = dict(best["standing"]) if best else last

@@ -1,8 +1,8 @@
-"""The end of a job: a checkpoint that plain transformers (or peft) loads, whole and checked, or not there at all.
+"""Exports a trained model to a checkpoint that transformers or peft loads: complete and verified, or not at all.
 
 Weights are written as they are gathered (`recipes.checkpoint.weights`), so no rank ever holds the whole model. Before
-the checkpoint is announced it is read back: every weight bit for bit, the tokenizer, and, where the model fits into the
-memory that is free on rank 0's machine, the logits of the model loaded from there. transformers maps files that have
+the checkpoint is reported it is read back: every weight bit for bit, the tokenizer, and, where the model fits into the
+free memory of rank 0's machine, the logits of the model loaded from it. transformers maps files that have
 the model's dtype into memory, so a reloaded model costs page cache that the kernel can drop, no second copy.
 
 The CPU memory that writing takes is in `recipes.checkpoint.weights`.
@@ -51,17 +51,17 @@ _UNLOADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportErr
 
 
 class Exported(NamedTuple):
-    """A checkpoint in its place, and how it was checked."""
+    """A complete export, and how it was verified."""
 
     path: Path
     logits_difference: float | None
     """As a fraction of the logits' scale; None: only weights were compared."""
     unchecked_reason: str | None
-    """Why logits were not compared."""
+    """The reason why logits were not compared, as a warning."""
 
 
 class Sample(NamedTuple):
-    """What the trained model says to a few tokens."""
+    """The logits of the trained model for a few tokens."""
 
     ids: torch.Tensor
     """[1, tokens]"""
@@ -70,19 +70,19 @@ class Sample(NamedTuple):
 
 
 def exports(spec: JobSpec) -> tuple[Kind, ...]:
-    """What the job writes at its end."""
+    """The kinds of export that the job writes at its end."""
     return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
 
 
 def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
-    """How much room an export takes on the disk, nearly."""
+    """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     return export_bytes(model, _dtype(spec))
 
 
 def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
-    """Save the tokenizer and load it again, as `export` will: what it cannot survive must be known before training.
+    """Save the tokenizer and load it again, as `export` does later: a failure must be known before training.
 
     transformers chooses a tokenizer's class by the model's type too, and may so change what is loaded.
 
@@ -104,10 +104,10 @@ def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTok
 def take_sample(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, spec: JobSpec
 ) -> Sample:
-    """Ask the trained model, however it is shared out; every rank must call it.
+    """Compute the trained model's logits for a few tokens. A collective under FSDP2.
 
     Raises:
-        JobFailure: diverged, where the answer is no number: the last step ruined the model.
+        JobFailure: diverged, where they are not finite: the last step ruined the model.
     """
     ids = tokenizer(_SAMPLE)["input_ids"][: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [tokenizer.eos_token_id] * 2
     sample = torch.tensor(ids)[None]
@@ -135,23 +135,23 @@ def export(
     fencing_token: FencingToken | None = None,
     require_space: Callable[[int], None] | None = None,
 ) -> Exported | None:
-    """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
+    """Write `<checkpoint_dir>/<kind>` to a staging directory, verify, fsync and rename it. A collective.
 
     `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
     With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in.
 
     Args:
-        sample: what `model` said, to compare with.
-        heartbeat: called whenever something was done.
-        fencing_token: None: nobody else writes there.
-        require_space: as `need_space`, of bytes; None: that.
+        sample: of `model`, for the comparison.
+        heartbeat: called after every unit of work.
+        fencing_token: None: no other attempt writes there.
+        require_space: raises where so many bytes do not fit; None: `need_space`.
 
     Returns:
         On rank 0 what was written, None on the others.
 
     Raises:
-        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
-            attempt's fencing_token. The directory is not there then.
+        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where the fencing token
+            names another attempt. The export does not exist then.
         OSError: the disk is, or would be, full.
     """
     fencing_token = fencing_token or FencingToken()
@@ -191,7 +191,7 @@ def export(
 
 
 def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], None]) -> dict[str, Weight]:
-    # An adapter is small: rank 0 holds all of it.
+    # An adapter is small enough for rank 0 to hold all of it.
     state: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         if weight.requires_grad:
@@ -209,9 +209,9 @@ def _write_model(
     model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
 ) -> dict[str, Weight]:
     if ranks.rank() == 0:
-        # All but the weights: configurations, and code of its own. First, because it removes files of weights.
+        # All files but the weights. First, because save_pretrained removes files of weights.
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
-        # Training switched the cache off; a checkpoint that kept this would generate slowly for ever.
+        # Training switched the cache off, without which the exported model would generate slowly.
         plain.config.use_cache = True
         plain.save_pretrained(directory, state_dict={})
         plain.config.dtype = _dtype(spec)
@@ -224,7 +224,7 @@ def _dtype(spec: JobSpec) -> torch.dtype:
 
 
 def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
-    """In what the tokenizer of a directory is another than the one that trained."""
+    """How the tokenizer of a directory differs from the one that trained; None where it does not."""
     try:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
     except _UNLOADABLE as error:
@@ -254,7 +254,7 @@ def _check_logits(
     sample: Sample,
     heartbeat: Callable[[], None],
 ) -> float:
-    """Load what was written as anybody would, and ask it what the trained model was asked."""
+    """Load the export as a user would, and compare its logits with those of the trained model."""
     try:
         with _heartbeat_per_module(heartbeat):
             if (directory / _ADAPTER).exists():
@@ -307,7 +307,7 @@ def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor) -> torch.Tens
 
 @contextmanager
 def _heartbeat_per_module(heartbeat: Callable[[], None]) -> Iterator[None]:
-    """While this is open, every module that computes says that work goes on."""
+    """While this is open, every forward of a module sends a heartbeat."""
     heartbeat()
     hook = register_module_forward_pre_hook(lambda *_: heartbeat())
     try:
@@ -321,7 +321,7 @@ def _failed(kind: Kind, found: str) -> JobFailure:
     return JobFailure(
         Reason.export_failed,
         f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are "
-        "kept; where the job is tried again it goes on from the newest.",
+        "kept, and a retry resumes from the newest one.",
     )
 
 

@@ -1,9 +1,9 @@
-"""Step checkpoints of earlier releases, read without running what is in them.
+"""Reads step checkpoints of earlier releases without executing their pickles.
 
-Those hold the optimizer's state in `optimizer/`, as torch.distributed.checkpoint (DCP) writes it: `.metadata` is a
+They hold the optimizer's state in `optimizer/`, as torch.distributed.checkpoint (DCP) writes it: `.metadata` is a
 pickle, `__R_N.distcp` files are tensors as torch.save writes them one after the other, and the parameter groups are a
 pickle among them. `scheduler.pt`, `scaler.pt` and `rng_state*.pth` are torch.save's too. DCP's own reader unpickles
-anything, that is, it runs whatever the writer of the file wants.
+anything, so it executes any code that the writer of the file wants.
 
 Here `.metadata` becomes records without behavior: an unpickler that knows the names DCP's metadata needs and gives
 each a stand-in, none of them the class of that name. Everything else goes through `torch.load(weights_only=True)`.
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
 
 
 class _Refused(pickle.UnpicklingError):
-    """Raised when a pickle names what no checkpoint needs; its text is that name."""
+    """Raised when a pickle names an object that no checkpoint needs; its text is that name."""
 
 
 def is_legacy(checkpoint: Path) -> bool:
@@ -78,7 +78,7 @@ def is_legacy(checkpoint: Path) -> bool:
 
 
 def read_optimizer(checkpoint: Path) -> StoredOptimizer:
-    """What a checkpoint says of the optimizer.
+    """The optimizer's state in a checkpoint.
 
     Raises:
         JobFailure: invalid_request, where it is malformed, or holds what could run code.
@@ -97,14 +97,14 @@ def read_optimizer(checkpoint: Path) -> StoredOptimizer:
 
 
 def state(checkpoint: Path, name: str) -> dict[str, Any] | None:
-    """A small state, by the name that its file has now; None: the checkpoint has none. Raises as `stored`."""
+    """A small state, by the name that its file has now; None: the checkpoint has none. Raises as `read_optimizer`."""
     path = checkpoint / _STATES[name]
     with _refusing(path), reading(path):
         return dict(_load(path)) if path.exists() else None
 
 
 def random_state(checkpoint: Path, device: torch.device) -> dict[str, Any] | None:
-    """Random numbers of this rank as `checkpoint.random_state` has them; None: there are none. Raises as `stored`."""
+    """This rank's random numbers in the format of `random_state`; None: there are none. Raises as `read_optimizer`."""
     path = checkpoint / ("rng_state.pth" if ranks.world_size() == 1 else f"rng_state_{ranks.rank()}.pth")
     with _refusing(path), reading(path):
         if not path.exists():
@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """While this is open, a pickle that names what no checkpoint needs, or is damaged, is refused by a sentence."""
+    """While this is open, a pickle that is damaged or names an object that no checkpoint needs is a JobFailure."""
     try:
         yield
     except JobFailure:

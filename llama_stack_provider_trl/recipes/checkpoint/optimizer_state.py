@@ -23,12 +23,12 @@ from . import shards
 
 TENSORS = "optimizer/state.safetensors"
 VALUES = "optimizer/state.json"
-"""In a directory of their own: some readers take every safetensors file beside the model's for weights."""
+"""In a directory of their own: some readers load every safetensors file beside the model's as weights."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What is written of an optimizer; of sharded tensors this rank's parts."""
+    """An optimizer's state as it is written; of sharded tensors this rank's parts."""
 
     tensors: Mapping[str, torch.Tensor]
     """By `<weight>/<key>`."""
@@ -38,12 +38,12 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """An optimizer's state on disk, of whatever format."""
+    """An optimizer's state on disk, in the present format or that of earlier releases."""
 
     tensors: Mapping[str, shards.Outline]
     """By `<weight>/<key>`."""
     values: Mapping[str, Any]
-    """By `<weight>/<key>`: what is no tensor."""
+    """By `<weight>/<key>`: values that are not tensors."""
     groups: list[dict[str, Any]]
     """The parameter groups, `params` being names of weights."""
     read_into: Callable[[Mapping[str, torch.Tensor]], None]
@@ -65,7 +65,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
 
 
 def read_optimizer(checkpoint: Path) -> StoredOptimizer:
-    """What a checkpoint says of the optimizer. Raises JobFailure where it is malformed."""
+    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed."""
     with reading(checkpoint / VALUES):
         document = json.loads((checkpoint / VALUES).read_text())
         values, groups = dict(document["values"]), [dict(group) for group in document["param_groups"]]
@@ -75,7 +75,7 @@ def read_optimizer(checkpoint: Path) -> StoredOptimizer:
 
 
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: StoredOptimizer, checkpoint: Path) -> None:
-    """Give an optimizer the state that was saved, each rank its parts.
+    """Load a saved state into an optimizer, each rank its parts.
 
     Raises:
         JobFailure: invalid_request, where it is the state of another optimizer or of other weights, or malformed.
@@ -107,7 +107,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """While this is open, what a malformed file raises becomes a sentence that names it."""
+    """While this is open, errors caused by a malformed file become a JobFailure that names it."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError) as error:

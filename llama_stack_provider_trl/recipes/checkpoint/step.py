@@ -1,4 +1,4 @@
-"""Step checkpoints, from which a job goes on after a crash, a pause or a restart, on as many ranks or on others.
+"""Step checkpoints, from which a job resumes after a crash, a pause or a restart, on any number of ranks.
 
 `checkpoint-N` holds safetensors, JSON and text only, so that reading one runs nothing (`checkpoint_files`):
 
@@ -11,10 +11,11 @@
 - `recipe_state.json`: the position in the data, counted in rows;
 - `manifest.json`: size and sha256 of every file.
 
-Training continues while the files are written: what they will hold is first copied to CPU memory.
+Training continues while the files are written, from a copy in CPU memory.
 
-The whole lies on rank 0's disk. Ranks of other machines that do not see it send their rows and their random numbers
-from memory and write nothing (`recipes.disks`). What earlier releases wrote is read by `recipes.legacy_checkpoints`.
+Checkpoints are on rank 0's disk. Ranks of machines that do not see it send their rows and their random numbers from
+memory, and write nothing (`recipes.checkpoint.transfer`). `recipes.checkpoint.legacy` reads the format of earlier
+releases.
 """
 
 from __future__ import annotations
@@ -62,18 +63,18 @@ from .transfer import Disks
 _RANDOM = "rng_state_{}.json"
 """By rank."""
 _UPLOAD_POLL_INTERVAL = 0.5
-"""Seconds between two looks at what is on its way to the service."""
+"""Seconds between two reads of the number of pending uploads."""
 _UPLOAD_GRACE = 5.0
-"""Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
+"""Seconds in which an agent notices the last checkpoint, and removes what was uploaded."""
 _LONG_WAIT = 1.0
-"""Seconds of waiting for the checkpoint before that a job's warnings tell."""
+"""Seconds of waiting for the previous checkpoint from which on the job is warned."""
 
 type Model = PreTrainedModel | PeftModel
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold, in CPU memory; of sharded tensors this rank's parts."""
+    """The content of a checkpoint in CPU memory; of sharded tensors this rank's parts."""
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     """By the names of the safetensors files and the names there."""
@@ -87,9 +88,9 @@ class Saver:
     """Writes one checkpoint at a time in a thread of its own, from a copy that training does not touch.
 
     The copy takes as much CPU memory as the trained weights and the optimizer's state (of sharded ones, this rank's
-    parts); it is kept and used again, so that there is never more than one.
+    parts). It is reused, so that there is never more than one.
 
-    Every rank has a saver and must call the same methods in the same order; the threads agree through a process group
+    Every rank has a saver, and calls the same methods in the same order. The threads communicate over a process group
     of their own.
     """
 
@@ -131,15 +132,15 @@ class Saver:
         staging: Path,
         announce: Callable[[Path], None],
     ) -> None:
-        """Copy what is to be saved, and return; the rest happens in the background.
+        """Copy the content of a checkpoint, and return; it is written in the background.
 
         Args:
             random: this rank's random numbers (`recipes.checkpoint.random_state`).
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
-            announce: called on rank 0 with the checkpoint's place when it is complete on disk.
+            announce: called on rank 0 with the checkpoint's path when it is complete on disk.
         """
         assert self._thread is None, "one at a time: wait first"
-        weights = named_weights(model)  # first: it reshards, and only then are parameters those that the optimizer has
+        weights = named_weights(model)  # first: it reshards, after which the parameters are those of the optimizer
         state = optimizer_state.state_of(model, optimizer)
         tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
         snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
@@ -151,7 +152,7 @@ class Saver:
             except BaseException as error:
                 faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = error
-            finally:  # a full disk must not stay full because of us
+            finally:  # incomplete files must not keep a disk full
                 if self.disks.cleans_up:
                     shutil.rmtree(staging.parent, ignore_errors=True)
 
@@ -159,20 +160,20 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did; every rank must call it after the same step.
+        """Raise the error of the background thread, if there is one. A collective, after the same step on every rank.
 
-        Waits for nothing else.
+        Does not wait for a checkpoint that is being written.
         """
-        # All ranks stop after the same step or none does. One that noticed a step later than the others would wait for
-        # them in that step's collectives while they end without a word, and with it the reason, which it alone knows.
+        # All ranks stop after the same step. A rank that failed and noticed it a step later than the others would wait
+        # for them in that step's collectives, and its reason would be lost.
         if self._thread is not None and ranks.any_rank(self._error is not None or not self.busy):
             self.wait()
 
     def wait(self, due: int | None = None) -> None:
-        """Return when nothing is being written any more; raise what went wrong.
+        """Return when no checkpoint is being written; raise its error, if there is one.
 
         Args:
-            due: the step whose checkpoint waits for the one before; a long wait is told in the job's warnings.
+            due: the step whose checkpoint waits for the previous one; a long wait becomes a warning of the job.
         """
         if self._thread is None:
             return
@@ -193,21 +194,21 @@ class Saver:
             self.writer.write(Warned(message=message))
 
     def close(self) -> None:
-        """After `wait`: give the memory of the copy back."""
+        """After `wait`: free the memory of the copy."""
         self._stager.close()
 
     def abandon(self) -> None:
-        """On the way out because of a failure: let a checkpoint that is being written come to its end, good or bad."""
+        """After a failure: wait until the checkpoint that is being written is complete or has failed."""
         if self._thread is not None:
-            # A rank that is gone breaks the others' connections, so this ends; the limit is for a disk that hangs.
+            # Connections to a lost rank break, so this ends; the limit is for a disk that hangs.
             self._thread.join(60.0)
 
     def _write(self, snapshot: Snapshot, model: Model, tokenizer: PreTrainedTokenizerBase, staging: Path) -> None:
-        """Every rank writes its parts. Each phase begins when all have ended the one before, or ends for all."""
+        """Write this rank's parts, in phases: each begins when all ranks have completed the previous one."""
 
         def begin() -> Mapping[str, Any]:
             if ranks.rank() == 0:
-                # Without weights: the configuration, and what else belongs to a model that others load.
+                # Without weights: the configuration and other files of a model that transformers loads.
                 without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
                 model.save_pretrained(staging, state_dict={}, **without)
                 tokenizer.save_pretrained(staging)
@@ -239,7 +240,7 @@ class Saver:
             ranks.on_all_ranks(lambda: transfer.send_to_first(pieces, names, staging, self._group), self._group)
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
-        """Checksums, each rank of some files; then rank 0 puts the whole in place."""
+        """Compute checksums, each rank of some files; then rank 0 moves the checkpoint into place."""
         step = staging.name.rpartition("-")[2]
         digests = {}
         for found in ranks.on_all_ranks(
@@ -258,8 +259,7 @@ class Saver:
 
 
 def named_weights(model: Model) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint's file holds, by their names there: of an adapter its own, else all, and of tied
-    ones the first."""
+    """The tensors of a checkpoint's file by name: those of the adapter, else all; of tied ones the first."""
     reshard(model)
     if isinstance(model, PeftModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -324,16 +324,16 @@ def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) ->
 def first_undamaged(
     candidates: Iterable[Path], writer: EventWriter, disks: Disks, *, on_first_only: bool = False
 ) -> Path | None:
-    """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
+    """The first undamaged checkpoint; damaged ones before it are set aside and reported.
 
-    Every rank must call it, and reads some of the files.
+    A collective: every rank verifies some of the files.
 
     Args:
         candidates: each machine's own paths of the same checkpoints.
-        on_first_only: only rank 0's disk has them; else every disk has copies of its own, which are read there.
+        on_first_only: only rank 0's disk has them; otherwise every disk has its own copies, which are verified, too.
 
     Raises:
-        JobFailure: rank_failed, where another machine's copy alone is damaged; it is set aside.
+        JobFailure: rank_failed, where only another machine's copy is damaged; that copy is set aside.
     """
     for checkpoint in candidates:
         here = None if on_first_only and not disks.sees_first else _damage(checkpoint, disks)
@@ -361,12 +361,13 @@ def first_undamaged(
 
 
 def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | None = None) -> None:
-    """Return if `num_bytes` more leave `min_free_bytes` free; wait for it where checkpoints are on their way from this
-    disk to the service's, after which they are removed here.
+    """Return if `num_bytes` more leave `min_free_bytes` free on the disk of the checkpoints.
+
+    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards.
 
     Args:
         uploads: `RunDir.uploads`.
-        writer: told of a wait.
+        writer: gets a warning before a wait.
 
     Raises:
         OSError: as a full disk does.
@@ -386,12 +387,12 @@ def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, write
             message = f"{shortage}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
             writer.write(Warned(message=message))
         patience = _UPLOAD_GRACE if waiting else patience - _UPLOAD_POLL_INTERVAL
-        writer.heartbeat()  # the agent ends the job where nobody takes them
+        writer.heartbeat()  # the agent ends the job if the uploads fail
         time.sleep(_UPLOAD_POLL_INTERVAL)
 
 
 def _uploads(path: Path | None) -> int | None:
-    """How many checkpoints are on their way; None: none ever will be."""
+    """Number of pending uploads; None: checkpoints of this job are not uploaded."""
     try:
         return None if path is None else int(path.read_text())
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""A model's weights into safetensors files that transformers loads, one after the other, and back for comparison.
+"""Writes a model's weights one by one into safetensors files that transformers loads, and reads them back.
 
-What is in memory at a time: on rank 0 the file at hand (`FILE_BYTES` at most, or one group) and one group of weights,
+In memory at a time are: on rank 0 the file at hand (`FILE_BYTES` at most, or one group) and one group of weights,
 on the others one weight, twice while it is gathered. Measured on two CPU ranks, a model of 420 MiB whose largest weight
 takes 48 MiB, files of 64 MiB: 102 MiB more on rank 0, 97 MiB on the other.
 
 A group is what must be converted together for the file: one weight in all architectures known to us, see `_groups`.
-Where nothing is shared out and the dtype stays, the weights are not even copied.
+Without sharding and without a change of dtype, the weights are not even copied.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def digest(weight: torch.Tensor) -> Weight:
 def differences(
     expected: Mapping[str, Weight], directory: Path, file: str, heartbeat: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Read weights back from their files and say what is not as expected, one phrase per weight.
+    """Read weights back from their files and describe each difference from `expected`.
 
     Args:
-        file: where the weights are unless there is an index that says so.
+        file: the file of all weights, where there is no index.
         heartbeat: called after every weight.
     """
     wrong: list[str] = []
@@ -146,14 +146,14 @@ def differences(
 
 
 def export_bytes(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> int:
-    """How much `write_weights` writes, nearly."""
+    """The approximate number of bytes that `write_weights` writes."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     sources = _sources(plain, dtype)
     return sum(source.weight.numel() * source.dtype.itemsize for source in sources.values())
 
 
 class _Files:
-    """Fills one file after the other; the plan says how many there will be, and so what they are called."""
+    """Fills one file after the other. The planned weights determine their number, and so their names."""
 
     def __init__(self, directory: Path, planned: Iterable[Mapping[str, torch.Tensor]]) -> None:
         self.directory = directory
@@ -219,7 +219,7 @@ def _sources(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, _Source]:
 
 
 def _without_tied(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
-    """Of the names of one tensor, the one under which transformers looks for it."""
+    """Of the names of one tensor, the one under which transformers loads it."""
     names: dict[int, list[str]] = {}
     for name, source in sources.items():
         names.setdefault(id(source.weight if source.adapted is None else source.adapted), []).append(name)
@@ -230,8 +230,8 @@ def _without_tied(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Ite
 def _groups(plain: PreTrainedModel, sources: Mapping[str, _Source]) -> list[list[str]]:
     """Weights that must be converted together, the smallest groups that give what the whole model gives.
 
-    transformers 5 can only revert the conversions of a whole state dict. So it is asked, with tensors that have no
-    data: is each weight by itself enough, or those of a block, or must it be the whole model, in the memory of rank 0?
+    transformers 5 can only revert the conversions of a whole state dict. So tensors without data are converted in
+    three ways: weight by weight, block by block, and as a whole, which takes the memory of rank 0.
     """
     every = {name: _meta(source) for name, source in sources.items()}
     expected = _outline(_converted(plain, every))

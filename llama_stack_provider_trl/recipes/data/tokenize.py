@@ -1,23 +1,19 @@
-"""Examples -> token ids and labels, not yet cut."""
+"""Turns examples into token ids and labels, before truncation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ...specs.rows import PreferenceExample, SftExample
-from .packing import IGNORED
-
-if TYPE_CHECKING:
-    pass
 from .chat import Chat, answer_spans, call_tokenizer
+from .packing import IGNORED
 
 Encoded = tuple[list[int], list[int]]
 """Token ids and labels of one sequence, not yet cut."""
 
 
 class SftEncoder:
-    """Numbered examples -> ids and labels, a chunk at a time."""
+    """Encodes numbered examples, a chunk at a time."""
 
     def __init__(self, chat: Chat, train_on_input: bool) -> None:
         self.chat, self.train_on_input = chat, train_on_input
@@ -62,10 +58,10 @@ class SftEncoder:
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
         texts = [self.chat.render(example.messages or (), row) for row, example in rows.items()]
         encoded = []
-        for example, text, (ids, place) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
+        for example, text, (ids, index) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
             labels = [IGNORED] * len(ids)
             for start, end, exact in answer_spans(self.chat, example.messages or [], text):
-                trained = slice(place(start, False), place(end, exact))
+                trained = slice(index(start, False), index(end, exact))
                 labels[trained] = ids[trained]
             encoded.append((ids, labels))
         return encoded

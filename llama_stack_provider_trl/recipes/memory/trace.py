@@ -1,8 +1,8 @@
-"""How much memory a training step takes on each device, before any weight is read.
+"""Traces the memory of a training step on each device, without reading weights.
 
 The real loss runs forward and backward on fake tensors (torch.FakeTensorMode: shapes, dtypes and lifetimes of every
-tensor, no storage), so what autograd saves is counted and not modelled, for any architecture that transformers loads.
-What a trace cannot show is added by arithmetic: optimizer state, shards and what is gathered of them, the reference.
+tensor, no storage), so what autograd saves is counted, not modelled, for any architecture that transformers loads.
+`estimate` adds what a trace lacks: optimizer state, gathered shards and the reference.
 docs/memory.md compares the result with measured peaks.
 """
 
@@ -31,11 +31,11 @@ from ..trainer.reference import is_needed, loading_spec, precomputes
 from ..trainer.trl_patches import fuse_head, traced_head
 
 _STASH = 5
-"""Tensors on their way to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
+"""Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
 
 
 _OFFLOADED = 1024
-"""Bytes: smaller tensors stay where they are (min_offload_size there)."""
+"""Bytes: smaller tensors are not offloaded (min_offload_size there)."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ def model_config(spec: JobSpec) -> Any:
 
 @dataclass(frozen=True)
 class Window:
-    """A moment of the traced step: bytes of what is not a parameter."""
+    """The peak of a part of the traced step: bytes of everything but parameters."""
 
     activations: float
     logits: float
     gradients: float
     host: float = 0
-    """What has been offloaded to CPU memory, at its most."""
+    """Peak of the offloaded bytes in CPU memory."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What is known of a model without its weights."""
+    """The sizes of a model, found without its weights."""
 
     trainable: int
     """Parameters that get a gradient; tied ones count once."""
@@ -91,15 +91,15 @@ class Traced:
     stored_alike: bool
     """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
-    """Of the step; none for a model that only scores."""
+    """Of the step; empty for a model that only scores."""
     reference_scoring: Window | None = None
-    """DPO, where a model of its own is asked before training: one batch of that."""
+    """DPO, where a separate reference scores rows before training: one batch of that."""
     reference: Traced | None = None
     """DPO: another model that is the reference."""
 
 
 def loads_reference(spec: JobSpec) -> bool:
-    """Whether DPO's reference is ever a model of its own: one process asks the policy itself before training."""
+    """Whether DPO loads a separate reference; before training, one process scores with the policy itself."""
     if spec.dpo is None or not is_needed(spec):
         return False
     return not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
@@ -114,11 +114,11 @@ _KEEP_GRAPH = {"use_reentrant": False}
 
 
 class _LiveMemory(TorchDispatchMode):
-    """Counts the bytes of every storage that is alive, by kind, and what they are at their most.
+    """Counts the bytes of all live storages, by kind, and their peak.
 
-    The peak is kept for two windows: until the middle block's backward is over, and from then on. Between blocks that
-    are alike all that is alive changes by the same amount from one to the next, so the most in each window is a linear
-    function of depth, where the most of the whole step is not.
+    The peak is recorded for two windows: until the middle block's backward has ended, and after it. Between equal
+    blocks the live bytes change by a constant amount, so the peak of each window is a linear function of depth. The
+    peak of the whole step is not.
     """
 
     def __init__(self, gradients_weigh: float) -> None:
@@ -132,7 +132,7 @@ class _LiveMemory(TorchDispatchMode):
         self._most = -1.0
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A parameter: counted elsewhere."""
+        """Do not count a parameter: `estimate` counts it."""
         self._add(tensor, "ignored")
 
     def ignores(self, tensor: torch.Tensor) -> bool:
@@ -195,7 +195,7 @@ class _LiveMemory(TorchDispatchMode):
 
 
 def _key(spec: JobSpec) -> str:
-    """What decides a trace: everything else of a job may change without a new one."""
+    """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
     relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
     accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
@@ -242,8 +242,10 @@ def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
-    """What is traced of blocks that are alike, where of every `period` of them one is recomputed: depths of which the
-    halves, too (see `_LiveMemory`), begin and end at the same place in a period as those of the whole."""
+    """Two shallow depths to trace where one of every `period` blocks is recomputed.
+
+    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth.
+    """
     shallow = 2 * period + depth % (2 * period)
     return shallow, shallow + 2 * period
 
@@ -253,7 +255,7 @@ def _has_other_reference(spec: JobSpec) -> bool:
 
 
 def _sizes(spec: JobSpec) -> Traced:
-    """A model that is only asked: nothing of it is traced."""
+    """The sizes of a model that only scores: its step is not traced."""
     config = model_config(spec)
     with torch.device("meta"):
         model = _built(config, spec)
@@ -267,7 +269,7 @@ def _stored_alike(config: Any, spec: JobSpec) -> bool:
 
 
 def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
-    """Both traces have the same windows, and every number in them is linear in depth."""
+    """Extrapolate two traces with the same windows, whose numbers are linear in depth."""
     steps = (depth - one.blocks) / (other.blocks - one.blocks)
 
     def line(a: float, b: float) -> float:
@@ -302,7 +304,7 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
     if len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1:
         return False
     known = config.to_json_string()
-    if known not in _ALIKE:  # the whole depth is built for this, which for 80 blocks takes a second
+    if known not in _ALIKE:  # this builds the whole depth, which takes a second for 80 blocks
         with torch.device("meta"):
             blocks = _blocks(_built(config, spec))
         _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for _, block in blocks}) == 1
@@ -310,7 +312,7 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
 
 
 def _built(config: Any, spec: JobSpec) -> PreTrainedModel:
-    # fp16 takes what bf16 takes, which every CPU kernel knows.
+    # fp16 takes the memory of bf16, which every CPU kernel supports.
     dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
@@ -324,8 +326,10 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
-    """One micro step, forward and backward, on fake tensors in CPU memory: of those torch knows every kernel's memory
-    whether or not there is a GPU, and flash attention saves the same there."""
+    """Trace one micro step, forward and backward, on fake tensors in CPU memory.
+
+    torch knows every CPU kernel's memory without a GPU, and flash attention saves the same tensors there.
+    """
     weigh = 1.0 / num_shards(spec)
     live = _LiveMemory(weigh)
     with ExitStack() as stack:
@@ -385,10 +389,10 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
 
 def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
-    """Another model as the reference: asked without a graph, it takes no more with more blocks."""
-    asked = loading_spec(spec)
-    config = model_config(asked)
-    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, asked) else config, asked)
+    """Another model as the reference. It scores without a graph, so its memory does not grow with its depth."""
+    reference = loading_spec(spec)
+    config = model_config(reference)
+    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, reference) else config, reference)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
@@ -396,7 +400,7 @@ def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
 def _trace_reference_scoring(
     model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any, weights: list[torch.nn.Parameter]
 ) -> Window:
-    """One batch of what the reference is asked before training."""
+    """Trace one batch that the reference scores before training."""
     live = _LiveMemory(1.0)
     for weight in weights:
         live.ignore(weight)
@@ -407,8 +411,10 @@ def _trace_reference_scoring(
 
 @contextmanager
 def _offloading(live: _LiveMemory) -> Iterator[None]:
-    """What TRL's OffloadActivations does to tensors that are saved for backward: a copy in CPU memory takes their
-    place, the last few are still on their way there, and what several operations save stays on the device, too."""
+    """Simulate TRL's OffloadActivations: a copy in CPU memory replaces tensors that are saved for backward.
+
+    The last few are still being copied, and what several operations save stays on the device, too.
+    """
     stash: deque[torch.Tensor] = deque(maxlen=_STASH)
     shared: set[int] = set()
 
@@ -421,7 +427,7 @@ def _offloading(live: _LiveMemory) -> Iterator[None]:
             return tensor.detach()
         stash.append(tensor.detach())
         with live.counting("host"):
-            # A broadcast tensor travels as the storage that it has.
+            # Of a broadcast tensor only its storage is copied.
             away = torch.empty(min(storage.nbytes(), tensor.nbytes), dtype=torch.uint8)
         return away, tensor.shape, tensor.stride(), tensor.dtype
 
@@ -436,7 +442,7 @@ def _offloading(live: _LiveMemory) -> Iterator[None]:
 
 
 def _make_fake(model: torch.nn.Module) -> None:
-    """Parameters and buffers from the meta device become fake ones in CPU memory; tied ones stay tied."""
+    """Replace meta parameters and buffers by fake ones in CPU memory; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -451,7 +457,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> None:
-    """What `recipes.trainer.sft` and `recipes.trainer.dpo` do with a batch."""
+    """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     inputs = _inputs(spec, batch)
     loss = _score(model, spec, inputs)
     if spec.algorithm == "dpo" and not precomputes(spec):
@@ -461,7 +467,7 @@ def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> Non
 
 def _inputs(spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    if spec.packed:  # several rows in each sequence, which attention tells apart by their positions
+    if spec.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
         return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
     mask = torch.ones_like(ids)
@@ -476,7 +482,7 @@ def _score(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor]) -> torch.
 
 
 def _score_reference(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
-    """The base model as the reference costs what the policy costs without a graph, be it a copy or the model itself."""
+    """Score a batch with the reference: another model, or the policy without a graph."""
     with torch.no_grad(), no_recomputation(model):
         return _score(reference or model, spec, inputs)
 
@@ -503,7 +509,7 @@ def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) 
 
 
 def _mark_middle(blocks: list[torch.nn.Module], live: _LiveMemory) -> None:
-    """Begin the second window when the middle block's backward has reached its first trained weight."""
+    """Begin the second window when backward has reached the first trained weight of the middle block."""
     weights = [weight for weight in blocks[len(blocks) // 2].parameters() if weight.requires_grad] if blocks else []
     begun: list[bool] = []
 

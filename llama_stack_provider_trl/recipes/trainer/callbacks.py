@@ -1,4 +1,4 @@
-"""From Trainer's callbacks to our events: progress, evaluations and saved checkpoints, and when each is due."""
+"""Turns Trainer's callbacks into events, and decides when to save, evaluate and stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..model.loading import parameter_counts
 from .base import RecipeTrainer
 
 SAVE_SECONDS = 1800.0
-"""Where a job does not say `save_steps`, it saves at least this often: a crash costs half an hour, not an epoch."""
+"""Seconds between saves of a job without `save_steps`: a crash costs half an hour, not an epoch."""
 
 
 _SCARCE = (
@@ -35,7 +35,7 @@ _SCARCE = (
 
 
 class Decision(IntEnum):
-    """What rank 0 has the others do."""
+    """What all ranks do after a step, as decided by rank 0."""
 
     proceed = 0
     save = 1
@@ -47,9 +47,9 @@ class JobCallback(TrainerCallback):
     `SAVE_SECONDS`; never at the last step, whose weights the final export holds.
 
     Args:
-        control: the file that tells us to stop, once it exists.
+        control: a file; the job is to stop once it exists.
         effective: what was decided beyond the spec.
-        start_step: optimizer steps that a checkpoint brought along.
+        start_step: optimizer steps done in the checkpoint that training resumes from.
         resumed_from: that checkpoint.
     """
 
@@ -80,18 +80,18 @@ class JobCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model is shared out by now and no step is done: prove it, and say what will be trained."""
+        """Prove that the model is sharded, and report what will be trained."""
         spec, model = self.spec, self.trainer.model
-        state.logging_steps = spec.logging_steps  # of another job's checkpoint it is that job's
+        state.logging_steps = spec.logging_steps  # a checkpoint of another job has that job's value
         if self.start_step >= state.max_steps:
             raise JobFailure(
                 Reason.invalid_request,
-                f"the checkpoint to go on from has {self.start_step} optimizer steps, the job {state.max_steps}: raise "
-                "n_epochs, or name an earlier checkpoint",
+                f"the checkpoint to resume from has {self.start_step} optimizer steps, the job "
+                f"{state.max_steps}: raise n_epochs, or name an earlier checkpoint",
             )
-        shared_out = fsdp.describe(model, spec) if spec.ranks > 1 else None
-        if shared_out and self.trainer.ref_model is not None:
-            shared_out["reference"] = fsdp.describe(self.trainer.ref_model, spec)
+        sharding = fsdp.describe(model, spec) if spec.ranks > 1 else None
+        if sharding and self.trainer.ref_model is not None:
+            sharding["reference"] = fsdp.describe(self.trainer.ref_model, spec)
         if spec.sharding and fsdp.is_sharded(spec):
             fsdp.prefetch(model, spec.sharding)
         trainable, total = parameter_counts(model)
@@ -107,14 +107,14 @@ class JobCallback(TrainerCallback):
                 effective={
                     **self.effective,
                     "global_batch_size": self.trainer.batch_plan.rows_per_step,
-                    "sharding": shared_out,
+                    "sharding": sharding,
                 },
             )
         )
         faults.reach("prepared")
 
     def _keep_memory(self) -> None:
-        """Only on a CPU: a GPU has torch's own allocator, which keeps blocks anyway. Rank 0 alone has the estimate."""
+        """On a CPU, decide whether malloc keeps large blocks, by rank 0's estimate; a GPU's allocator always does."""
         if self.trainer.args.device.type != "cpu":
             return
         need = ranks.broadcast_number((self.effective.get("memory") or {}).get("estimate_bytes", 0))
@@ -165,13 +165,13 @@ class JobCallback(TrainerCallback):
         self._heartbeat()
 
     def decide(self) -> Decision:
-        """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
-        that saw another one would wait for ever."""
-        said = Decision.proceed
+        """What to do after this step. Rank 0 reads the file and the clock for all ranks: a rank that decided otherwise
+        would wait forever."""
+        decision = Decision.proceed
         if ranks.rank() == 0:
             overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
-            said = Decision.stop if self.control_file.exists() else Decision.save if overdue else Decision.proceed
-        return Decision(ranks.broadcast_number(said))
+            decision = Decision.stop if self.control_file.exists() else Decision.save if overdue else Decision.proceed
+        return Decision(ranks.broadcast_number(decision))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -221,14 +221,14 @@ class JobCallback(TrainerCallback):
         self._apply_evaluation(shown, state, control)
 
     def _apply_evaluation(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
-        """Save what is the best so far, and end the job when it has been good enough. Rank 0 decides for all."""
+        """Save the best model so far, and stop early where the job says so. Rank 0 decides for all."""
         is_best = self.early_stopping.is_best(metrics, self.checkpoint_fields(state))
         should_stop = self.early_stopping.should_stop(metrics, state.global_step)
-        is_best, should_stop = (bool(ranks.broadcast_number(said)) for said in (is_best, should_stop))
+        is_best, should_stop = (bool(ranks.broadcast_number(found)) for found in (is_best, should_stop))
         if state.global_step >= state.max_steps:
-            return  # it ends here anyway
+            return  # the job ends with this step
         if should_stop:
-            # No checkpoint of a step that is the last: a job that dies now comes back here, and ends here.
+            # No checkpoint of the last step: a job that dies now repeats this evaluation, and stops here again.
             self.stopped, self.paused = True, False
             control.should_training_stop, control.should_save = True, False
             self.writer.write(Warned(message=self.early_stopping.stop_message(state.global_step, state.max_steps)))
@@ -236,16 +236,16 @@ class JobCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The checkpoint is copied and being written."""
+        """Reset the counters of a checkpoint, which is copied and being written by now."""
         self._losses.clear()
         self._last_saved = state.global_step
         self._saved_at = time.monotonic()
-        state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
+        state.log_history.clear()  # it is in the event file; each checkpoint would hold all of it
         if self.paused:
             self.trainer.finish_saving()
 
     def checkpoint_fields(self, state: TrainerState) -> dict[str, Any]:
-        """The fields of a checkpoint event that say where training stands."""
+        """The fields of a checkpoint event that describe the progress of training."""
         steps = sum(count for count, _ in self._losses)
         fresh = self.validation is not None and self.validation[0] == state.global_step
         validation_loss = self.validation[1] if self.validation and fresh else None
@@ -258,12 +258,12 @@ class JobCallback(TrainerCallback):
         }
 
     def _is_planned(self, state: TrainerState) -> bool:
-        """Whether this step ends with a checkpoint, whatever else happens."""
+        """Whether a checkpoint is planned after this step."""
         steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
         return state.global_step % steps == 0
 
     def _is_evaluated(self, state: TrainerState) -> bool:
-        """Whether this step ends with an evaluation, whatever else happens."""
+        """Whether an evaluation is planned after this step."""
         return self.spec.eval_steps is not None and state.global_step % self.spec.eval_steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
@@ -272,7 +272,7 @@ class JobCallback(TrainerCallback):
         control.should_save = True
 
     def _tokens_per_second(self, logs: dict[str, float]) -> float:
-        """Tokens (padding left out) per second of step time: evaluation and saving do not count."""
+        """Tokens without padding per second of step time, without evaluations and saves."""
         tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
         busy, self._busy = self._busy, 0.0
         return round(tokens / busy, 3) if busy else 0.0
@@ -287,7 +287,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    # exp overflows a float beyond 709; such a model has no meaningful perplexity.
+    # exp overflows a float beyond 709, where a perplexity has no meaning.
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
