@@ -1,4 +1,4 @@
-"""What a job would do, and whether it fits, without training: lengths, steps, memory, disk, and the nearest that fits.
+"""Predicts lengths, steps, memory and disk of a job without training, and proposes the nearest job that fits.
 
 The same check runs before a job loads its model (`before_training`) and, on request, as a task that takes no device
 (`preflight_attempt`).
@@ -15,23 +15,23 @@ import torch
 from datasets import Dataset
 
 from ..errors import JobFailure
-from ..specs.events import EventWriter, Finished, Preflighted, Reason, Silent, Warned
+from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.packing import pack
 from .data.prepare import DataReport, prepare
-from .data.sampling import EpochSampler, Share
+from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
-from .memory.estimate import Memory, disk_bytes, estimate
+from .memory.estimate import MemoryEstimate, disk_bytes, estimate
 from .memory.proposals import MARGIN, Proposal, fits, nearest
 from .memory.trace import Batch, trace
 from .model.loading import load_tokenizer, within_positions
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The steps of a job as they will be, and its largest batch."""
+class StepPlan:
+    """The optimizer steps of a job, and its largest batch."""
 
     epochs: int
     steps_per_epoch: int
@@ -41,31 +41,30 @@ class Plan:
     batch: Batch
 
 
-def plan(spec: JobSpec, lengths: Sequence[int], share: Share | None = None) -> Plan:
-    """What the trainer will do with a job's rows.
+def plan_steps(spec: JobSpec, lengths: Sequence[int], batch_plan: BatchPlan | None = None) -> StepPlan:
+    """Compute the steps that the trainer will do with a job's rows.
 
     Args:
         lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
             sequence.
-        share: how each optimizer step is shared out; None: as the job's own fields say.
+        batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
     """
-    share = share or Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
-    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * share.rows_per_step
-    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, share=share)
+    batch_plan = batch_plan or BatchPlan.of_job(spec)
+    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * batch_plan.rows_per_step
+    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, batch_plan=batch_plan)
     steps = epoch.steps_per_epoch
-    return Plan(
+    return StepPlan(
         spec.n_epochs,
         steps,
         steps * spec.n_epochs,
-        share.rows_per_step,
-        _largest(spec, share, epoch.rows_per_epoch, max(lengths)),
+        batch_plan.rows_per_step,
+        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, max(lengths)),
     )
 
 
-def _largest(spec: JobSpec, share: Share, rows: int, tokens: int) -> Batch:
-    """Every row stands in some batch of an epoch, and pads it to its length; so does the longest. Where fillers are at
-    hand, short batches are filled up."""
-    size = share.batch_size if share.needs_filler else min(share.batch_size, rows)
+def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
+    """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
+    size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
     return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
 
 
@@ -73,7 +72,7 @@ def row_lengths(dataset: Dataset) -> list[int]:
     """Tokens of each prepared row; of a pair, of its longer half with the prompt."""
 
     def of(column: str) -> Iterator[int]:
-        # From Arrow's offsets: the ids themselves are not turned into Python numbers.
+        # From Arrow's offsets, so that the ids do not become Python numbers.
         return chain.from_iterable(chunk.value_lengths().to_pylist() for chunk in dataset.data.column(column).chunks)
 
     if "input_ids" in dataset.column_names:
@@ -92,8 +91,8 @@ def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
 
 
 def device_limit(device: torch.device, ranks: int) -> int:
-    """Bytes that a rank may take: what is free on its GPU, which is locked for the job; on a CPU its share of all the
-    memory that the machine (or the container) has, whoever else uses some of it at the moment.
+    """Bytes that a rank may take. On a GPU, which is locked for the job: what is free. On a CPU: an equal part of all
+    memory of the machine or container, including what other programs use at the moment.
 
     Args:
         ranks: of the job on this machine.
@@ -108,7 +107,7 @@ def device_limit(device: torch.device, ranks: int) -> int:
 def check(
     spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
 ) -> dict[str, Any]:
-    """The verdict on memory: parts, limit, `fits`, and where it does not the nearest job that does."""
+    """Compare the estimated memory with `limit`; where it does not fit, the result has the nearest job that does."""
     memory = estimate(spec, batch, device, baseline)
     verdict: dict[str, Any] = {
         "fits": fits(memory, limit),
@@ -122,33 +121,37 @@ def check(
     if not verdict["fits"]:
         found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
-        verdict["message"] = _sentence(memory, limit, verdict["device"], found)
+        verdict["message"] = _misfit_message(memory, limit, verdict["device"], found)
     return verdict
 
 
 def before_training(
-    spec: JobSpec, share: Share, dataset: Dataset, device: torch.device, writer: EventWriter | Silent | None
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    dataset: Dataset,
+    device: torch.device,
+    writer: EventWriter | None,
 ) -> dict[str, Any] | None:
-    """Check a job that is about to load its model; what was found is for its record.
+    """Check the memory of a job before it loads its model; returns the result for its record.
 
     Args:
         spec: as this attempt's ranks train it.
-        share: how they share out each optimizer step.
+        batch_plan: the batches of each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
 
     Raises:
         JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
     """
-    if spec.preflight == "off" or ranks.rank() != 0:  # the others end with rank 0
+    if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
-    batch = plan(spec, row_lengths(dataset), share).batch
+    batch = plan_steps(spec, row_lengths(dataset), batch_plan).batch
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         verdict = check(spec, batch, device.type, device_limit(device, here), baseline=_baseline(device.type))
     except JobFailure:
         raise
-    except Exception as error:  # an architecture that cannot be traced may well be one that can be trained
-        _say_unknown(error, writer)
+    except Exception as error:  # an architecture that cannot be traced may still be trained
+        _warn_not_estimated(error, writer)
         return None
     if not verdict["fits"]:
         if spec.preflight == "refuse":
@@ -165,35 +168,35 @@ def before_training(
     return verdict
 
 
-def preflight_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
-    """The task: tokenize the rows as the job would, and report instead of training.
+def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Run a preflight: tokenize the rows as the job would, and report instead of training.
 
     Raises:
-        JobFailure: what would keep the job from starting at all, such as a model that is not there; or the preflight
-            itself needs more memory than it may take: a chat template may ask for any amount.
+        JobFailure: what would prevent the job from starting, such as a missing model; or the preflight itself exceeds
+            its memory limit, since a chat template may allocate any amount.
     """
-    asked = attempt.preflight
-    if asked is None:
-        raise AssertionError("no preflight was asked for")
-    if asked.own_memory_bytes is None:
-        return _preflight(attempt.job, asked, writer)
-    limit_memory(allocated_memory() + asked.own_memory_bytes)
+    request = attempt.preflight
+    if request is None:
+        raise AssertionError("the attempt has no PreflightSpec")
+    if request.own_memory_bytes is None:
+        return _preflight(attempt.job, request, writer)
+    limit_memory(allocated_memory() + request.own_memory_bytes)
     try:
-        _preflight(attempt.job, asked, writer)
+        _preflight(attempt.job, request, writer)
     except MemoryError as error:
-        raise JobFailure(Reason.invalid_request, asked.too_much_memory) from error
+        raise JobFailure(Reason.invalid_request, request.too_much_memory) from error
 
 
-def _preflight(spec: JobSpec, asked: PreflightSpec, writer: EventWriter | Silent) -> None:
+def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
     lengths = row_lengths(dataset)
-    planned = plan(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
-    limit = asked.memory_bytes or _device_memory(asked.device) or machine_memory() // spec.ranks
+    planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
+    limit = request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks
     memory = check(
-        spec, planned.batch, asked.device, limit, baseline=_baseline(asked.device), max_ranks=asked.max_ranks
+        spec, planned.batch, request.device, limit, baseline=_baseline(request.device), max_ranks=request.max_ranks
     )
-    disk = _disk(spec, planned, asked)
+    disk = _disk(spec, planned, request)
     writer.write(
         Preflighted(
             fits=memory["fits"] and disk["fits"],
@@ -230,13 +233,13 @@ def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _disk(spec: JobSpec, planned: Plan, asked: PreflightSpec) -> dict[str, Any]:
-    """What the job writes at its most: the step checkpoints that are kept and one being written, final and merged."""
-    sizes = disk_bytes(spec, trace(spec, planned.batch, asked.device))
+def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str, Any]:
+    """The most that the job writes: the step checkpoints that are kept, one being written, final and merged."""
+    sizes = disk_bytes(spec, trace(spec, planned.batch, request.device))
     saves = planned.total_steps // spec.save_steps if spec.save_steps else planned.epochs
     steps = min(saves, spec.keep_last + 1) if spec.keep_last else saves
     needed = steps * sizes["step_checkpoint"] + sizes["final"] + sizes["merged"]
-    free = free_bytes(spec.checkpoint_dir) if asked.free_bytes is None else asked.free_bytes
+    free = free_bytes(spec.checkpoint_dir) if request.free_bytes is None else request.free_bytes
     enough = needed + spec.min_free_bytes <= free
     message = (
         f"The job writes about {_gib(needed)} below {spec.checkpoint_dir}, where {_gib(free)} are free and "
@@ -252,7 +255,7 @@ def _disk(spec: JobSpec, planned: Plan, asked: PreflightSpec) -> dict[str, Any]:
     }
 
 
-def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -> str:
+def _misfit_message(memory: MemoryEstimate, limit: int, device: str, found: Proposal | None) -> str:
     parts = {name: value for name, value in memory.parts.items() if value >= memory.total // 50}
     largest = ", ".join(f"{name} {_gib(value)}" for name, value in sorted(parts.items(), key=lambda part: -part[1]))
     text = (
@@ -261,18 +264,18 @@ def _sentence(memory: Memory, limit: int, device: str, found: Proposal | None) -
     )
     if found is None:
         return f"{text} No setting makes it fit: use a smaller model, or more or larger devices."
-    asked = ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
-    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {asked}."
+    changes = ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
+    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {changes}."
 
 
-def _say_unknown(error: Exception, writer: EventWriter | Silent | None) -> None:
+def _warn_not_estimated(error: Exception, writer: EventWriter | None) -> None:
     if writer:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         writer.write(Warned(message=f"the memory of this job could not be estimated ({what}); it is trained unchecked"))
 
 
 def _device_memory(device: str) -> int:
-    """What a GPU of this machine has in all, in bytes: a preflight takes nothing of it. 0: it is none."""
+    """All memory of a GPU of this machine, in bytes, since a preflight uses none of it. 0: no GPU."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return 0
     return int(torch.cuda.get_device_properties(0).total_memory)

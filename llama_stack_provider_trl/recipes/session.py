@@ -1,10 +1,10 @@
-"""One attempt from spec to exported checkpoint. Heavy imports live here; `recipes.train` is the light door."""
+"""One attempt from spec to exported checkpoint. Imports torch and TRL; `recipes.train` is the light entry point."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,111 +13,110 @@ import peft
 import torch
 import transformers
 import trl
-from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import set_seed
 
 from .. import faults
 from ..errors import JobFailure
-from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Silent, Started, Warned
+from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..system.files import RunDir
+from .build import build_trainer
 from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .checkpoint.fencing import FencingToken
 from .checkpoint.step import first_undamaged, need_space, step_bytes
-from .checkpoint.transfer import Turn
-from .data.packing import num_rows, pack
-from .data.prepare import DataReport, prepare, with_filler
-from .data.sampling import Share
+from .checkpoint.transfer import Disks
+from .data.sampling import BatchPlan
 from .distributed import ranks
-from .distributed.heartbeat import shown_alive
-from .distributed.peers import in_contact
-from .model.fsdp import sharding_on_any_device
-from .model.loading import (
-    check_length,
-    choose_device,
-    load_adapter,
-    load_model,
-    load_tokenizer,
-    lora_config,
-    quantize,
-    within_positions,
-)
-from .model.packing_check import expect_isolation
-from .model.quantization import keep_adapters_in_fp32
-from .preflight import before_training
-from .trainer.arguments import dpo_arguments, sft_arguments
+from .distributed.heartbeat import heartbeat
+from .distributed.peers import connected_peers
+from .model.loading import choose_device, load_adapter, within_positions
 from .trainer.base import RecipeTrainer
-from .trainer.callbacks import JobCallback, Order
-from .trainer.dpo import DpoRecipe
-from .trainer.reference import Precomputation, check_vocabulary, precomputes
-from .trainer.sft import SftRecipe
+from .trainer.callbacks import Decision, JobCallback
+from .trainer.reference import Precomputation, precomputes
+from .trainer.trl_patches import require_releases
 
 
-def train_attempt(attempt: AttemptSpec, writer: EventWriter | Silent) -> None:
-    """Train, export and report one attempt; on each of its ranks.
+@dataclass(frozen=True)
+class Run:
+    """An attempt that is ready to train."""
+
+    spec: JobSpec
+    """As this attempt's ranks train it."""
+    writer: EventWriter
+    trainer: RecipeTrainer
+    callback: JobCallback
+    resume_from: Path | None
+    require_space: Callable[[int], None]
+    """Returns if so many bytes fit on the disk of the job's checkpoints; raises where they do not."""
+
+
+def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Train, export and report one attempt. Every rank calls it.
 
     Raises:
-        JobFailure: what the user can mend; anything else is a bug or the machine's end.
+        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
     """
-    ranks.expect(attempt.world_size)
-    spec, share = _shared_out(attempt)
+    ranks.check_world_size(attempt.world_size)
+    require_releases()
+    spec, batch_plan = plan_batches(attempt)
     spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
+    _report_start(spec, device, warnings, writer)
+    with connected_peers(device, attempt.run_dir, writer):
+        run = _prepare(attempt, spec, batch_plan, device, writer)
+        _check_export(run)
+        if not _score_reference(run):
+            return writer.write(Paused(step=run.callback.start_step), durable=True)
+        _train(run)
+        if run.callback.paused:
+            return writer.write(Paused(step=run.trainer.state.global_step), durable=True)
+        _evaluate_last_step(run)
+        _export(run, _load_best(run))
+        faults.reach("finishing")
+        writer.write(Finished(step=run.trainer.state.global_step), durable=True)
+
+
+def plan_batches(attempt: AttemptSpec) -> tuple[JobSpec, BatchPlan]:
+    """The job as this attempt's ranks train it. Rows per optimizer step do not depend on the number of ranks."""
+    rows = attempt.rows_per_step or attempt.job.rows_per_step
+    batch_plan = BatchPlan.of(rows, attempt.job.batch_size, attempt.world_size)
+    changes = {
+        "ranks": batch_plan.world_size,
+        "batch_size": batch_plan.batch_size,
+        "gradient_accumulation_steps": batch_plan.accumulation_steps,
+    }
+    return attempt.job.model_copy(update=changes), batch_plan
+
+
+def _report_start(spec: JobSpec, device: torch.device, warnings: list[str], writer: EventWriter) -> None:
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     for message in warnings:
         writer.write(Warned(message=message))
     faults.reach("started")
-    with in_contact(device, attempt.run_dir, writer):
-        _train(attempt, spec, share, device, writer)
 
 
-def _train(
-    attempt: AttemptSpec, spec: JobSpec, share: Share, device: torch.device, writer: EventWriter | Silent
-) -> None:
+def _prepare(
+    attempt: AttemptSpec, spec: JobSpec, batch_plan: BatchPlan, device: torch.device, writer: EventWriter
+) -> Run:
+    """Build the trainer, and restore the checkpoint to resume from, if there is one."""
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.seed)
-
-    control = RunDir(attempt.run_dir).control
-    with shown_alive(writer):
-        trainer, effective = build_trainer(spec, device, writer, share, Turn.of(attempt))
-        resume_from = _resume_point(attempt, writer, trainer)
-        start_step = trainer.take_up(resume_from) if resume_from else 0
-    callback = JobCallback(spec, writer, trainer, control, effective, start_step, resume_from)
+    run_dir = RunDir(attempt.run_dir)
+    require_space = partial(need_space, spec, uploads=run_dir.uploads, writer=writer)
+    with heartbeat(writer):
+        built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space)
+        trainer, effective = built.trainer, built.effective()
+        resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)
+        start_step = trainer.restore(resume_from) if resume_from else 0
+    callback = JobCallback(spec, writer, trainer, run_dir.control, effective, start_step, resume_from)
     trainer.add_callback(callback)
-    if ranks.rank() == 0:
-        check_tokenizer(trainer.model, trainer.processing_class, spec)
-    needed = step_bytes(trainer.model, spec)
-    need = partial(need_space, spec, uploads=RunDir(attempt.run_dir).uploads, writer=writer)
-    trainer.need_space = partial(need, needed)
-    # Before hours of training, not after; at the end a step checkpoint and the exports lie side by side.
-    if trainer.disks.is_here:
-        need(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
-    if callback.order() is Order.stop:
-        return writer.write(Paused(step=start_step), durable=True)
-    if precomputes(spec):
-        effective["reference"] = Precomputation(trainer, writer.beat, lambda: callback.order() is Order.stop).run()
-        if effective["reference"] is None:
-            return writer.write(Paused(step=start_step), durable=True)
-    try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        trainer.end_saving()
-        callback.malloc.end()
-    except BaseException:
-        trainer.abandon_saving()
-        raise
-    if callback.paused:
-        return writer.write(Paused(step=trainer.state.global_step), durable=True)
-    if spec.validation and (callback.validation is None or callback.validation[0] != trainer.state.global_step):
-        trainer.evaluate()
-    _export(spec, trainer, callback, _take_best(spec, trainer, callback), need)
-    faults.reach("finishing")
-    writer.write(Finished(step=trainer.state.global_step), durable=True)
+    return Run(spec, writer, trainer, callback, resume_from, require_space)
 
 
-def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: RecipeTrainer) -> Path | None:
-    found, given = first_undamaged(attempt.resume_candidates, writer, trainer.disks), attempt.job.resume_from
+def _checkpoint_to_resume(attempt: AttemptSpec, writer: EventWriter, disks: Disks) -> Path | None:
+    found, given = first_undamaged(attempt.resume_candidates, writer, disks), attempt.job.resume_from
     if found is None and given is not None:
         raise JobFailure(
             Reason.invalid_request,
@@ -126,154 +125,89 @@ def _resume_point(attempt: AttemptSpec, writer: EventWriter | Silent, trainer: R
     return found
 
 
-def build_trainer(
-    spec: JobSpec,
-    device: torch.device,
-    writer: EventWriter | Silent | None = None,
-    share: Share | None = None,
-    turn: Turn | None = None,
-) -> tuple[RecipeTrainer, dict[str, Any]]:
-    """A trainer ready to run, and what was decided on the way (adapted modules, data counts, attention kernel).
-
-    Args:
-        share: how each optimizer step is shared out; None: as the job's own fields say.
-        turn: None: nobody else writes into the job's checkpoint directory.
-    """
-    share = share or _own_share(spec)
-    tokenizer = load_tokenizer(spec)
-    check_vocabulary(spec, tokenizer)
-    # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    train, report = prepare(spec, spec.dataset, tokenizer)
-    validation, validation_report = _validation(spec, tokenizer)
-    warnings = [*report.warnings, *(validation_report.warnings if validation_report else []), *_slow(spec, device)]
-    if writer:
-        for message in warnings:
-            writer.write(Warned(message=message))
-    if spec.packed:
-        train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
-    packing = {"rows": num_rows(train), "sequences": len(train)} if spec.packed else None
-    memory = before_training(spec, share, train, device, writer)
-    if share.needs_filler:
-        train, validation = with_filler(train), validation and with_filler(validation)
-    model = load_model(spec, device)
-    check_length(model, spec)
-    if spec.packed:
-        expect_isolation(model)
-    quantized = quantize(spec, model)
-    adapters = lora_config(model, spec.lora) if spec.lora else None
-    recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
-    with sharding_on_any_device():
-        trainer = recipe(
-            model=model,
-            args=arguments(spec, device),
-            train_dataset=train,
-            eval_dataset=validation,
-            processing_class=tokenizer,
-            peft_config=adapters,
-        )
-    if spec.lora and spec.lora.quantize_base:
-        keep_adapters_in_fp32(trainer.model)
-    trainer.bind(spec, share, writer or Silent(), turn)
-    effective: dict[str, Any] = {
-        "model_class": type(model).__name__,
-        "attention": model.config._attn_implementation,
-        "weights_dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "data": _counts(report),
-    }
-    if packing:
-        effective["packing"] = packing
-    if memory:
-        effective["memory"] = memory
-    if quantized:
-        effective["quantization"] = quantized
-    if adapters:
-        effective["lora_target_modules"] = sorted(adapters.target_modules or ())
-    if validation_report:
-        effective["validation_data"] = _counts(validation_report)
-    return trainer, effective
+def _check_export(run: Run) -> None:
+    """Check before hours of training, not after, that the tokenizer can be saved and the exports fit on the disk."""
+    spec, trainer = run.spec, run.trainer
+    if ranks.rank() == 0:
+        check_tokenizer(trainer.model, trainer.processing_class, spec)
+    needed = step_bytes(trainer.model, spec.optimizer)
+    # At the end of a job a step checkpoint and the exports are on the disk together.
+    if trainer.disks.sees_first:
+        run.require_space(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
 
 
-def _shared_out(attempt: AttemptSpec) -> tuple[JobSpec, Share]:
-    """The job as this attempt's ranks train it: with as many rows per optimizer step, however many ranks there are."""
-    rows = attempt.rows_per_step or attempt.job.rows_per_step
-    share = Share.of(rows, attempt.job.batch_size, attempt.world_size)
-    changes = {
-        "ranks": share.world_size,
-        "batch_size": share.batch_size,
-        "gradient_accumulation_steps": share.accumulation_steps,
-    }
-    return attempt.job.model_copy(update=changes), share
+def _score_reference(run: Run) -> bool:
+    """Precompute the reference's log-probabilities where the job does; returns whether to continue with training."""
+    if run.callback.decide() is Decision.stop:
+        return False
+    if not precomputes(run.spec):
+        return True
+    should_stop = lambda: run.callback.decide() is Decision.stop  # noqa: E731
+    record = Precomputation(run.trainer, run.writer.heartbeat, should_stop).run()
+    run.callback.effective["reference"] = record
+    return record is not None
 
 
-def _own_share(spec: JobSpec) -> Share:
-    return Share.of(spec.rows_per_step, spec.batch_size, spec.ranks)
+def _train(run: Run) -> None:
+    try:
+        run.trainer.train(resume_from_checkpoint=str(run.resume_from) if run.resume_from else None)
+        run.trainer.end_saving()
+        run.callback.malloc.end()
+    except BaseException:
+        run.trainer.abandon_saving()
+        raise
 
 
-def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
-    if spec.validation is None:
-        return None, None
-    dataset, report = prepare(spec, spec.validation, tokenizer)
-    if spec.max_validation_steps is not None:
-        dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
-    return dataset, report
+def _evaluate_last_step(run: Run) -> None:
+    """Evaluate the trained model, unless the last step was evaluated already."""
+    evaluated = run.callback.validation
+    if run.spec.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
+        run.trainer.evaluate()
 
 
-def _take_best(spec: JobSpec, trainer: RecipeTrainer, callback: JobCallback) -> dict[str, Any]:
-    """Load the best checkpoint's weights where the job asks for them; returns the standing of what is exported."""
-    last, best = callback.standing(trainer.state), callback.judge.best
-    standing = dict(best["standing"]) if best else last
-    step = ranks.agree(standing["step"])
+def _load_best(run: Run) -> dict[str, Any]:
+    """Load the best checkpoint's weights where the job exports those; returns the event fields of what is exported."""
+    callback, trainer = run.callback, run.trainer
+    last, best = callback.checkpoint_fields(trainer.state), callback.early_stopping.best
+    fields = dict(best["standing"]) if best else last
+    step = ranks.broadcast_number(fields["step"])
     if best is None or step == last["step"]:
         return last
-    checkpoint = spec.checkpoint_dir / f"checkpoint-{step}"
-    there = bool(ranks.agree(checkpoint.is_dir()))
-    there = there and first_undamaged([checkpoint], callback.writer, trainer.disks, on_first_only=True) is not None
-    if there:
+    checkpoint = run.spec.checkpoint_dir / f"checkpoint-{step}"
+    is_there = bool(ranks.broadcast_number(checkpoint.is_dir()))
+    is_there = is_there and first_undamaged([checkpoint], run.writer, trainer.disks, on_first_only=True) is not None
+    if is_there:
         trainer.load_weights(checkpoint)
-    what = f"{checkpoint.name}, the best by {spec.best_checkpoint} ({best['value']:.6g})"
-    said = f"final is {what}" if there else f"{what}, is gone: final is the last step"
-    callback.writer.write(Warned(message=f"{said}; training ended at step {last['step']}"))
-    return standing if there else last
+    what = f"{checkpoint.name}, the best by {run.spec.best_checkpoint} ({best['value']:.6g})"
+    outcome = f"final is {what}" if is_there else f"{what}, is gone: final is the last step"
+    run.writer.write(Warned(message=f"{outcome}; training ended at step {last['step']}"))
+    return fields if is_there else last
 
 
-def _export(
-    spec: JobSpec,
-    trainer: RecipeTrainer,
-    callback: JobCallback,
-    standing: dict[str, Any],
-    need: Callable[[int], None],
-) -> None:
-    """Every rank gives its parts; rank 0 writes, checks and announces."""
+def _export(run: Run, fields: dict[str, Any]) -> None:
+    """Write the exports of the job: every rank sends its parts, rank 0 writes, checks and reports them."""
+    spec, trainer = run.spec, run.trainer
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     sample = take_sample(model, tokenizer, trainer.args.device, spec)
     for kind in exports(spec):
         if kind == "merged" and spec.lora and spec.lora.quantize_base:
             if ranks.rank() != 0:
                 continue
-            # Into the base as it is on disk, not in 4 bits; rank 0 alone holds all that this takes.
+            # Into the base as it is on disk, not in 4 bits. Rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
-        saved = export(kind, model, tokenizer, spec, sample, callback.writer.beat, trainer.turn, need)
+        saved = export(
+            kind, model, tokenizer, spec, sample, run.writer.heartbeat, trainer.fencing_token, run.require_space
+        )
         if saved is not None:
-            if saved.doubt:
-                callback.writer.write(Warned(message=saved.doubt))
+            if saved.unchecked_reason:
+                run.writer.write(Warned(message=saved.unchecked_reason))
             checked: dict[str, Any] = {
                 "verified": "weights" if saved.logits_difference is None else "logits",
                 "logits_difference": saved.logits_difference,
             }
-            callback.announce(CheckpointSaved(kind=kind, path=saved.path, **standing, **checked))
-    ranks.wait_for_all()
-
-
-def _slow(spec: JobSpec, device: torch.device) -> list[str]:
-    if spec.dtype != "bf16" or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return []
-    return ["this CPU has no bf16 instructions: dtype bf16 trains about ten times slower here than fp32"]
-
-
-def _counts(report: DataReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name != "warnings"}
+            run.writer.write(CheckpointSaved(kind=kind, path=saved.path, **fields, **checked), durable=True)
+    ranks.barrier()
 
 
 def _versions() -> dict[str, str]:

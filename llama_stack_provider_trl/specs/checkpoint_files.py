@@ -1,8 +1,8 @@
-"""Which files a checkpoint may hold when it crosses from one machine to another. Data only: nothing that runs on load.
+"""The files that a checkpoint may hold when it is sent to another machine: data only, nothing that runs on load.
 
-A pickle runs what its writer wants while it is read, and `optimizer/.metadata` of earlier releases is one: a node could
+A pickle executes its writer's code while it is read, and `optimizer/.metadata` of earlier releases is one: a node could
 run code on the service's machine, and the service on a node's. So checkpoints hold safetensors, JSON and text, and a
-transfer refuses every other name before it asks for a byte. What earlier releases wrote is refused from nodes, which
+transfer refuses every other name before it requests a byte. The format of earlier releases is refused from nodes, which
 write the present format, and accepted from the service: `recipes.checkpoint.legacy` reads it and runs nothing.
 """
 

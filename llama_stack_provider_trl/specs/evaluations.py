@@ -1,7 +1,7 @@
-"""What follows from an evaluation: which checkpoint is the best so far, and whether to stop.
+"""Consequences of an evaluation: the best checkpoint so far, and early stopping.
 
-Hugging Face's rules: the first of equals is the best (`load_best_model_at_end`), and patience counts evaluations in a
-row that are not better than the best by more than `min_delta` (`EarlyStoppingCallback`).
+The rules are those of transformers: the first of equals is the best (`load_best_model_at_end`), and patience counts
+consecutive evaluations that do not beat the best by more than `min_delta` (`EarlyStoppingCallback`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ METRICS: dict[Algorithm, tuple[str, ...]] = {
     "sft": ("eval_loss", "eval_mean_token_accuracy"),
     "dpo": ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"),
 }
-"""What a job can be judged by."""
+"""The metrics that `best_checkpoint` and `early_stopping` accept."""
 
 
 def is_better(metric: str, value: float, than: float | None, by: float = 0.0) -> bool:
@@ -40,12 +40,12 @@ def best_step(metric: str, evaluations: Iterable[tuple[int, Mapping[str, float]]
     return best and best[0]
 
 
-class Judge:
-    """Looks at every evaluation of a job.
+class EarlyStoppingTracker:
+    """Tracks the evaluations of a job: the best one so far, and when to stop.
 
     Args:
-        notes: all that it remembers, as JSON would have it: a step checkpoint takes it along, so that a job that goes
-            on from there decides as one that was never interrupted.
+        notes: its state, as JSON values. Step checkpoints hold it, so that a resumed job decides as an uninterrupted
+            one.
     """
 
     def __init__(self, spec: JobSpec, notes: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Judge:
         return self.notes.get("best")
 
     def is_best(self, metrics: Mapping[str, float], standing: Mapping[str, Any]) -> bool:
-        """Whether no evaluation before was as good, by the job's `best_checkpoint`; remembers it if so."""
+        """Record an evaluation, and return whether it is the best so far by the job's `best_checkpoint`."""
         metric = self.spec.best_checkpoint
         if metric is None or metric not in metrics:
             return False
@@ -66,8 +66,8 @@ class Judge:
         self.notes["best"] = {"value": metrics[metric], "standing": dict(standing)}
         return True
 
-    def is_enough(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Whether the job's patience is over. One evaluation counts once."""
+    def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Record an evaluation, and return whether the job's patience is exhausted."""
         rule = self.spec.early_stopping
         if rule is None or rule.metric not in metrics:
             return False
@@ -79,8 +79,8 @@ class Judge:
             seen["waited"] += 1
         return bool(seen["waited"] >= rule.patience)
 
-    def why_enough(self, step: int, total_steps: int) -> str:
-        """The sentence for a job that stops early."""
+    def stop_message(self, step: int, total_steps: int) -> str:
+        """The warning of a job that stops early."""
         rule, seen = self.spec.early_stopping, self.notes["early_stopping"]
         assert rule is not None
         return (

@@ -1,7 +1,7 @@
-"""What a training process tells the world: one JSON object per line, appended to the attempt's `events.jsonl`.
+"""The events of a training process: one JSON object per line, appended to the attempt's `events.jsonl`.
 
-The file is the only channel from a rank to the supervisor. It is append-only, a line is written by one `write`, and a
-reader consumes whole lines only, so a kill -9 at any moment leaves a file that can be read to the last whole event.
+The file is the only channel from a rank to the supervisor. It is append-only, and each line is written by one `write`.
+Readers consume whole lines only, so after a kill -9 the file can be read up to the last whole event.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _cut(limit: int, *, end: bool = False) -> BeforeValidator:
 
 
 def _bounded[Value](value: Value) -> Value:
-    """Refuses free-form JSON that could not be stored, shown or walked through later."""
+    """Refuses free-form JSON that exceeds what is stored, shown and traversed later."""
     waiting: list[tuple[Any, int]] = [(value, 1)]
     count = 0
     while waiting:
@@ -144,11 +144,11 @@ class Prepared(_Event):
     total_steps: Count
     """Optimizer steps of the whole job."""
     start_step: Count = 0
-    """Optimizer steps that a checkpoint brought along: training goes on with the next one."""
+    """Optimizer steps done in the checkpoint that training resumes from."""
     resumed_from: UsablePath | None = None
-    """That checkpoint; not the one that the attempt was given, where that is damaged."""
+    """That checkpoint. Where the one given to the attempt is damaged, it is an earlier one."""
     num_rows: Count
-    """Rows that are trained on, after dropping those that cannot be."""
+    """Rows that are trained on, without the dropped ones."""
     trainable_parameters: Count
     total_parameters: Count
     effective: Tree = Field(default_factory=dict)
@@ -156,22 +156,22 @@ class Prepared(_Event):
 
 
 class Warned(_Event):
-    """Something the user should know, said once; training goes on."""
+    """A warning for the user, written once; training continues."""
 
     type: Literal["warning"] = "warning"
     message: Message
 
 
 class Preflighted(_Event):
-    """What a job would do, and whether it fits: the result of a preflight, in place of training."""
+    """The result of a preflight: what a job would do, and whether it fits."""
 
     type: Literal["preflight"] = "preflight"
     fits: bool
     """Memory x 1.1 and disk."""
     message: Message
-    """What does not fit and the nearest that does, in a sentence."""
+    """What does not fit, and the nearest job that does, as a sentence."""
     data: Tree
-    """Rows, what was cut or dropped, and a histogram of lengths in tokens."""
+    """Counts of rows, of cut and dropped ones, and a histogram of lengths in tokens."""
     steps: Annotated[dict[Name, Count], Field(max_length=256)]
     memory: Tree
     disk: Tree
@@ -201,7 +201,7 @@ class Evaluated(_Event):
 
 
 class CheckpointSaved(_Event):
-    """A directory that is complete on disk, fsynced and loadable. Nothing is announced before that."""
+    """A checkpoint directory that is complete on disk, fsynced and loadable; never written earlier."""
 
     type: Literal["checkpoint"] = "checkpoint"
     kind: Literal["step", "final", "merged"]
@@ -215,37 +215,37 @@ class CheckpointSaved(_Event):
     perplexity: float | None = None
     """exp(validation_loss), SFT only."""
     verified: Literal["logits", "weights"] | None = None
-    """What `final` and `merged` were compared in with the trained model after they were written: every weight bit for
-    bit, or that and the logits of the model loaded from there."""
+    """How `final` and `merged` were compared with the trained model after writing. weights: every weight bit for bit.
+    logits: the weights, and the logits of the model loaded from the checkpoint."""
     logits_difference: float | None = None
-    """How far those logits are off, as a fraction of their own scale: rounding."""
+    """Difference of those logits as a fraction of their scale, caused by rounding."""
 
 
 class CheckpointDamaged(_Event):
-    """A step checkpoint that was announced is not what was written, and was set aside: it is listed no longer."""
+    """A listed step checkpoint differs from what was written. It was set aside and is no longer listed."""
 
     type: Literal["checkpoint_damaged"] = "checkpoint_damaged"
     path: UsablePath
     message: Message
-    """What is wrong with it, and where it is now."""
+    """The damage, and where the checkpoint is kept now."""
 
 
 class Paused(_Event):
-    """Told to stop (`control.json`): all is saved up to `step`, nothing is exported, the process ends."""
+    """The process ends by request (`control.json`): all is saved up to `step`, nothing is exported."""
 
     type: Literal["paused"] = "paused"
     step: Count
 
 
 class Finished(_Event):
-    """Everything was done and written. A job without this event did not complete, whatever its exit code."""
+    """All work is done and on disk. A job without this event did not complete, whatever its exit code."""
 
     type: Literal["finished"] = "finished"
     step: Count
 
 
 class Failed(_Event):
-    """The recipe caught what ended it."""
+    """An exception ended the process."""
 
     type: Literal["failed"] = "failed"
     rank: Annotated[int, Field(ge=0, le=2**20)] = 0
@@ -253,7 +253,7 @@ class Failed(_Event):
     reason: Reason
     message: Message
     traceback: Annotated[str, _cut(_MAX_TEXT, end=True)] = ""
-    """The last lines of the traceback; empty where the reason alone says it."""
+    """The last lines of the traceback; empty where the reason is sufficient."""
 
 
 Event = Annotated[
@@ -276,9 +276,9 @@ _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 class EventWriter:
     """Appends events to a file. Safe against kill -9.
 
-    One process writes, rank 0; of the others only the last word (`failed`) may be in between, as one line.
+    Rank 0 writes all events. Every other rank writes at most one: its final event, `failed`.
 
-    The file's modification time says when the process last got anything done: a runner ends one that stands still.
+    The file's modification time is the last heartbeat: a runner ends a process without one for `hang_timeout`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -286,13 +286,13 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
-        """Append one event, whole or not at all; `durable` waits until it is on disk (checkpoints, results).
+        """Append one event, whole or not at all; with `durable`, return when it is on disk (checkpoints, results).
 
         Raises:
             OSError: the disk is full.
         """
         line = event.model_dump_json().encode() + b"\n"
-        with self._lock:  # checkpoints are announced by the thread that writes them
+        with self._lock:  # a second thread writes checkpoints and their events
             written = os.write(self._fd, line)
             try:
                 while written < len(line):  # the disk has filled up in the middle of the line
@@ -303,34 +303,39 @@ class EventWriter:
         if durable:
             os.fsync(self._fd)
 
-    def beat(self) -> None:
-        """Say that work goes on, without an event."""
+    def heartbeat(self) -> None:
+        """Record progress without an event."""
         os.utime(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-class Silent:
-    """The event writer of every rank but the first: what they would say, rank 0 says."""
+class NullEventWriter(EventWriter):
+    """Writes nothing: the event writer of every rank but the first, whose events are those of all."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
-        """Say nothing."""
+        """Discard the event."""
 
-    def beat(self) -> None:
-        """Say nothing."""
+    def heartbeat(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def parse_event(line: bytes) -> Event:
     """Read one line.
 
     Raises:
-        ValueError: it is not an event, or holds a number, a text or a nesting beyond the bounds above; one short
-            sentence says which.
+        ValueError: the line is not an event, or exceeds one of the bounds above; the message names which.
     """
     if len(line) > LINE_BYTES:
         raise ValueError(f"it has {len(line)} bytes, an event has {LINE_BYTES} at most")
-    # Before it becomes objects: a line of commas only would take 50 times its size, and an error for each value more.
+    # Before parsing: a line of commas takes 50 times its size as objects, and more with an error per value.
     if line.count(b",") + line.count(b"[") + line.count(b"{") > _MAX_VALUES:
         raise ValueError(f"it has more than {_MAX_VALUES} values")
     try:
@@ -349,7 +354,7 @@ def event_lines(data: bytes) -> list[bytes]:
 def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:
     """Read the whole lines of `path` from byte `offset` on: about `limit` bytes, and at least one line.
 
-    A line that is not an event does not hold up those behind it: a warning takes its place.
+    A line that is not an event becomes a warning; the lines after it are read.
 
     Returns:
         The events and the offset after the last whole line.
@@ -378,7 +383,7 @@ def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list
 
 
 def iter_events(path: Path) -> Iterator[Event]:
-    """All events of a file that nobody writes any more."""
+    """All events of a file that is no longer written."""
     offset = 0
     while True:
         events, after = read_events(path, offset)

@@ -1,7 +1,7 @@
-"""What a job is (`JobSpec`, frozen at POST) and what one try at it is (`AttemptSpec`, the run's `spec.json`).
+"""The specification of a job (`JobSpec`, frozen at POST) and of one attempt at it (`AttemptSpec`, `spec.json`).
 
-Both are plain data: no defaults are decided here that depend on a request (`resolve` decides them), no torch is
-imported, and everything a training process needs is in the file it is given.
+Both are plain data. `requests.resolve` decides defaults that depend on a request, no torch is imported, and `spec.json`
+holds everything that a training process needs.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class ShardingSpec(_Frozen):
 
 
 class ResourcesSpec(_Frozen):
-    """What a job asks of the machines that it runs on. All of it is per node."""
+    """The resources that a job requires, per node."""
 
     nodes: int = Field(1, gt=0)
     """Machines that train together."""
     min_nodes: int = Field(1, gt=0)
-    """After a failure it may go on with as few as these, with the same global batch."""
+    """After a failure it may continue on as few as these, with the same global batch."""
     gpu_memory_gb: float | None = Field(None, gt=0)
     """GiB that each of its GPUs has at least."""
     cpus: int | None = Field(None, gt=0)
@@ -240,9 +240,9 @@ class JobSpec(_Frozen):
     resources: ResourcesSpec | None = None
     """None: it runs on the service's (or provider's) own machine."""
     sharding: ShardingSpec | None = None
-    """None: one process, nothing to share out."""
+    """None: one process."""
     retries: int = Field(0, ge=0)
-    """How often the job is tried again after a failure that another try can mend."""
+    """Number of retries after failures that a retry can resolve."""
     oom_retry: bool = False
     """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
     max_duration: float | None = Field(None, gt=0)
@@ -253,7 +253,7 @@ class JobSpec(_Frozen):
     """Disk space that a checkpoint must leave free."""
     preflight: PreflightMode = "refuse"
     """What follows where the estimated memory, with its margin, does not fit: refuse, the job fails before its model
-    is loaded; warn, it says so and tries; off, nothing is estimated."""
+    is loaded; warn, it continues with a warning; off, nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None
@@ -292,7 +292,7 @@ class JobSpec(_Frozen):
 
 
 class PreflightSpec(_Frozen):
-    """What a preflight has to know of the devices that the job would get: it runs on none of them."""
+    """The devices that the job would get, for a preflight, which runs on none of them."""
 
     device: Literal["cpu", "cuda", "mps"]
     memory_bytes: int | None = Field(None, gt=0)
@@ -300,13 +300,13 @@ class PreflightSpec(_Frozen):
     max_ranks: int = Field(1, gt=0)
     """The most that the job could ask for."""
     free_bytes: int | None = Field(None, ge=0)
-    """Free on the disk of the job's checkpoints, which an isolated process does not see; None: it looks itself."""
+    """Free on the disk of the job's checkpoints, which an isolated process does not see; None: not measured yet."""
     own_memory_bytes: int | None = Field(None, gt=0)
     """What the preflight's own process may allocate besides its libraries; None: no limit."""
 
     @property
     def too_much_memory(self) -> str:
-        """Why a preflight ended at that limit."""
+        """The error message of a preflight that exceeded this limit."""
         return (
             f"the preflight takes more than {(self.own_memory_bytes or 0) >> 20} MiB of memory (preflight_memory_mb "
             "of the service) for the rows and the model's chat template: try it with fewer or shorter rows, and check "
@@ -315,34 +315,34 @@ class PreflightSpec(_Frozen):
 
 
 class AttemptSpec(_Frozen):
-    """One try at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
+    """One attempt at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
 
     job: JobSpec
     attempt: int = Field(gt=0)
     run_dir: Path
     """`<data_dir>/jobs/<job_uuid>/attempts/<attempt>`; every path of the attempt is a function of it."""
     world_size: int = 1
-    """Processes that train together in this attempt; they may be others than the job's `ranks`."""
+    """Processes that train together in this attempt; may differ from the job's `ranks`."""
     rows_per_step: int | None = Field(None, gt=0)
-    """The global batch, which is the same in every attempt whatever its batch size and ranks; None: as `job` has it."""
+    """The global batch, the same in every attempt; None: that of `job`."""
     resume_from: Path | None = None
-    """A checkpoint directory of this job to go on from; None: from the start."""
+    """A checkpoint directory of this job to resume from; None: from the start."""
     fall_back_to: tuple[Path, ...] = ()
-    """Checkpoints to go on from where that one turns out to be damaged, the best first."""
+    """Checkpoints to resume from where that one is damaged, the best first."""
     turn: Path | None = None
-    """On a disk that several machines see: a file that says, by its task_id, which attempt may write into the job's
-    checkpoint directory. None: no other can."""
+    """The fencing token, on a disk that several machines see: a file with the task_id of the attempt that may write
+    into the job's checkpoint directory. None: no other attempt can."""
 
     @property
     def resume_candidates(self) -> tuple[Path, ...]:
         return (self.resume_from, *self.fall_back_to) if self.resume_from else ()
 
     preflight: PreflightSpec | None = None
-    """Not None: nothing is trained, the process only says what would be (`events.Preflighted`)."""
+    """Not None: nothing is trained, the process reports what a job would do (`events.Preflighted`)."""
 
     @property
     def is_private(self) -> bool:
-        """Whether all that it writes lies in the data directory, which no other user can enter."""
+        """Whether all its files are in the data directory, which no other user can enter."""
         *above, jobs, _, attempts, _ = ("", "", "", "", *self.run_dir.parts)
         data_dir = Path(*above)
         in_it = (jobs, attempts) == ("jobs", "attempts") and self.job.checkpoint_dir.is_relative_to(data_dir)
@@ -364,14 +364,14 @@ def derive(
     has_trained: bool = False,
     nodes: int | None = None,
 ) -> AttemptSpec:
-    """One try at a job on a concrete device. Pure: the same arguments give the same spec.
+    """One attempt at a job on a concrete device. Pure: the same arguments give the same spec.
 
     Args:
         fall_back_to: checkpoints for the case that `resume_from` is damaged, the best first.
         in_smaller_parts: it ran out of memory before.
-        has_trained: an attempt before has done steps. It did fit: an estimate no longer refuses it, since what others
-            leave free on a GPU at the moment would end for good what another try can finish.
-        nodes: that it runs on; None: as many as the job asks for.
+        has_trained: an earlier attempt has done steps, so the job fits. An estimate no longer refuses it, since other
+            programs may use the GPU's memory at the moment.
+        nodes: that it runs on; None: as many as the job requests.
     """
     spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
     preflight = "warn" if has_trained and spec.preflight == "refuse" else spec.preflight
@@ -381,7 +381,7 @@ def derive(
         attempt=attempt,
         run_dir=run_dir,
         world_size=spec.ranks_per_node * (nodes or spec.nodes),
-        # Of the job and not of `placed`: whatever an attempt changes, a step takes the same rows.
+        # Of the job and not of `placed`: every attempt takes the same rows per step.
         rows_per_step=spec.rows_per_step,
         resume_from=resume_from,
         fall_back_to=fall_back_to,

@@ -1,11 +1,11 @@
-"""Dataset rows as users write them -> the examples that the recipes train on. Stdlib only: servers import this.
+"""Parses dataset rows as users write them into the examples that the recipes train on. Needs only the stdlib.
 
 The accepted shapes are the table `ROW_SHAPES`; docs/data-formats.md is checked against it. Three rules hold for all:
 
 - None, NaN and a missing key are one thing, *absent*: rows may have made a round trip through pandas.
-- A number or a boolean where text is expected is read as its JSON text, and the report says so.
+- A number or a boolean where text is expected is read as its JSON text, and the report counts it.
 - The first bad row ends the reading with `InvalidRows`, which names the row (from 0), the column, what was found and
-  what was expected. A row is never skipped in silence.
+  what was expected. No row is skipped silently.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Example = SftExample | PreferenceExample
 
 @dataclass(frozen=True, slots=True)
 class RowsReport:
-    """What `check_rows` saw in a dataset that can be trained on."""
+    """The result of `check_rows` for a dataset that can be trained on."""
 
     num_rows: int
     shapes: dict[str, int]
@@ -83,7 +83,7 @@ class RowsReport:
 
 @dataclass(slots=True)
 class _Notes:
-    """What is worth a warning, gathered over all rows."""
+    """Counts for warnings, over all rows."""
 
     scalars: Counter[str] = field(default_factory=Counter)
     message_keys: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class _Notes:
 
 
 class _Row:
-    """One row without its absent values; turns columns into text and messages, or says why it cannot."""
+    """One row without its absent values. Turns columns into text and messages, or raises InvalidRows."""
 
     __slots__ = ("index", "notes", "values")
 
@@ -203,7 +203,7 @@ class _Row:
 
 
 def _ordinary(message: Any) -> Message | None:
-    """The message if it is plain text under a known role, as nearly all are; the careful way is 3 times slower."""
+    """The message if it is plain text under a known role, as nearly all are; the general way is 3 times slower."""
     if type(message) is not dict or len(message) != 2:
         return None
     if "from" in message:
@@ -300,7 +300,7 @@ def _refuse_open_answer(row: _Row, column: str, prompt: list[Message]) -> None:
 
 
 def _answer(row: _Row, column: str, turns: list[Message]) -> list[Message]:
-    """Only assistant turns may be trained as an answer: anything else would put words into the model's mouth."""
+    """Return the turns if all are assistant turns: only those may be trained as an answer."""
     other = next((turn["role"] for turn in turns if turn["role"] != "assistant"), None)
     if other is not None:
         expected = "assistant turns that follow the prompt (its own turns may be repeated in front, unchanged)"
@@ -400,7 +400,7 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         _read_implicit_preference,
     ),
 )
-"""Every accepted shape. Where a row fits several, the first one of the asked `data_format` is read, else the first."""
+"""Every accepted shape. A row that fits several is read by the first of the requested `data_format`, else the first."""
 
 
 def parse_row(
@@ -521,7 +521,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in JSON's words, with a glimpse of it."""
+    """The JSON type of a value, with its beginning."""
     names = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     name = "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")
     return name if value is None or value == [] else f"{name} {_shown(value)}"

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
 from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
-from llama_stack_provider_trl.recipes.data.sampling import EpochSampler, Share
+from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
 from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -31,10 +31,10 @@ from llama_stack_provider_trl.specs.events import (
     EventWriter,
     Failed,
     Finished,
+    NullEventWriter,
     Prepared,
     Progress,
     Reason,
-    Silent,
     Warned,
     iter_events,
 )
@@ -276,10 +276,10 @@ def test_a_disk_that_fills_up_under_two_ranks_is_told_by_the_one_that_found_it(
     assert sorted(path.name for path in spec.checkpoint_dir.iterdir()) == ["checkpoint-2", LATEST]
 
 
-def test_what_went_wrong_is_told_before_its_leftovers_are_removed(
+def test_a_failed_save_is_reported_before_its_leftovers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = checkpoints.Saver(spec_of(tmp_path), torch.device("cpu"), Silent())
+    saver = checkpoints.Saver(spec_of(tmp_path), torch.device("cpu"), NullEventWriter())
     removing, told = threading.Event(), threading.Event()
 
     def remove(*args: Any, **kwargs: Any) -> None:
@@ -325,7 +325,7 @@ def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
         checkpoints, "free_bytes", lambda path: 2 if file.exists() and file.read_text() == "room" else 1
     )
     writer = EventWriter(tmp_path / "events")
-    monkeypatch.setattr(writer, "beat", lambda: alive.append(len(slept)))
+    monkeypatch.setattr(writer, "heartbeat", lambda: alive.append(len(slept)))
     if uploads[-1] == "room":
         checkpoints.need_space(spec, 1, file, writer)
     else:
@@ -347,7 +347,7 @@ def test_whatever_a_training_writes_waits_for_uploads(tmp_path: Path, monkeypatc
 
     def need(spec: JobSpec, num_bytes: int, uploads: Path, writer: EventWriter) -> None:
         assert num_bytes
-        writer.beat()
+        writer.heartbeat()
         asked.append((uploads, {path.name for path in spec.checkpoint_dir.iterdir()} - {LATEST}))
 
     monkeypatch.setattr(session, "need_space", need)
@@ -362,7 +362,7 @@ def test_whatever_a_training_writes_waits_for_uploads(tmp_path: Path, monkeypatc
     [(None, []), (checkpoints, ["checkpoint-2", LATEST]), (exporting, ["checkpoint-2", "checkpoint-4", LATEST])],
     ids=["before", "step", "export"],
 )
-def test_an_attempt_whose_turn_is_over_writes_nothing_more(
+def test_an_attempt_whose_fencing_token_is_gone_writes_nothing_more(
     where: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut off on a disk that machines share, while another attempt goes on."""
@@ -454,7 +454,7 @@ def test_the_state_of_any_optimizer_by_weights_is_read_as_it_was(
     shards.fill(tmp_path / optimizer_state.TENSORS, shards.parts_of(state.tensors))
     (tmp_path / optimizer_state.VALUES).write_text(state.document)
     second.load_state_dict(first.state_dict())
-    optimizer_state.restore(second, restored, optimizer_state.stored(tmp_path), tmp_path)
+    optimizer_state.restore(second, restored, optimizer_state.read_optimizer(tmp_path), tmp_path)
     assert restored.param_groups[0].keys() == saved.param_groups[0].keys()
     assert [type(value) for value in restored.param_groups[0].values()] == [
         type(value) for value in saved.param_groups[0].values()
@@ -507,20 +507,20 @@ def test_the_position_is_stored_in_rows(whole: Whole) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_whoever_shares_it_out_a_step_takes_the_same_rows(world_size: int, batch_size: int) -> None:
-    share = Share.of(6, batch_size, world_size)
-    together = share.batch_size * world_size
-    sampler = EpochSampler(20, None, shuffle=True, seed=3, multiple_of=together, share=share)
+def test_a_step_takes_the_same_rows_under_every_batch_plan(world_size: int, batch_size: int) -> None:
+    batch_plan = BatchPlan.of(6, batch_size, world_size)
+    together = batch_plan.batch_size * world_size
+    sampler = EpochSampler(20, None, shuffle=True, seed=3, multiple_of=together, batch_plan=batch_plan)
     sampler.set_epoch(1)
     plain = EpochSampler(20, None, shuffle=True, seed=3)
     plain.set_epoch(1)
     expected, found = list(plain), list(sampler)
     assert len(sampler) == len(found)
-    slots = share.slots_per_step
+    slots = batch_plan.slots_per_step
     for step in range(4):
         rows = [row for row in found[step * slots : (step + 1) * slots] if row != 20]
         assert rows == expected[step * 6 : (step + 1) * 6]
         assert sampler.rows_of_step(4 + step) == len(rows)
     assert len(found) == 3 * slots + -(-2 // together) * together  # an epoch's last step takes no more than it must
     assert sampler.position(4 + 2) == (1, 12)
-    assert share.accumulation_steps * together == slots >= 6
+    assert batch_plan.accumulation_steps * together == slots >= 6

@@ -195,7 +195,7 @@ def test_two_ranks_take_the_means_of_kto_over_both(
         pytest.param(ShardingSpec(cpu_offload=True), True, id="offload"),
     ],
 )
-def test_a_sharded_reference_is_shared_out_per_block_and_changes_no_number(
+def test_a_reference_is_sharded_per_block_and_changes_no_number(
     ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, sharding: ShardingSpec, tied: bool
 ) -> None:
     model = tiny_model(tied=tied)
@@ -440,7 +440,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_job_a_pass_and_not_this_o
     assert of_reference(events)["train_dataset"] == "computed, not kept"
 
 
-def test_the_pass_beats_and_a_pause_ends_it_at_the_next_batch(tmp_path: Path) -> None:
+def test_scoring_the_reference_sends_heartbeats_and_a_pause_ends_it_at_the_next_batch(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path), batch_size=2)
     (tmp_path / "run").mkdir()
     paths = RunDir(tmp_path / "run")
@@ -448,10 +448,10 @@ def test_the_pass_beats_and_a_pause_ends_it_at_the_next_batch(tmp_path: Path) ->
     class Pausing(EventWriter):
         beats = 0
 
-        def beat(self) -> None:
-            super().beat()
+        def heartbeat(self) -> None:
+            super().heartbeat()
             self.beats += 1
-            if "_ask" in {frame.name for frame in traceback.extract_stack()}:
+            if "_score" in {frame.name for frame in traceback.extract_stack()}:
                 asked.append(self.beats)
                 if len(asked) == 2:
                     paths.control.write_text("{}")

@@ -73,7 +73,7 @@ def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str
             activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
         )
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
-    live = memory._Live(1.0)
+    live = memory._LiveMemory(1.0)
     for weight in model.parameters():
         live.ignore(weight)
         weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
@@ -168,7 +168,7 @@ def test_the_reference_is_there_when_it_is_asked(tmp_path: Path) -> None:
     larger = shaped(tmp_path / "larger", 8, hidden_size=256, intermediate_size=512)
     size = sum(4 * weight.numel() for weight in LlamaForCausalLM(LlamaConfig.from_pretrained(larger)).parameters())
 
-    def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.Memory:
+    def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.MemoryEstimate:
         asked = DpoSpec(reference=ReferenceSpec(**reference))
         sharding = ShardingSpec() if ranks > 1 else None
         return estimate(
@@ -200,7 +200,7 @@ def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path:
 def test_ranks_share_out_what_the_strategy_says(tmp_path: Path) -> None:
     model, batch = shaped(tmp_path / "model", 8), Batch(1, 16)
 
-    def of(strategy: str, steps: int = 1, **more: Any) -> memory.Memory:
+    def of(strategy: str, steps: int = 1, **more: Any) -> memory.MemoryEstimate:
         sharding = ShardingSpec(strategy=strategy, **more)  # type: ignore[arg-type]
         spec = job_spec(tmp_path, model, ranks=4, sharding=sharding, gradient_accumulation_steps=steps)
         return estimate(spec, batch, "cuda")

@@ -47,13 +47,13 @@ from pathlib import Path
 import torch
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.system.files import RunDir
-from llama_stack_provider_trl.recipes import contact
+from llama_stack_provider_trl.recipes.distributed import peers
 from llama_stack_provider_trl.specs.events import EventWriter
 writer = EventWriter(RunDir(Path(sys.argv[1])).events)
 (Path(sys.argv[1]) / "began").touch()
-contact.ARRIVAL, contact.BEAT, contact.SILENCE, contact.FAREWELL = 5.0, 0.1, 1.0, 1.0
+peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.PEER_TIMEOUT, peers.EXIT_GRACE = 5.0, 0.1, 1.0, 1.0
 try:
-    with contact.in_contact(torch.device("cpu"), Path(sys.argv[1]), writer):
+    with peers.connected_peers(torch.device("cpu"), Path(sys.argv[1]), writer):
         print("met", flush=True)
         sys.stdin.readline()
 except JobFailure as failure:

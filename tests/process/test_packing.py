@@ -25,7 +25,7 @@ from transformers import (
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, best_fit, num_rows, pack
-from llama_stack_provider_trl.recipes.model.packing_check import expect_isolation
+from llama_stack_provider_trl.recipes.model.packing_check import check_isolation
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from tests.tiny import VOCABULARY, tiny_model
@@ -104,7 +104,7 @@ def built(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
 def test_packed_rows_have_the_logits_of_single_rows(config: PreTrainedConfig, attention: str) -> None:
     model = built(config)
     model.set_attn_implementation(attention)
-    expect_isolation(model)
+    check_isolation(model)
     rows = [torch.arange(3, 3 + length) * 37 % 128 for length in (7, 12, 1, 9)]
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     with torch.no_grad():
@@ -117,20 +117,20 @@ def test_packed_rows_have_the_logits_of_single_rows(config: PreTrainedConfig, at
 @pytest.mark.parametrize("config", MIXED, ids=lambda config: config.model_type)
 def test_a_model_whose_rows_see_each_other_is_refused(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     with pytest.raises(JobFailure, match=r"packed is true, and .* a row sees the one before it") as refused:
-        expect_isolation(built(config, dtype))
+        check_isolation(built(config, dtype))
     assert refused.value.reason == Reason.invalid_request
 
 
 def test_bf16_models_are_not_refused_for_their_rounding() -> None:
     for config in APART:
-        expect_isolation(built(config, torch.bfloat16))
+        check_isolation(built(config, torch.bfloat16))
 
 
 def test_a_model_that_counts_positions_through_is_refused() -> None:
     model = built(APART[0])
     model.model.rotary_emb = Counting(model.model.rotary_emb)
     with pytest.raises(JobFailure, match="a row's place in the sequence changes its logits"):
-        expect_isolation(model)
+        check_isolation(model)
 
 
 class Counting(torch.nn.Module):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.recipes import preflight, train
-from llama_stack_provider_trl.recipes.data.sampling import EpochSampler, Share
+from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.preflight import histogram, plan
+from llama_stack_provider_trl.recipes.preflight import histogram, plan_steps
 from llama_stack_provider_trl.specs.events import (
     Event,
     Failed,
@@ -66,22 +66,26 @@ def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("rows_per_step", "batch_size", "ranks", "largest"), [(8, 4, 3, 3), (8, 4, 1, 4), (6, 4, 1, 4), (8, 8, 2, 4)]
 )
-def test_the_plan_of_an_attempt_is_that_of_its_share(
+def test_the_steps_of_an_attempt_are_those_of_its_batch_plan(
     tmp_path: Path, rows_per_step: int, batch_size: int, ranks: int, largest: int
 ) -> None:
-    share = Share.of(rows_per_step, batch_size, ranks)
-    shared = {"batch_size": share.batch_size, "gradient_accumulation_steps": share.accumulation_steps, "ranks": ranks}
-    planned = plan(job_spec(tmp_path, tiny_model(), n_epochs=2, **shared), [5, 9, *[7] * 19], share)
-    sampler = EpochSampler(21, None, shuffle=True, seed=0, share=share)
+    batch_plan = BatchPlan.of(rows_per_step, batch_size, ranks)
+    shared = {
+        "batch_size": batch_plan.batch_size,
+        "gradient_accumulation_steps": batch_plan.accumulation_steps,
+        "ranks": ranks,
+    }
+    planned = plan_steps(job_spec(tmp_path, tiny_model(), n_epochs=2, **shared), [5, 9, *[7] * 19], batch_plan)
+    sampler = EpochSampler(21, None, shuffle=True, seed=0, batch_plan=batch_plan)
     assert (planned.steps_per_epoch, planned.global_batch) == (sampler.steps_per_epoch, rows_per_step)
     assert planned.total_steps == 2 * sampler.steps_per_epoch
     assert planned.batch == Batch(largest, 9)
 
 
-def test_fewer_rows_than_a_batch_are_filled_up_where_ranks_take_equal_shares(tmp_path: Path) -> None:
+def test_fewer_rows_than_a_batch_are_filled_up_where_ranks_take_equal_parts(tmp_path: Path) -> None:
     alone = job_spec(tmp_path, tiny_model(), batch_size=8)
-    assert plan(alone, [5, 9]).batch == Batch(2, 9)
-    assert plan(alone.model_copy(update={"ranks": 2}), [5, 9]).batch == Batch(8, 9)
+    assert plan_steps(alone, [5, 9]).batch == Batch(2, 9)
+    assert plan_steps(alone.model_copy(update={"ranks": 2}), [5, 9]).batch == Batch(8, 9)
 
 
 def test_the_largest_batch_is_as_long_as_the_longest_row_that_is_trained_on(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
-    monkeypatch.setattr("llama_stack_provider_trl.recipes.session.load_model", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("llama_stack_provider_trl.recipes.build.load_model", lambda *_: pytest.fail("it was read"))
     status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.does_not_fit)

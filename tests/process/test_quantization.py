@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.build import build_trainer
 from llama_stack_provider_trl.recipes.model.loading import linear_modules
-from llama_stack_provider_trl.recipes.model.quantization import fake_quantize, settle_base
-from llama_stack_provider_trl.recipes.session import build_trainer
+from llama_stack_provider_trl.recipes.model.quantization import fake_quantize, prepare_4bit_base
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
@@ -144,7 +144,7 @@ def test_adapters_learn_over_a_base_in_4_bits_and_load_over_any(alone: Alone, al
 
 
 def test_the_base_stays_in_4_bits_and_as_it_was_under_fp32_adapters(tmp_path: Path) -> None:
-    trainer, _ = build_trainer(spec_of(tmp_path, "sft", lora=QDORA), torch.device("cpu"))
+    trainer = build_trainer(spec_of(tmp_path, "sft", lora=QDORA), torch.device("cpu")).trainer
     before = packed(trainer.model)
     assert sum(weight.numel() for weight in before.values()) == IN_4_BITS // 2
     trainer.train()
@@ -157,7 +157,7 @@ def test_the_base_stays_in_4_bits_and_as_it_was_under_fp32_adapters(tmp_path: Pa
 
 def test_a_model_without_layers_for_4_bits_is_refused() -> None:
     with pytest.raises(JobFailure, match="no linear layer") as raised:
-        settle_base(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=1, n_head=2, n_embd=32)))
+        prepare_4bit_base(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=1, n_head=2, n_embd=32)))
     assert raised.value.reason == Reason.invalid_request
 
 

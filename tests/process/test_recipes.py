@@ -19,10 +19,10 @@ from llama_stack_provider_trl.specs.events import (
     Evaluated,
     Failed,
     Finished,
+    NullEventWriter,
     Prepared,
     Progress,
     Reason,
-    Silent,
     Started,
     Warned,
 )
@@ -285,13 +285,13 @@ def test_all_ranks_keep_memory_by_rank_0_s_estimate_for_those_of_their_machine(
 ) -> None:
     played, said = PlayedMalloc(), []
     monkeypatch.setattr(callbacks, "Malloc", lambda: played)
-    monkeypatch.setattr(callbacks.ranks, "agree", lambda number: said.append(number) or 5)
+    monkeypatch.setattr(callbacks.ranks, "broadcast_number", lambda number: said.append(number) or 5)
     monkeypatch.setattr(callbacks.ranks, "local_world_size", lambda: 3)
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(device=torch.device(device)), notes={}, _total_train_tokens=0.0, state=None
     )
     callbacks.JobCallback(
-        job_spec(tmp_path, tiny_model()), Silent(), trainer, tmp_path / "control", memory
+        job_spec(tmp_path, tiny_model()), NullEventWriter(), trainer, tmp_path / "control", memory
     )._keep_memory()
     assert (said, played.needs) == (asked, needs)
 

@@ -170,7 +170,7 @@ def test_a_name_inside_a_known_module_is_no_way_around(tmp_path: Path) -> None:
         called += _text(f"touch {mark}") + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
         (checkpoint / "optimizer" / ".metadata").write_bytes(called)
         with pytest.raises(JobFailure, match=f"names {module}.{name}, which no checkpoint needs"):
-            legacy_checkpoints.stored(checkpoint)
+            legacy_checkpoints.read_optimizer(checkpoint)
     assert not mark.exists()
 
 
@@ -188,7 +188,7 @@ def test_metadata_cannot_name_files_outside_of_its_directory(tmp_path: Path) -> 
         next(iter(metadata.storage_data.values())).relative_path = wrong
         path.write_bytes(pickle.dumps(metadata))
         with pytest.raises(JobFailure, match=r"rows of it in a \.distcp file are expected"):
-            legacy_checkpoints.stored(checkpoint)
+            legacy_checkpoints.read_optimizer(checkpoint)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(b"x" * 100)])
@@ -198,7 +198,7 @@ def test_metadata_that_is_damaged_is_named(tmp_path: Path, data: bytes) -> None:
     checkpoint = copied(BEFORE, tmp_path / "checkpoint-2")
     (checkpoint / "optimizer" / ".metadata").write_bytes(data)
     with pytest.raises(JobFailure, match=r"optimizer/\.metadata .*another checkpoint"):
-        legacy_checkpoints.stored(checkpoint)
+        legacy_checkpoints.read_optimizer(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_the_optimizer_of_the_release_before_is_read_as_its_own_reader_did() -> 
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(expected, checkpoint_id=BEFORE / "optimizer", planner=planner, no_dist=True)
-    saved = legacy_checkpoints.stored(BEFORE)
+    saved = legacy_checkpoints.read_optimizer(BEFORE)
     assert saved.groups == expected.pop("param_groups")
     assert saved.groups[0]["betas"] == (0.9, 0.999)
     found = {name: torch.full(outline.shape, torch.nan) for name, outline in saved.tensors.items()}

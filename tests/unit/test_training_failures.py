@@ -18,7 +18,7 @@ from llama_stack_provider_trl.errors import (
     StoreError,
     TrlError,
 )
-from llama_stack_provider_trl.recipes.train import classify, follows_from_another_rank
+from llama_stack_provider_trl.recipes.failures import classify, follows_from_another_rank
 from llama_stack_provider_trl.specs.events import Reason
 
 

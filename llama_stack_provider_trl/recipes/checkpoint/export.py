@@ -1,8 +1,8 @@
-"""The end of a job: a checkpoint that plain transformers (or peft) loads, whole and checked, or not there at all.
+"""Exports a trained model to a checkpoint that transformers or peft loads: complete and verified, or not at all.
 
 Weights are written as they are gathered (`recipes.checkpoint.weights`), so no rank ever holds the whole model. Before
-the checkpoint is announced it is read back: every weight bit for bit, the tokenizer, and, where the model fits into the
-memory that is free on rank 0's machine, the logits of the model loaded from there. transformers maps files that have
+the checkpoint is reported it is read back: every weight bit for bit, the tokenizer, and, where the model fits into the
+free memory of rank 0's machine, the logits of the model loaded from it. transformers maps files that have
 the model's dtype into memory, so a reloaded model costs page cache that the kernel can drop, no second copy.
 
 The CPU memory that writing takes is in `recipes.checkpoint.weights`.
@@ -34,8 +34,8 @@ from ...system.process import available_memory
 from ..distributed import ranks
 from ..model.fsdp import gather, reshard
 from ..model.loading import DTYPES, load_adapter, quantize
+from .fencing import FencingToken
 from .step import need_space
-from .transfer import Turn
 from .weights import Weight, differences, digest, export_bytes, write_weights
 
 Kind = Literal["final", "merged"]
@@ -51,17 +51,17 @@ _UNLOADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportErr
 
 
 class Exported(NamedTuple):
-    """A checkpoint in its place, and how it was checked."""
+    """A complete export, and how it was verified."""
 
     path: Path
     logits_difference: float | None
     """As a fraction of the logits' scale; None: only weights were compared."""
-    doubt: str | None
-    """Why logits were not compared."""
+    unchecked_reason: str | None
+    """The reason why logits were not compared, as a warning."""
 
 
 class Sample(NamedTuple):
-    """What the trained model says to a few tokens."""
+    """The logits of the trained model for a few tokens."""
 
     ids: torch.Tensor
     """[1, tokens]"""
@@ -70,19 +70,19 @@ class Sample(NamedTuple):
 
 
 def exports(spec: JobSpec) -> tuple[Kind, ...]:
-    """What the job writes at its end."""
+    """The kinds of export that the job writes at its end."""
     return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
 
 
 def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
-    """How much room an export takes on the disk, nearly."""
+    """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     return export_bytes(model, _dtype(spec))
 
 
 def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
-    """Save the tokenizer and load it again, as `export` will: what it cannot survive must be known before training.
+    """Save the tokenizer and load it again, as `export` does later: a failure must be known before training.
 
     transformers chooses a tokenizer's class by the model's type too, and may so change what is loaded.
 
@@ -104,10 +104,10 @@ def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTok
 def take_sample(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, spec: JobSpec
 ) -> Sample:
-    """Ask the trained model, however it is shared out; every rank must call it.
+    """Compute the trained model's logits for a few tokens. A collective under FSDP2.
 
     Raises:
-        JobFailure: diverged, where the answer is no number: the last step ruined the model.
+        JobFailure: diverged, where they are not finite: the last step ruined the model.
     """
     ids = tokenizer(_SAMPLE)["input_ids"][: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [tokenizer.eos_token_id] * 2
     sample = torch.tensor(ids)[None]
@@ -131,72 +131,72 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     spec: JobSpec,
     sample: Sample,
-    beat: Callable[[], None] = lambda: None,
-    turn: Turn | None = None,
-    need: Callable[[int], None] | None = None,
+    heartbeat: Callable[[], None] = lambda: None,
+    fencing_token: FencingToken | None = None,
+    require_space: Callable[[int], None] | None = None,
 ) -> Exported | None:
-    """Write `<checkpoint_dir>/<kind>`: beside its place, checked, fsynced, renamed. Every rank must call it.
+    """Write `<checkpoint_dir>/<kind>` to a staging directory, verify, fsync and rename it. A collective.
 
     `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
     With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in.
 
     Args:
-        sample: what `model` said, to compare with.
-        beat: called whenever something was done.
-        turn: None: nobody else writes there.
-        need: as `need_space`, of bytes; None: that.
+        sample: of `model`, for the comparison.
+        heartbeat: called after every unit of work.
+        fencing_token: None: no other attempt writes there.
+        require_space: raises where so many bytes do not fit; None: `need_space`.
 
     Returns:
         On rank 0 what was written, None on the others.
 
     Raises:
-        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where it is another
-            attempt's turn. The directory is not there then.
+        JobFailure: export_failed, naming the check that failed and what differed; node_lost, where the fencing token
+            names another attempt. The export does not exist then.
         OSError: the disk is, or would be, full.
     """
-    turn = turn or Turn()
-    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / turn.own(f"{kind}.tmp")
+    fencing_token = fencing_token or FencingToken()
+    target, staging = spec.checkpoint_dir / kind, spec.checkpoint_dir / fencing_token.private_name(f"{kind}.tmp")
     try:
         if ranks.rank() == 0:
-            (need or partial(need_space, spec))(bytes_needed(model, spec, kind))
+            (require_space or partial(need_space, spec))(bytes_needed(model, spec, kind))
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         if kind == "final" and isinstance(model, PeftModel):
-            file, expected = _ADAPTER, _write_adapter(model, staging, beat)
+            file, expected = _ADAPTER, _write_adapter(model, staging, heartbeat)
         else:
-            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, beat)
+            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, heartbeat)
         if ranks.rank() != 0:
             return None
         tokenizer.save_pretrained(staging)
         (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
         fsync_tree(staging)
         faults.reach(f"written-{kind}")
-        if wrong := differences(expected, staging, file, beat):
+        if wrong := differences(expected, staging, file, heartbeat):
             raise _failed(
                 kind, f"{len(wrong)} of {len(expected)} weights are not what was trained: {'; '.join(wrong[:3])}"
             )
         if fault := _tokenizer_fault(staging, tokenizer, spec):
             raise _failed(kind, fault)
-        difference, doubt = None, _no_room(model, spec, kind)
-        if doubt is None:
-            difference = _check_logits(kind, staging, expected, spec, sample, beat)
+        difference, unchecked_reason = None, _insufficient_memory(model, spec, kind)
+        if unchecked_reason is None:
+            difference = _check_logits(kind, staging, expected, spec, sample, heartbeat)
         faults.reach(f"exporting-{kind}")
         write_manifest(staging)
-        put_in_place(staging, target, turn.check)
+        put_in_place(staging, target, fencing_token.check)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
     faults.reach(f"exported-{kind}")
-    return Exported(target, difference, doubt)
+    return Exported(target, difference, unchecked_reason)
 
 
-def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) -> dict[str, Weight]:
-    # An adapter is small: rank 0 holds all of it.
+def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], None]) -> dict[str, Weight]:
+    # An adapter is small enough for rank 0 to hold all of it.
     state: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         if weight.requires_grad:
             whole = gather(weight)
-            beat()
+            heartbeat()
             if whole is not None:
                 state[name] = whole
     if ranks.rank() != 0:
@@ -206,17 +206,17 @@ def _write_adapter(model: PeftModel, directory: Path, beat: Callable[[], None]) 
 
 
 def _write_model(
-    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, beat: Callable[[], None]
+    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
 ) -> dict[str, Weight]:
     if ranks.rank() == 0:
-        # All but the weights: configurations, and code of its own. First, because it removes files of weights.
+        # All files but the weights. First, because save_pretrained removes files of weights.
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
-        # Training switched the cache off; a checkpoint that kept this would generate slowly for ever.
+        # Training switched the cache off, without which the exported model would generate slowly.
         plain.config.use_cache = True
         plain.save_pretrained(directory, state_dict={})
         plain.config.dtype = _dtype(spec)
         plain.config.save_pretrained(directory)
-    return write_weights(model, directory, _dtype(spec), beat)
+    return write_weights(model, directory, _dtype(spec), heartbeat)
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
@@ -224,11 +224,11 @@ def _dtype(spec: JobSpec) -> torch.dtype:
 
 
 def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
-    """In what the tokenizer of a directory is another than the one that trained."""
+    """How the tokenizer of a directory differs from the one that trained; None where it does not."""
     try:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
     except _UNLOADABLE as error:
-        return f"its tokenizer cannot be loaded: {_said(error)}"
+        return f"its tokenizer cannot be loaded: {_describe(error)}"
     if found.chat_template != tokenizer.chat_template:
         return "its chat template is not the one that was trained with"
     if found(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
@@ -236,7 +236,7 @@ def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: 
     return None
 
 
-def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
+def _insufficient_memory(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
     needed, there = export_bytes(model, _dtype(spec)), available_memory()
     if needed <= there:
         return None
@@ -247,11 +247,16 @@ def _no_room(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> s
 
 
 def _check_logits(
-    kind: Kind, directory: Path, expected: dict[str, Weight], spec: JobSpec, sample: Sample, beat: Callable[[], None]
+    kind: Kind,
+    directory: Path,
+    expected: dict[str, Weight],
+    spec: JobSpec,
+    sample: Sample,
+    heartbeat: Callable[[], None],
 ) -> float:
-    """Load what was written as anybody would, and ask it what the trained model was asked."""
+    """Load the export as a user would, and compare its logits with those of the trained model."""
     try:
-        with _alive(beat):
+        with _heartbeat_per_module(heartbeat):
             if (directory / _ADAPTER).exists():
                 loaded = load_adapter(spec, directory, as_trained=True)
                 adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
@@ -273,7 +278,7 @@ def _check_logits(
     except _UNLOADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _failed(kind, f"it cannot be loaded: {_said(error)}") from error
+        raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
     difference = logits_difference(sample.logits, found)
     if not difference <= ROUNDING[spec.dtype]:  # nor a NaN
         raise _failed(
@@ -301,24 +306,24 @@ def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor) -> torch.Tens
 
 
 @contextmanager
-def _alive(beat: Callable[[], None]) -> Iterator[None]:
-    """While this is open, every module that computes says that work goes on."""
-    beat()
-    hook = register_module_forward_pre_hook(lambda *_: beat())
+def _heartbeat_per_module(heartbeat: Callable[[], None]) -> Iterator[None]:
+    """While this is open, every forward of a module sends a heartbeat."""
+    heartbeat()
+    hook = register_module_forward_pre_hook(lambda *_: heartbeat())
     try:
         yield
     finally:
         hook.remove()
-    beat()
+    heartbeat()
 
 
 def _failed(kind: Kind, found: str) -> JobFailure:
     return JobFailure(
         Reason.export_failed,
         f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are "
-        "kept; where the job is tried again it goes on from the newest.",
+        "kept, and a retry resumes from the newest one.",
     )
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

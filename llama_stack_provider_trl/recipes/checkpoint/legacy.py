@@ -1,9 +1,9 @@
-"""Step checkpoints of earlier releases, read without running what is in them.
+"""Reads step checkpoints of earlier releases without executing their pickles.
 
-Those hold the optimizer's state in `optimizer/`, as torch.distributed.checkpoint (DCP) writes it: `.metadata` is a
+They hold the optimizer's state in `optimizer/`, as torch.distributed.checkpoint (DCP) writes it: `.metadata` is a
 pickle, `__R_N.distcp` files are tensors as torch.save writes them one after the other, and the parameter groups are a
 pickle among them. `scheduler.pt`, `scaler.pt` and `rng_state*.pth` are torch.save's too. DCP's own reader unpickles
-anything, that is, it runs whatever the writer of the file wants.
+anything, so it executes any code that the writer of the file wants.
 
 Here `.metadata` becomes records without behavior: an unpickler that knows the names DCP's metadata needs and gives
 each a stand-in, none of them the class of that name. Everything else goes through `torch.load(weights_only=True)`.
@@ -29,7 +29,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ..distributed import ranks
 from . import shards
-from .optimizer_state import Stored, reading
+from .optimizer_state import StoredOptimizer, reading
 from .random_state import encoded
 
 _DIRECTORY = "optimizer"
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
 
 
 class _Refused(pickle.UnpicklingError):
-    """Raised when a pickle names what no checkpoint needs; its text is that name."""
+    """Raised when a pickle names an object that no checkpoint needs; its text is that name."""
 
 
 def is_legacy(checkpoint: Path) -> bool:
@@ -77,8 +77,8 @@ def is_legacy(checkpoint: Path) -> bool:
     return (checkpoint / _DIRECTORY / _METADATA).exists()
 
 
-def stored(checkpoint: Path) -> Stored:
-    """What a checkpoint says of the optimizer.
+def read_optimizer(checkpoint: Path) -> StoredOptimizer:
+    """The optimizer's state in a checkpoint.
 
     Raises:
         JobFailure: invalid_request, where it is malformed, or holds what could run code.
@@ -88,7 +88,7 @@ def stored(checkpoint: Path) -> Stored:
         tensors, parts = _index(_Unpickler(io.BytesIO(path.read_bytes())).load())
         values = {name: _load(_slice(path.parent, found[0])) for name, found in parts.items() if name not in tensors}
         groups = [dict(group) for group in values.pop(_GROUPS)]
-        return Stored(
+        return StoredOptimizer(
             {name.removeprefix(_PREFIX): outline for name, outline in tensors.items()},
             {name.removeprefix(_PREFIX): value for name, value in values.items()},
             groups,
@@ -97,14 +97,14 @@ def stored(checkpoint: Path) -> Stored:
 
 
 def state(checkpoint: Path, name: str) -> dict[str, Any] | None:
-    """A small state, by the name that its file has now; None: the checkpoint has none. Raises as `stored`."""
+    """A small state, by the name that its file has now; None: the checkpoint has none. Raises as `read_optimizer`."""
     path = checkpoint / _STATES[name]
     with _refusing(path), reading(path):
         return dict(_load(path)) if path.exists() else None
 
 
 def random_state(checkpoint: Path, device: torch.device) -> dict[str, Any] | None:
-    """Random numbers of this rank as `checkpoint.random_state` has them; None: there are none. Raises as `stored`."""
+    """This rank's random numbers in the format of `random_state`; None: there are none. Raises as `read_optimizer`."""
     path = checkpoint / ("rng_state.pth" if ranks.world_size() == 1 else f"rng_state_{ranks.rank()}.pth")
     with _refusing(path), reading(path):
         if not path.exists():
@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """While this is open, a pickle that names what no checkpoint needs, or is damaged, is refused by a sentence."""
+    """While this is open, a pickle that is damaged or names an object that no checkpoint needs is a JobFailure."""
     try:
         yield
     except JobFailure:

@@ -23,12 +23,12 @@ from . import shards
 
 TENSORS = "optimizer/state.safetensors"
 VALUES = "optimizer/state.json"
-"""In a directory of their own: some readers take every safetensors file beside the model's for weights."""
+"""In a directory of their own: some readers load every safetensors file beside the model's as weights."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What is written of an optimizer; of sharded tensors this rank's parts."""
+    """An optimizer's state as it is written; of sharded tensors this rank's parts."""
 
     tensors: Mapping[str, torch.Tensor]
     """By `<weight>/<key>`."""
@@ -37,13 +37,13 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """An optimizer's state on disk, of whatever format."""
+class StoredOptimizer:
+    """An optimizer's state on disk, in the present format or that of earlier releases."""
 
     tensors: Mapping[str, shards.Outline]
     """By `<weight>/<key>`."""
     values: Mapping[str, Any]
-    """By `<weight>/<key>`: what is no tensor."""
+    """By `<weight>/<key>`: values that are not tensors."""
     groups: list[dict[str, Any]]
     """The parameter groups, `params` being names of weights."""
     read_into: Callable[[Mapping[str, torch.Tensor]], None]
@@ -64,18 +64,18 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
     return OptimizerState(tensors, json.dumps({"param_groups": groups, "values": values}))
 
 
-def stored(checkpoint: Path) -> Stored:
-    """What a checkpoint says of the optimizer. Raises JobFailure where it is malformed."""
+def read_optimizer(checkpoint: Path) -> StoredOptimizer:
+    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed."""
     with reading(checkpoint / VALUES):
         document = json.loads((checkpoint / VALUES).read_text())
         values, groups = dict(document["values"]), [dict(group) for group in document["param_groups"]]
     path = checkpoint / TENSORS
     with reading(path):
-        return Stored(shards.outlines(path), values, groups, lambda tensors: shards.read_into(path, tensors))
+        return StoredOptimizer(shards.outlines(path), values, groups, lambda tensors: shards.read_into(path, tensors))
 
 
-def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Stored, checkpoint: Path) -> None:
-    """Give an optimizer the state that was saved, each rank its parts.
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: StoredOptimizer, checkpoint: Path) -> None:
+    """Load a saved state into an optimizer, each rank its parts.
 
     Raises:
         JobFailure: invalid_request, where it is the state of another optimizer or of other weights, or malformed.
@@ -97,7 +97,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
             if (number := numbers.get(of)) is None:
                 continue
             if name in saved.tensors:
-                tensors[name] = _room_for(saved.tensors[name], weights[number])
+                tensors[name] = _empty_for(saved.tensors[name], weights[number])
                 states.setdefault(number, {})[key] = tensors[name]
             else:
                 states.setdefault(number, {})[key] = saved.values[name]
@@ -107,7 +107,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """While this is open, what a malformed file raises becomes a sentence that names it."""
+    """While this is open, errors caused by a malformed file become a JobFailure that names it."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError) as error:
@@ -136,7 +136,7 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
     return {id(weight): name for name, weight in model.named_parameters()}
 
 
-def _room_for(saved: shards.Outline, weight: torch.Tensor) -> torch.Tensor:
+def _empty_for(saved: shards.Outline, weight: torch.Tensor) -> torch.Tensor:
     """A tensor to read a saved one into: sharded as its weight where it has that shape, else whole on every rank."""
     if saved.shape == weight.shape:
         return torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""One safetensors file that several ranks write and read at once, each its own rows.
+"""Safetensors files that several ranks write and read at once, each its own rows.
 
 FSDP2 shards along the first dimension, so a rank's part of a weight, or of an optimizer's moment of it, is one range of
 bytes in the file: nothing is gathered, nothing is written twice, and transformers, peft and others read the file.
@@ -43,8 +43,8 @@ class Outline(NamedTuple):
     dtype: torch.dtype
 
 
-class Rows(NamedTuple):
-    """What this rank holds of a tensor."""
+class LocalRows(NamedTuple):
+    """The rows of a tensor on this rank."""
 
     values: torch.Tensor
     first: int
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the header and take the room for the rest; one rank does it, then all `fill`.
+    """Write the header and reserve the space of the data. One rank calls it, then all ranks call `fill`.
 
     Raises:
         OSError: the disk is full.
@@ -64,7 +64,7 @@ def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.flush()
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, layout.end)
-        else:  # macOS: the room is not sure, and a full disk is found while it is filled
+        else:  # macOS: nothing is reserved, and a full disk is noticed while the file is filled
             file.truncate(layout.end)
 
 
@@ -82,7 +82,7 @@ def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
 def parts_of(
     tensors: Mapping[str, torch.Tensor], writer: int | None = 0, writers: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What this rank has to write: where in the file, and the bytes (uint8, one dimension).
+    """The parts that this rank writes: offset in the file, and bytes (uint8, one dimension).
 
     Args:
         tensors: the same names on every rank, in CPU memory.
@@ -131,7 +131,7 @@ def read_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def read_from_first(
     path: Path, tensors: Mapping[str, torch.Tensor], broadcast: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """As `read_into`, from a file that only rank 0 can read; every rank must call it. One tensor at a time is whole.
+    """Do what `read_into` does, from a file that only rank 0 can read. A collective; one tensor at a time is whole.
 
     Args:
         broadcast: gives a tensor in CPU memory rank 0's values.
@@ -159,10 +159,10 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
     return _Layout(len(text).to_bytes(8, "little") + text, starts, data + ends[-1])
 
 
-def rows_of(tensor: torch.Tensor) -> Rows:
-    """What this rank holds of a tensor; of one that is not sharded, all."""
+def rows_of(tensor: torch.Tensor) -> LocalRows:
+    """The rows of a tensor on this rank; all of one that is not sharded."""
     if not isinstance(tensor, DTensor):
-        return Rows(tensor.detach(), 0, True)
+        return LocalRows(tensor.detach(), 0, True)
     if not all(placement in (Shard(0), Replicate()) for placement in tensor.placements):
         raise AssertionError(f"a tensor with placements {tensor.placements}; FSDP2 shards along the first dimension")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -170,7 +170,7 @@ def rows_of(tensor: torch.Tensor) -> Rows:
     is_first_copy = all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
     )
-    return Rows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
+    return LocalRows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Step checkpoints, from which a job goes on after a crash, a pause or a restart, on as many ranks or on others.
+"""Step checkpoints, from which a job resumes after a crash, a pause or a restart, on any number of ranks.
 
 `checkpoint-N` holds safetensors, JSON and text only, so that reading one runs nothing (`checkpoint_files`):
 
@@ -11,10 +11,11 @@
 - `recipe_state.json`: the position in the data, counted in rows;
 - `manifest.json`: size and sha256 of every file.
 
-Training continues while the files are written: what they will hold is first copied to CPU memory.
+Training continues while the files are written, from a copy in CPU memory.
 
-The whole lies on rank 0's disk. Ranks of other machines that do not see it send their rows and their random numbers
-from memory and write nothing (`recipes.disks`). What earlier releases wrote is read by `recipes.legacy_checkpoints`.
+Checkpoints are on rank 0's disk. Ranks of machines that do not see it send their rows and their random numbers from
+memory, and write nothing (`recipes.checkpoint.transfer`). `recipes.checkpoint.legacy` reads the format of earlier
+releases.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import faults
 from ...errors import JobFailure
-from ...specs.events import CheckpointDamaged, EventWriter, Reason, Silent, Warned
-from ...specs.job import JobSpec
+from ...specs.events import CheckpointDamaged, EventWriter, NullEventWriter, Reason, Warned
+from ...specs.job import JobSpec, OptimizerSpec
 from ...system.files import (
     MANIFEST,
     damage,
@@ -52,27 +53,28 @@ from ...system.files import (
     write_manifest,
 )
 from ..distributed import ranks
-from ..distributed.heartbeat import shown_alive
+from ..distributed.heartbeat import heartbeat
 from ..model.fsdp import reshard
 from . import legacy, optimizer_state, shards, transfer
+from .fencing import FencingToken
 from .optimizer_state import reading
-from .transfer import Disks, Turn
+from .transfer import Disks
 
 _RANDOM = "rng_state_{}.json"
 """By rank."""
-_UPLOAD_LOOK = 0.5
-"""Seconds between two looks at what is on its way to the service."""
-_NOTICE = 5.0
-"""Seconds in which an agent has noticed the last checkpoint, and removed what was uploaded."""
+_UPLOAD_POLL_INTERVAL = 0.5
+"""Seconds between two reads of the number of pending uploads."""
+_UPLOAD_GRACE = 5.0
+"""Seconds in which an agent notices the last checkpoint, and removes what was uploaded."""
 _LONG_WAIT = 1.0
-"""Seconds of waiting for the checkpoint before that a job's warnings tell."""
+"""Seconds of waiting for the previous checkpoint from which on the job is warned."""
 
 type Model = PreTrainedModel | PeftModel
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold, in CPU memory; of sharded tensors this rank's parts."""
+    """The content of a checkpoint in CPU memory; of sharded tensors this rank's parts."""
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     """By the names of the safetensors files and the names there."""
@@ -86,17 +88,21 @@ class Saver:
     """Writes one checkpoint at a time in a thread of its own, from a copy that training does not touch.
 
     The copy takes as much CPU memory as the trained weights and the optimizer's state (of sharded ones, this rank's
-    parts); it is kept and used again, so that there is never more than one.
+    parts). It is reused, so that there is never more than one.
 
-    Every rank has a saver and must call the same methods in the same order; the threads agree through a process group
+    Every rank has a saver, and calls the same methods in the same order. The threads communicate over a process group
     of their own.
     """
 
     def __init__(
-        self, spec: JobSpec, device: torch.device, writer: EventWriter | Silent, turn: Turn | None = None
+        self,
+        spec: JobSpec,
+        device: torch.device,
+        writer: EventWriter,
+        fencing_token: FencingToken | None = None,
     ) -> None:
         self.spec, self.writer = spec, writer
-        self.turn = turn or Turn()
+        self.fencing_token = fencing_token or FencingToken()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -110,7 +116,7 @@ class Saver:
         self._group = ranks.new_cpu_group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._has_warned = False
 
     @property
     def busy(self) -> bool:
@@ -126,15 +132,15 @@ class Saver:
         staging: Path,
         announce: Callable[[Path], None],
     ) -> None:
-        """Copy what is to be saved, and return; the rest happens in the background.
+        """Copy the content of a checkpoint, and return; it is written in the background.
 
         Args:
             random: this rank's random numbers (`recipes.checkpoint.random_state`).
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
-            announce: called on rank 0 with the checkpoint's place when it is complete on disk.
+            announce: called on rank 0 with the checkpoint's path when it is complete on disk.
         """
         assert self._thread is None, "one at a time: wait first"
-        weights = named_weights(model)  # first: it reshards, and only then are parameters those that the optimizer has
+        weights = named_weights(model)  # first: it reshards, after which the parameters are those of the optimizer
         state = optimizer_state.state_of(model, optimizer)
         tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
         snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
@@ -142,45 +148,45 @@ class Saver:
         def work() -> None:
             try:
                 self._write(snapshot, model, tokenizer, staging)
-                ranks.together(lambda: self._finish(staging, announce), self._group)
+                ranks.on_all_ranks(lambda: self._finish(staging, announce), self._group)
             except BaseException as error:
                 faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = error
-            finally:  # a full disk must not stay full because of us
-                if self.disks.keeps_order:
+            finally:  # incomplete files must not keep a disk full
+                if self.disks.cleans_up:
                     shutil.rmtree(staging.parent, ignore_errors=True)
 
         self._thread = threading.Thread(target=work, name=f"saves {staging.name}", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did; every rank must call it after the same step.
+        """Raise the error of the background thread, if there is one. A collective, after the same step on every rank.
 
-        Waits for nothing else.
+        Does not wait for a checkpoint that is being written.
         """
-        # All ranks stop after the same step or none does. One that noticed a step later than the others would wait for
-        # them in that step's collectives while they end without a word, and with it the reason, which it alone knows.
-        if self._thread is not None and ranks.anywhere(self._error is not None or not self.busy):
+        # All ranks stop after the same step. A rank that failed and noticed it a step later than the others would wait
+        # for them in that step's collectives, and its reason would be lost.
+        if self._thread is not None and ranks.any_rank(self._error is not None or not self.busy):
             self.wait()
 
     def wait(self, due: int | None = None) -> None:
-        """Return when nothing is being written any more; raise what went wrong.
+        """Return when no checkpoint is being written; raise its error, if there is one.
 
         Args:
-            due: the step whose checkpoint waits for the one before; a long wait is told in the job's warnings.
+            due: the step whose checkpoint waits for the previous one; a long wait becomes a warning of the job.
         """
         if self._thread is None:
             return
         began = time.monotonic()
-        with shown_alive(self.writer):
+        with heartbeat(self.writer):
             self._thread.join()
         self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         waited = time.monotonic() - began
-        if due is not None and waited > _LONG_WAIT and not self._is_told:
-            self._is_told = True
+        if due is not None and waited > _LONG_WAIT and not self._has_warned:
+            self._has_warned = True
             message = (
                 "checkpoints are due faster than the disk takes them, and training waits: raise save_steps "
                 f"(first at step {due}, for {waited:.0f} s)"
@@ -188,21 +194,21 @@ class Saver:
             self.writer.write(Warned(message=message))
 
     def close(self) -> None:
-        """After `wait`: give the memory of the copy back."""
+        """After `wait`: free the memory of the copy."""
         self._stager.close()
 
     def abandon(self) -> None:
-        """On the way out because of a failure: let a checkpoint that is being written come to its end, good or bad."""
+        """After a failure: wait until the checkpoint that is being written is complete or has failed."""
         if self._thread is not None:
-            # A rank that is gone breaks the others' connections, so this ends; the limit is for a disk that hangs.
+            # Connections to a lost rank break, so this ends; the limit is for a disk that hangs.
             self._thread.join(60.0)
 
     def _write(self, snapshot: Snapshot, model: Model, tokenizer: PreTrainedTokenizerBase, staging: Path) -> None:
-        """Every rank writes its parts. Each phase begins when all have ended the one before, or ends for all."""
+        """Write this rank's parts, in phases: each begins when all ranks have completed the previous one."""
 
         def begin() -> Mapping[str, Any]:
             if ranks.rank() == 0:
-                # Without weights: the configuration, and what else belongs to a model that others load.
+                # Without weights: the configuration and other files of a model that transformers loads.
                 without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
                 model.save_pretrained(staging, state_dict={}, **without)
                 tokenizer.save_pretrained(staging)
@@ -212,9 +218,9 @@ class Saver:
                     shards.reserve(staging / name, tensors)
             return snapshot.random
 
-        states = ranks.together(begin, self._group)
+        states = ranks.on_all_ranks(begin, self._group)
         seeing = self.disks.with_first
-        writer = seeing.index(ranks.rank()) if self.disks.is_here else None
+        writer = seeing.index(ranks.rank()) if self.disks.sees_first else None
 
         def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
             return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
@@ -223,27 +229,29 @@ class Saver:
             if ranks.rank() == 0:
                 for rank, state in enumerate(states):
                     (staging / _RANDOM.format(rank)).write_text(json.dumps(state))
-            if self.disks.is_here:
+            if self.disks.sees_first:
                 for name in snapshot.tensors:
                     shards.fill(staging / name, parts(name))
 
-        ranks.together(fill, self._group)
-        if not self.disks.is_one:
+        ranks.on_all_ranks(fill, self._group)
+        if not self.disks.is_shared:
             names = [[] if rank in seeing else list(snapshot.tensors) for rank in range(ranks.world_size())]
             pieces = chain.from_iterable(transfer.in_pieces(name, parts(name)) for name in snapshot.tensors)
-            ranks.together(lambda: transfer.bring_to_first(pieces, names, staging, self._group), self._group)
+            ranks.on_all_ranks(lambda: transfer.send_to_first(pieces, names, staging, self._group), self._group)
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
-        """Checksums, each rank of some files; then rank 0 puts the whole in place."""
+        """Compute checksums, each rank of some files; then rank 0 moves the checkpoint into place."""
         step = staging.name.rpartition("-")[2]
         digests = {}
-        for found in ranks.together(lambda: _digests(staging, self.disks) if self.disks.is_here else {}, self._group):
+        for found in ranks.on_all_ranks(
+            lambda: _digests(staging, self.disks) if self.disks.sees_first else {}, self._group
+        ):
             digests.update(found)
         if ranks.rank() == 0:
             faults.reach(f"saving-{step}")
             write_manifest(staging, digests)
             target = staging.parent.parent / staging.name
-            put_in_place(staging, target, self.turn.check)
+            put_in_place(staging, target, self.fencing_token.check)
             point_latest(target.parent, target.name)
             faults.reach(f"saved-{step}")
             announce(target)
@@ -251,8 +259,7 @@ class Saver:
 
 
 def named_weights(model: Model) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint's file holds, by their names there: of an adapter its own, else all, and of tied
-    ones the first."""
+    """The tensors of a checkpoint's file by name: those of the adapter, else all; of tied ones the first."""
     reshard(model)
     if isinstance(model, PeftModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -274,7 +281,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
         JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
     source = legacy if legacy.is_legacy(checkpoint) else optimizer_state
-    optimizer_state.restore(model, optimizer, source.stored(checkpoint), checkpoint)
+    optimizer_state.restore(model, optimizer, source.read_optimizer(checkpoint), checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
@@ -309,34 +316,34 @@ def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) ->
     """
     path, weights = checkpoint / weights_name(model), named_weights(model)
     if from_first:
-        shards.read_from_first(path, weights, ranks.from_first)
+        shards.read_from_first(path, weights, ranks.broadcast_tensor)
     else:
         shards.read_into(path, weights)
 
 
 def first_undamaged(
-    candidates: Iterable[Path], writer: EventWriter | Silent, disks: Disks, *, on_first_only: bool = False
+    candidates: Iterable[Path], writer: EventWriter, disks: Disks, *, on_first_only: bool = False
 ) -> Path | None:
-    """The first checkpoint whose files are those that were written; damaged ones before it are set aside, and told.
+    """The first undamaged checkpoint; damaged ones before it are set aside and reported.
 
-    Every rank must call it, and reads some of the files.
+    A collective: every rank verifies some of the files.
 
     Args:
         candidates: each machine's own paths of the same checkpoints.
-        on_first_only: only rank 0's disk has them; else every disk has copies of its own, which are read there.
+        on_first_only: only rank 0's disk has them; otherwise every disk has its own copies, which are verified, too.
 
     Raises:
-        JobFailure: rank_failed, where another machine's copy alone is damaged; it is set aside.
+        JobFailure: rank_failed, where only another machine's copy is damaged; that copy is set aside.
     """
     for checkpoint in candidates:
-        here = None if on_first_only and not disks.is_here else _damage(checkpoint, disks)
-        everywhere = ranks.all_of((here, socket.gethostname()))
+        here = None if on_first_only and not disks.sees_first else _damage(checkpoint, disks)
+        everywhere = ranks.gather_all((here, socket.gethostname()))
         found = [everywhere[rank][0] for rank in disks.with_first if everywhere[rank][0]]
         elsewhere = [(damage, host) for damage, host in everywhere if damage]
         if not elsewhere:
             return checkpoint
         if not found:
-            if disks.keeps_order and not disks.is_here and here:
+            if disks.cleans_up and not disks.sees_first and here:
                 set_aside(checkpoint)
             damaged, host = elsewhere[0]
             raise JobFailure(
@@ -349,68 +356,67 @@ def first_undamaged(
             place = f"it is kept as {aside}" if aside else "it is gone"
             message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was not used to go on from; {place}"
             writer.write(CheckpointDamaged(path=checkpoint, message=message), durable=True)
-        ranks.wait_for_all()
+        ranks.barrier()
     return None
 
 
-def need_space(
-    spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | Silent | None = None
-) -> None:
-    """Return if `num_bytes` more leave `min_free_bytes` free; wait for it where checkpoints are on their way from this
-    disk to the service's, after which they are removed here.
+def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | None = None) -> None:
+    """Return if `num_bytes` more leave `min_free_bytes` free on the disk of the checkpoints.
+
+    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards.
 
     Args:
         uploads: `RunDir.uploads`.
-        writer: told of a wait.
+        writer: gets a warning before a wait.
 
     Raises:
         OSError: as a full disk does.
     """
-    writer = writer or Silent()
-    is_told, patience = False, _NOTICE
+    writer = writer or NullEventWriter()
+    has_warned, patience = False, _UPLOAD_GRACE
     while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.min_free_bytes:
-        said = (
+        shortage = (
             f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
             f"free and {spec.min_free_bytes >> 20} MiB must stay free"
         )
         waiting = _uploads(uploads)
         if waiting is None or patience <= 0:
-            raise OSError(errno.ENOSPC, said)
-        if waiting and not is_told:
-            is_told = True
-            message = f"{said}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
+            raise OSError(errno.ENOSPC, shortage)
+        if waiting and not has_warned:
+            has_warned = True
+            message = f"{shortage}: training waits until {waiting} checkpoints have been uploaded; raise save_steps"
             writer.write(Warned(message=message))
-        patience = _NOTICE if waiting else patience - _UPLOAD_LOOK
-        writer.beat()  # the agent ends the job where nobody takes them
-        time.sleep(_UPLOAD_LOOK)
+        patience = _UPLOAD_GRACE if waiting else patience - _UPLOAD_POLL_INTERVAL
+        writer.heartbeat()  # the agent ends the job if the uploads fail
+        time.sleep(_UPLOAD_POLL_INTERVAL)
 
 
 def _uploads(path: Path | None) -> int | None:
-    """How many checkpoints are on their way; None: none ever will be."""
+    """Number of pending uploads; None: checkpoints of this job are not uploaded."""
     try:
         return None if path is None else int(path.read_text())
     except FileNotFoundError:
         return None
 
 
-def step_bytes(model: torch.nn.Module, spec: JobSpec) -> int:
-    """About how large a step checkpoint is: the trained weights and the optimizer's moments of them."""
-    moments = 0 if spec.optimizer.name == "sgd" else 2
+def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
+    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them."""
+    moments = 0 if optimizer.name == "sgd" else 2
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
 
 
 def _digests(directory: Path, disks: Disks) -> dict[str, str]:
-    return {name: sha256_of(directory / name) for name in _ours(directory, disks)}
+    return {name: sha256_of(directory / name) for name in _own_files(directory, disks)}
 
 
 def _damage(checkpoint: Path, disks: Disks) -> str | None:
     try:
-        return damage(checkpoint, of=_ours(checkpoint, disks))
+        return damage(checkpoint, of=_own_files(checkpoint, disks))
     except OSError as error:
         return str(error)
 
 
-def _ours(directory: Path, disks: Disks) -> Sequence[str]:
+def _own_files(directory: Path, disks: Disks) -> Sequence[str]:
     """This rank's part of a directory's files, for reading them."""
     return disks.part_of([name for name in file_names(directory) if name != MANIFEST])

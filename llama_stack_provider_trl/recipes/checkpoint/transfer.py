@@ -1,7 +1,7 @@
-"""Whether the ranks of a job see one disk, and how a checkpoint comes whole to rank 0's where they do not.
+"""Which ranks see rank 0's disk, and the transfer of checkpoint parts from ranks that do not.
 
-Checkpoints lie on the disk of rank 0's machine, or on one that all machines see. Where they do not see it, they send
-what they hold over the network in pieces, as bytes of files: nothing is gathered in memory.
+Checkpoints are on the disk of rank 0's machine, or on one that all machines see. Ranks that do not see it send their
+parts over the network in pieces, as bytes of files; nothing is gathered in memory.
 """
 
 from __future__ import annotations
@@ -16,96 +16,55 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...errors import JobFailure
-from ...specs.events import Reason
-from ...specs.job import AttemptSpec
 from ..distributed import ranks
 
 PIECE = 16 << 20
-"""Bytes that are on their way at a time."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An attempt's right to write into its job's checkpoint directory.
-
-    On a disk that several machines see, one that was cut off trains on and does not know that another attempt has its
-    job by now. That one's name is on the disk.
-
-    Args:
-        mark: `AttemptSpec.turn`.
-    """
-
-    task_id: str = ""
-    mark: Path | None = None
-
-    @classmethod
-    def of(cls, attempt: AttemptSpec) -> Turn:
-        return cls(attempt.task_id, attempt.turn)
-
-    def own(self, name: str) -> str:
-        """A name for what is not complete yet, which no other attempt uses (`files.remove_leftovers` knows it)."""
-        return name if self.mark is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
-
-    def check(self) -> None:
-        """Raises JobFailure, node_lost, where the turn is another attempt's."""
-        if self.mark is None:
-            return
-        try:
-            named = self.mark.read_text().strip()
-        except FileNotFoundError:
-            named = ""
-        if named != self.task_id:
-            raise JobFailure(
-                Reason.node_lost,
-                f"the service has given up this attempt, {self.task_id}, and {named or 'another one'} may write "
-                f"into {self.mark.parent} by now: nothing more is written there",
-            )
+"""Bytes that are sent at a time."""
 
 
 @dataclass(frozen=True)
 class Disks:
-    """Who writes where rank 0 does."""
+    """Which ranks see the disk that rank 0 writes to."""
 
     with_first: tuple[int, ...]
-    """Ranks that see rank 0's files, itself among them."""
+    """Ranks that see rank 0's files, rank 0 included."""
     world_size: int
 
     @property
-    def is_one(self) -> bool:
-        """Whether all of them do."""
+    def is_shared(self) -> bool:
+        """Whether all ranks see it."""
         return len(self.with_first) == self.world_size
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank does."""
+    def sees_first(self) -> bool:
+        """Whether this rank sees it."""
         return ranks.rank() in self.with_first
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether this is the rank that cleans up on its machine's disk: rank 0, or the first of another one."""
-        return ranks.rank() == 0 or (not self.is_here and ranks.local_rank() == 0)
+    def cleans_up(self) -> bool:
+        """Whether this rank cleans up its disk: rank 0, or the first rank of a machine with another disk."""
+        return ranks.rank() == 0 or (not self.sees_first and ranks.local_rank() == 0)
 
     def part_of[Value](self, values: Sequence[Value]) -> Sequence[Value]:
-        """This rank's share of what all who see one disk do together."""
-        if self.is_here:
+        """This rank's part of work that is divided among the ranks of one disk."""
+        if self.sees_first:
             return values[self.with_first.index(ranks.rank()) :: len(self.with_first)]
         return values[ranks.local_rank() :: ranks.local_world_size()]
 
 
 def find_disks(directory: Path) -> Disks:
-    """Look for a file that rank 0 makes; every rank must call it, with its own path of the job's checkpoints."""
+    """Find the ranks that see a file made by rank 0. A collective; `directory` is each machine's own path."""
     world_size = ranks.world_size()
     if ranks.local_world_size() == world_size:
         return Disks(tuple(range(world_size)), world_size)
-    # Nobody has looked for this name before: file systems over the network remember what was not there.
-    (mark, *_) = ranks.all_of(f".seen-{uuid.uuid4().hex}")
+    # A new name each time: network file systems cache that a name does not exist.
+    (mark, *_) = ranks.gather_all(f".seen-{uuid.uuid4().hex}")
     try:
         if ranks.rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / mark).touch()
-        ranks.wait_for_all()
-        seen = ranks.all_of((directory / mark).exists())
+        ranks.barrier()
+        seen = ranks.gather_all((directory / mark).exists())
     finally:
         if ranks.rank() == 0:
             (directory / mark).unlink(missing_ok=True)
@@ -118,26 +77,26 @@ class Piece(NamedTuple):
     name: str
     offset: int
     data: torch.Tensor
-    """uint8, at most PIECE long; it may be used again once the next piece is asked for."""
+    """uint8, at most PIECE long; valid until the next piece is requested."""
 
 
 def in_pieces(name: str, parts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[Piece]:
-    """Cut parts of a file, (offset, uint8 tensor), to size."""
+    """Cut parts of a file, (offset, uint8 tensor), into pieces of at most PIECE bytes."""
     for offset, data in parts:
         for start in range(0, data.numel(), PIECE):
             yield Piece(name, offset + start, data[start : start + PIECE])
 
 
-def bring_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
-    """Write what ranks on other disks hold into rank 0's files; every rank must call it.
+def send_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
+    """Write the parts of ranks on other disks into rank 0's files. A collective.
 
-    A rank that fails keeps up with the others to the end and raises then.
+    A rank that fails completes the exchange with the others, and raises then.
 
     Args:
-        pieces: what this rank brings; of a rank without names it is not asked for.
-        names: by rank, the files of which it brings something.
-        directory: where rank 0's files are.
-        group: a gloo group, used by nobody else meanwhile.
+        pieces: what this rank sends; not consumed on a rank without names.
+        names: by rank, the files of which it sends pieces.
+        directory: of rank 0's files.
+        group: a gloo group that no other thread uses meanwhile.
 
     Raises:
         OSError: a file cannot be read, or rank 0's disk is full.
@@ -160,7 +119,7 @@ def _send(pieces: Iterator[Piece], numbers: Mapping[str, int], group: Any) -> No
 
 
 def _receive(senders: Mapping[int, Sequence[str]], directory: Path, group: Any) -> None:
-    header, room = torch.empty(3, dtype=torch.int64), torch.empty(PIECE, dtype=torch.uint8)
+    header, buffer = torch.empty(3, dtype=torch.int64), torch.empty(PIECE, dtype=torch.uint8)
     failure: OSError | None = None
     for rank, names in senders.items():
         while True:
@@ -168,10 +127,10 @@ def _receive(senders: Mapping[int, Sequence[str]], directory: Path, group: Any) 
             number, offset, length = header.tolist()
             if number < 0:
                 break
-            dist.recv(room[:length], rank, group=group)
+            dist.recv(buffer[:length], rank, group=group)
             if failure is None:
                 try:
-                    _write(directory / names[number], offset, room[:length])
+                    _write(directory / names[number], offset, buffer[:length])
                 except OSError as error:
                     failure = error
     if failure is not None:

@@ -1,11 +1,11 @@
-"""A model's weights into safetensors files that transformers loads, one after the other, and back for comparison.
+"""Writes a model's weights one by one into safetensors files that transformers loads, and reads them back.
 
-What is in memory at a time: on rank 0 the file at hand (`FILE_BYTES` at most, or one group) and one group of weights,
+In memory at a time are: on rank 0 the file at hand (`FILE_BYTES` at most, or one group) and one group of weights,
 on the others one weight, twice while it is gathered. Measured on two CPU ranks, a model of 420 MiB whose largest weight
 takes 48 MiB, files of 64 MiB: 102 MiB more on rank 0, 97 MiB on the other.
 
 A group is what must be converted together for the file: one weight in all architectures known to us, see `_groups`.
-Where nothing is shared out and the dtype stays, the weights are not even copied.
+Without sharding and without a change of dtype, the weights are not even copied.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_weights(
     model: PreTrainedModel | PeftModel,
     directory: Path,
     dtype: torch.dtype,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Weight]:
     """Write a model's weights as `model.safetensors`, or as several files with their index. Every rank must call it.
 
@@ -81,7 +81,7 @@ def write_weights(
 
     Args:
         dtype: of the floating point weights in the files; what the architecture keeps in fp32 stays so.
-        beat: called after every weight.
+        heartbeat: called after every weight.
 
     Returns:
         What the files must hold, by name; on rank 0, empty on the others.
@@ -94,14 +94,14 @@ def write_weights(
     files = _Files(directory, [planned for _, planned in groups])
     for names, planned in groups:
         weights = {name: sources[name].whole() for name in names}
-        beat()
+        heartbeat()
         if ranks.rank() == 0:
             found = _converted(plain, {name: weight for name, weight in weights.items() if weight is not None})
             if found.keys() != planned.keys():
                 raise AssertionError(f"converted to {sorted(found)}, planned were {sorted(planned)}")
             for name, weight in found.items():
                 files.add(name, weight)
-            beat()
+            heartbeat()
     if ranks.rank() == 0:
         files.finish()
     return files.written
@@ -114,51 +114,51 @@ def digest(weight: torch.Tensor) -> Weight:
 
 
 def differences(
-    expected: Mapping[str, Weight], directory: Path, file: str, beat: Callable[[], None] = lambda: None
+    expected: Mapping[str, Weight], directory: Path, file: str, heartbeat: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Read weights back from their files and say what is not as expected, one phrase per weight.
+    """Read weights back from their files and describe each difference from `expected`.
 
     Args:
-        file: where the weights are unless there is an index that says so.
-        beat: called after every weight.
+        file: the file of all weights, where there is no index.
+        heartbeat: called after every weight.
     """
     wrong: list[str] = []
     try:
-        place = _places(directory, file)
+        files = _file_by_weight(directory, file)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return [f"{directory.name} cannot be read ({error})"]
-    wrong += [f"{name} is not there" for name in expected.keys() - place.keys()]
-    wrong += [f"{name} is there and should not be" for name in place.keys() - expected.keys()]
-    for path in sorted(set(place.values())):
+    wrong += [f"{name} is not there" for name in expected.keys() - files.keys()]
+    wrong += [f"{name} is there and should not be" for name in files.keys() - expected.keys()]
+    for path in sorted(set(files.values())):
         try:
             with safe_open(directory / path, framework="pt") as weights:
-                for name in sorted(name for name in expected if place.get(name) == path):
+                for name in sorted(name for name in expected if files.get(name) == path):
                     found, wanted = digest(weights.get_tensor(name)), expected[name]
                     if found[:2] != wanted[:2]:
                         is_now, was = (f"{weight.dtype} {[*weight.shape]}" for weight in (found, wanted))
                         wrong.append(f"{name} is {is_now} and not {was}")
                     elif found != wanted:
                         wrong.append(f"{name} has other values")
-                    beat()
+                    heartbeat()
         except (OSError, SafetensorError) as error:
             wrong.append(f"{path} cannot be read ({error})")
     return sorted(wrong)
 
 
 def export_bytes(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> int:
-    """How much `write_weights` writes, nearly."""
+    """The approximate number of bytes that `write_weights` writes."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     sources = _sources(plain, dtype)
     return sum(source.weight.numel() * source.dtype.itemsize for source in sources.values())
 
 
 class _Files:
-    """Fills one file after the other; the plan says how many there will be, and so what they are called."""
+    """Fills one file after the other. The planned weights determine their number, and so their names."""
 
     def __init__(self, directory: Path, planned: Iterable[Mapping[str, torch.Tensor]]) -> None:
         self.directory = directory
         self.written: dict[str, Weight] = {}
-        self._held: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._counts: list[int] = []
         self._index: dict[str, str] = {}
         self._total = size = 0
@@ -172,18 +172,18 @@ class _Files:
         self._number = 0
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        self._held[name] = weight.contiguous()
+        self._pending[name] = weight.contiguous()
         self.written[name] = digest(weight)
-        if len(self._held) == self._counts[self._number]:
+        if len(self._pending) == self._counts[self._number]:
             self._write()
 
     def _write(self) -> None:
         many = len(self._counts)
         stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
         name = SAFE_WEIGHTS_NAME if many == 1 else f"{stem}-{self._number + 1:05d}-of-{many:05d}.safetensors"
-        save_file(self._held, self.directory / name, metadata={"format": "pt"})
-        self._index |= dict.fromkeys(self._held, name)
-        self._held = {}
+        save_file(self._pending, self.directory / name, metadata={"format": "pt"})
+        self._index |= dict.fromkeys(self._pending, name)
+        self._pending = {}
         self._number += 1
 
     def finish(self) -> None:
@@ -215,11 +215,11 @@ def _sources(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, _Source]:
         if any(pattern.search(name) for pattern in fp32):
             kept = torch.float32
         sources[name] = _Source(weight, kept, adapted)
-    return {name: sources[name] for name in _once(sources, plain)}
+    return {name: sources[name] for name in _without_tied(sources, plain)}
 
 
-def _once(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
-    """Of the names of one tensor, the one under which transformers looks for it."""
+def _without_tied(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
+    """Of the names of one tensor, the one under which transformers loads it."""
     names: dict[int, list[str]] = {}
     for name, source in sources.items():
         names.setdefault(id(source.weight if source.adapted is None else source.adapted), []).append(name)
@@ -230,8 +230,8 @@ def _once(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[st
 def _groups(plain: PreTrainedModel, sources: Mapping[str, _Source]) -> list[list[str]]:
     """Weights that must be converted together, the smallest groups that give what the whole model gives.
 
-    transformers 5 can only revert the conversions of a whole state dict. So it is asked, with tensors that have no
-    data: is each weight by itself enough, or those of a block, or must it be the whole model, in the memory of rank 0?
+    transformers 5 can only revert the conversions of a whole state dict. So tensors without data are converted in
+    three ways: weight by weight, block by block, and as a whole, which takes the memory of rank 0.
     """
     every = {name: _meta(source) for name, source in sources.items()}
     expected = _outline(_converted(plain, every))
@@ -268,7 +268,7 @@ def _meta(source: _Source) -> torch.Tensor:
     return torch.empty(source.weight.shape, dtype=source.dtype, device="meta")
 
 
-def _places(directory: Path, file: str) -> dict[str, str]:
+def _file_by_weight(directory: Path, file: str) -> dict[str, str]:
     """Which file holds which weight."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():

@@ -1,1 +1,1 @@
-"""Rows -> token ids and labels, their packing, and the order in which ranks take them."""
+"""Turns rows into token ids and labels, packs them, and orders them for the ranks."""

@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template, and finds in the text what the model is to learn."""
+"""Renders conversations with a tokenizer's chat template, and finds the trained spans of the text."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DEFAULT_CHAT_TEMPLATE = (
 """For tokenizers without a template: plain-text role headers, no new tokens, an assistant turn ends in `eos_token`."""
 
 
-_MARK = "\ue000turn\ue001"
-"""Stands in for a turn's content when its place is searched: private-use characters, so that no content matches."""
+_MARKER = "\ue000turn\ue001"
+"""Replaces a turn's content to find its position. Private-use characters, so that no content matches."""
 
 
-Places = Callable[[int, bool], int]
-"""(position, straddling) -> how many tokens end at or before a character; if straddling, how many begin before it."""
+TokenIndex = Callable[[int, bool], int]
+"""(position, straddling) -> number of tokens that end at or before a character; if straddling, that begin before it."""
 
 
 Span = tuple[int, int, bool]
-"""Characters from, to, and whether the end is exact; if not, the token in which it lies does not belong to the span."""
+"""First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -62,22 +62,22 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 class Chat:
-    """A tokenizer and its chat template, with an account of what the template did."""
+    """A tokenizer and its chat template, with counts of what the template changed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.given: str | None = None
+        self.template_warning: str | None = None
         """The warning that the default template was given."""
         self.diverged = 0
         """Rows whose prompt the template writes differently when the answer follows."""
-        self.left_out = 0
+        self.missing_turns = 0
         """Assistant turns that the template does not write."""
 
-    def render(self, messages: Sequence[Message], row: int, *, ask: bool = False) -> str:
-        """The conversation as text; `ask` adds the header of the answer to come."""
-        self.given = ensure_chat_template(self.tokenizer) or self.given
+    def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
+        """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
+        self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
         try:
-            text = self._render(messages, ask)
+            text = self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise JobFailure(
@@ -85,7 +85,7 @@ class Chat:
                 f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
-        if not ask and not _answer_written(messages, text):
+        if not add_generation_prompt and not _contains_answer(messages, text):
             raise JobFailure(
                 Reason.invalid_model,
                 f"row {row}: the model's chat template leaves out the answer's text, as templates of vision models do "
@@ -93,113 +93,121 @@ class Chat:
             )
         return text
 
-    def render_part(self, messages: Sequence[Message], *, ask: bool = False) -> str | None:
-        """As `render`, for the beginning of a conversation, which a template may refuse although it takes the whole."""
+    def render_part(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        """Render the beginning of a conversation; None where the template refuses it, even if it accepts the whole."""
         if not messages:
             return None
         try:
-            return self._render(messages, ask)
+            return self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError):
             return None
 
-    def _render(self, messages: Sequence[Message], ask: bool) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts: the template has already written the special tokens."""
         return call_tokenizer(self.tokenizer, texts, add_special_tokens=False)["input_ids"]
 
-    def tokenize_with_places(self, texts: list[str]) -> list[tuple[list[int], Places]]:
-        """Ids, and where in the text their tokens stand."""
+    def tokenize_with_index(self, texts: list[str]) -> list[tuple[list[int], TokenIndex]]:
+        """Ids, and the positions of their tokens in the text."""
         if not self.tokenizer.is_fast:
-            return [(ids, self._searched(text, ids)) for text, ids in zip(texts, self.tokenize(texts), strict=True)]
+            return [
+                (ids, self._index_from_prefixes(text, ids))
+                for text, ids in zip(texts, self.tokenize(texts), strict=True)
+            ]
         encoded = call_tokenizer(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
         columns = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [(ids, _known(offsets, self._searched(text, ids))) for text, ids, offsets in columns]
+        return [
+            (ids, _index_from_offsets(offsets, self._index_from_prefixes(text, ids))) for text, ids, offsets in columns
+        ]
 
-    def _searched(self, text: str, ids: list[int]) -> Places:
-        # Without offsets: tokenize the text up to the position, and see how far the ids agree.
+    def _index_from_prefixes(self, text: str, ids: list[int]) -> TokenIndex:
+        # Without offsets: tokenize the text up to the position, and count the ids that agree.
         return lambda position, straddling: _common_prefix(self.tokenize([text[:position]])[0], ids)
 
     def prompt_length(self, prompt: list[int], *sequences: list[int]) -> int:
-        """Tokens of the prompt that all sequences begin with; the answer starts where they diverge, as in TRL."""
+        """Number of prompt tokens that all sequences begin with; the answer starts where they diverge, as in TRL."""
         length = min(_common_prefix(prompt, sequence) for sequence in sequences)
         self.diverged += length < len(prompt)
         return length
 
 
 def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
-    """Where in `text`, the rendered conversation, the model's own words stand: after each answer's header, up to and
-    with what the template writes to end the turn."""
+    """The spans of the answers in `text`, the rendered conversation: after each answer's header, up to and including
+    what the template writes to end the turn."""
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = chat.render_part(messages[:turn], ask=True)
+        before = chat.render_part(messages[:turn], add_generation_prompt=True)
         after = text if turn == len(messages) - 1 else chat.render_part(messages[: turn + 1])
         if before and after and text.startswith(after) and after.startswith(before):
             span: Span | None = len(before), len(after), True
         else:
-            span = _searched_span(chat, messages, turn, text, before)
+            span = _span_by_marker(chat, messages, turn, text, before)
         if span is None:
-            chat.left_out += 1
+            chat.missing_turns += 1
         else:
             yield span
 
 
-def _searched_span(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None) -> Span | None:
-    """The span of a turn that the template writes differently once the conversation goes on.
+def _span_by_marker(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None) -> Span | None:
+    """The span of a turn that the template writes differently when other turns follow.
 
-    Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token. So the content's place is
-    found by rendering the whole conversation with a mark in its stead.
+    Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token. So the content's position
+    is found by rendering the whole conversation with a marker instead of it.
     """
-    place = _place(chat, messages, turn, text)
-    if place is None:
+    bounds = _content_bounds(chat, messages, turn, text)
+    if bounds is None:
         return None
-    start, end = place
-    marked = chat.render_part(_marked(messages, turn)[: turn + 1]) or ""
-    ending = marked.rpartition(_MARK)[2]
+    start, end = bounds
+    marked = chat.render_part(_with_marker(messages, turn)[: turn + 1]) or ""
+    ending = marked.rpartition(_MARKER)[2]
     shared = _common_prefix(ending, text[end:])
     if before:
-        # Where the earlier turns are written differently too, the header's end is unknown: the content's start will do.
-        floor = _place(chat, messages, turn - 1, text)
+        # Where the earlier turns are written differently too, the header's end is unknown. Then the span starts with
+        # the content.
+        floor = _content_bounds(chat, messages, turn - 1, text)
         header_end = _common_prefix(before, text)
         start = min(start, header_end) if floor is not None and header_end >= floor[1] else start
     return start, end + shared, shared == len(ending)
 
 
-def _place(chat: Chat, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+def _content_bounds(chat: Chat, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
     """Start and end of one turn's content in `text`, None where the template does not write it."""
-    marked = chat.render_part(_marked(messages, turn))
-    if marked is None or _MARK not in marked:
+    marked = chat.render_part(_with_marker(messages, turn))
+    if marked is None or _MARKER not in marked:
         return None
     start = _common_prefix(text, marked)
     tail = _common_prefix(text[: start - 1 : -1] if start else text[::-1], marked[::-1])
     return start, len(text) - tail
 
 
-def _marked(messages: Sequence[Message], turn: int) -> list[Message]:
-    return [*messages[:turn], {"role": messages[turn]["role"], "content": _MARK}, *messages[turn + 1 :]]
+def _with_marker(messages: Sequence[Message], turn: int) -> list[Message]:
+    return [*messages[:turn], {"role": messages[turn]["role"], "content": _MARKER}, *messages[turn + 1 :]]
 
 
 def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    # verbose=False: a sequence longer than the model takes is cut here and counted, which is all there is to say.
+    # verbose=False: a sequence longer than the model takes is cut and counted here; a further warning is redundant.
     return tokenizer(texts, return_attention_mask=False, truncation=False, verbose=False, **options)
 
 
-def _known(offsets: list[tuple[int, int]], searched: Places) -> Places:
+def _index_from_offsets(offsets: list[tuple[int, int]], searched: TokenIndex) -> TokenIndex:
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
 
-    def place(position: int, straddling: bool) -> int:
+    def index(position: int, straddling: bool) -> int:
         ended = bisect_right(ends, position)
         if straddling:
             return max(ended, bisect_left(starts, position))
-        # Some tokenizers leave spaces out of the offsets: whose the spaces in such a gap are, only tokenizing can tell.
+        # Some tokenizers leave spaces out of the offsets: only tokenizing finds the token of a space in such a gap.
         return searched(position, False) if ended < len(starts) and starts[ended] > position else ended
 
-    return place
+    return index
 
 
-def _answer_written(messages: Sequence[Message], text: str) -> bool:
+def _contains_answer(messages: Sequence[Message], text: str) -> bool:
     """Whether the last word of the last answer is in the text (what it thought before may rightly be missing)."""
     answer = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
     words = re.findall(r"\w+", answer.rpartition("</think>")[2][-200:])

@@ -1,4 +1,4 @@
-"""Several rows in one sequence: less padding, the same loss. That they do not see each other is `isolation`'s part."""
+"""Packs several rows into one sequence: less padding, the same loss. `recipes.model.packing_check` keeps them apart."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 IGNORED = -100
-"""Label of a token outside the loss (PyTorch's cross-entropy default)."""
+"""Label of a token outside the loss (the default of PyTorch's cross-entropy)."""
 _CHUNK = 1000
-"""Sequences that are built at once: few enough that their Python lists stay small."""
+"""Sequences that are built at a time, which bounds the size of their Python lists."""
 
 
 def pack(dataset: Dataset, limit: int) -> Dataset:
-    """Rows in sequences of at most `limit` tokens, by best fit decreasing (arXiv:2404.10830), as TRL's `bfd`.
+    """Pack rows into sequences of at most `limit` tokens, by best fit decreasing (arXiv:2404.10830), as TRL's `bfd`.
 
     Args:
         dataset: the columns `input_ids` and `labels`; no row is longer than `limit`.
 
     Returns:
         The columns `input_ids`, `labels` and `seq_lengths`, the tokens of each row in the sequence. A row's first token
-        has no label: nothing in its own row predicts it. Sequences stand in the order of their first rows, and rows in
+        has no label: nothing in its own row predicts it. Sequences are in the order of their first rows, and rows keep
         their order within a sequence.
     """
     lengths = [len(ids) for ids in dataset["input_ids"]]
@@ -32,29 +32,29 @@ def pack(dataset: Dataset, limit: int) -> Dataset:
 
 
 def best_fit(lengths: Iterable[int], limit: int) -> list[list[int]]:
-    """Indices of the rows of each bin: the longest row first, each into the fullest bin that has room for it."""
+    """Indices of the rows of each bin: the longest row first, each into the fullest bin that it fits into."""
     rows = sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    """Tokens that are free -> bins that have so many."""
-    rooms: list[int] = []
-    """Its keys, ascending: at most `limit` of them, however many rows there are."""
+    bins_by_free: dict[int, list[int]] = {}
+    """Free tokens -> bins with so many."""
+    free_sizes: list[int] = []
+    """Its keys, ascending: at most `limit` of them for any number of rows."""
     for row, length in rows:
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            room, index = limit, len(bins)
+        position = bisect_left(free_sizes, length)
+        if position == len(free_sizes):
+            free, index = limit, len(bins)
             bins.append([])
         else:
-            room = rooms[place]
-            index = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            free = free_sizes[position]
+            index = bins_by_free[free].pop()
+            if not bins_by_free[free]:
+                del bins_by_free[free], free_sizes[position]
         bins[index].append(row)
-        left = room - length
+        left = free - length
         if left > 0:
-            if left not in with_room:
-                insort(rooms, left)
-            with_room.setdefault(left, []).append(index)
+            if left not in bins_by_free:
+                insort(free_sizes, left)
+            bins_by_free.setdefault(left, []).append(index)
     return [sorted(members) for members in bins]
 
 

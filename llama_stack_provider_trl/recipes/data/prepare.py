@@ -1,12 +1,12 @@
-"""Examples -> token ids and labels for TRL's trainers, which get the finished dataset and prepare nothing themselves.
+"""Tokenizes examples for TRL's trainers, which prepare nothing themselves.
 
-Three properties that a trained model shows if they are missing:
+Three properties whose absence shows in a trained model:
 
 - the text is what the tokenizer's chat template writes, tokenized once and without further special tokens, so there is
-  no second BOS and the prompt stands in a sequence once;
-- the loss covers the answers and the token that ends them, so that the model learns to stop, and nothing that a user,
-  a system or a tool said;
-- what is cut, dropped or guessed is counted and said in the `DataReport`.
+  no second BOS, and a sequence contains the prompt once;
+- the loss covers the answers and the token that ends them, so that the model learns to stop. User,
+  system and tool messages are outside of it;
+- what is cut, dropped or guessed is counted and reported in the `DataReport`.
 
 On prompt/completion rows and preference pairs, ids and labels are those of TRL 1.16 (tests/process/test_data_trl.py).
 """
@@ -34,12 +34,12 @@ from .chat import Chat
 from .tokenize import SftEncoder, encode_pairs
 
 _CHUNK = 1000
-"""Rows tokenized at once: enough to amortize a call, few enough that their Python lists stay below 100 MB."""
+"""Rows tokenized at once: enough to amortize a call, with Python lists below 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What became of the rows. `num_rows` = `kept` + `dropped`."""
+    """Counts of the rows by outcome. `num_rows` = `kept` + `dropped`."""
 
     num_rows: int
     kept: int
@@ -84,7 +84,7 @@ def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | No
 
 
 def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
-    """A dataset of the job, tokenized for its trainer, and what became of the rows."""
+    """Tokenize a dataset of the job for its trainer; returns it with a report on its rows."""
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
         return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
@@ -107,19 +107,19 @@ def prepare_sft(
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels`, and what was done to get it.
+        A dataset with the columns `input_ids` and `labels`, and the report on its rows.
 
     Raises:
         JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = SftEncoder(Chat(tokenizer), train_on_input)
-    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
-        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := tally.cut_row(ids, labels))], _SFT_COLUMNS)
+        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], _SFT_COLUMNS)
         for chunk in batched(enumerate(examples), _CHUNK)
     ]
-    report = tally.report("row", encoder.chat)
+    report = counter.report("row", encoder.chat)
     return concatenate_datasets(chunks), report
 
 
@@ -133,25 +133,25 @@ def prepare_dpo(
 
     The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
     once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end,
-    and a pair whose prompt leaves no room for one is dropped. left: first the prompt loses its beginning, as far as its
-    last token, then answers that are still too long their end.
+    and a pair whose prompt leaves no token for one is dropped. left: first the prompt loses its beginning, as far as
+    its last token, then answers that are still too long their end.
 
     Returns:
         A dataset with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either
-        answer has at most `max_seq_length` tokens, and what was done to get it.
+        answer has at most `max_seq_length` tokens, and the report on its rows.
     """
     chat = Chat(tokenizer)
-    tally = _Tally(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     chunks = [
-        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := tally.cut_pair(*ids))], _DPO_COLUMNS)
+        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], _DPO_COLUMNS)
         for chunk in batched(enumerate(pairs), _CHUNK)
     ]
-    report = tally.report("pair", chat)
+    report = counter.report("pair", chat)
     return concatenate_datasets(chunks), report
 
 
 def with_filler(dataset: Dataset) -> Dataset:
-    """The dataset and one row more that has no loss: what fills up the last shares of several ranks.
+    """The dataset with one filler row, which has no loss, at its end. It fills up incomplete batches.
 
     An SFT row of which nothing is trained, or a pair with two empty completions.
     """
@@ -167,8 +167,8 @@ def with_filler(dataset: Dataset) -> Dataset:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Cuts sequences to `limit` tokens and keeps the account."""
+class _TruncationCounter:
+    """Cuts sequences to `limit` tokens, and counts what is cut and dropped."""
 
     eos: int | None
     bos: int | None
@@ -188,7 +188,7 @@ class _Tally:
 
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
-        self._see(len(ids))
+        self._count(len(ids))
         kept_ids, kept_labels = self._cut(ids, ids, self.limit), self._cut(labels, ids, self.limit)
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
@@ -199,14 +199,14 @@ class _Tally:
     def cut_pair(
         self, prompt: list[int], chosen: list[int], rejected: list[int]
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """The pair, cut; None if it is dropped because the prompt leaves no room for an answer."""
+        """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens."""
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
-        self._see(length)
+        self._count(length)
         if self.side == "left":
             prompt = self._cut(prompt, prompt, max(self.limit - longest, 1))
-        room = self.limit - len(prompt)
-        one, other = chosen[: max(room, 0)], rejected[: max(room, 0)]
+        free = max(self.limit - len(prompt), 0)
+        one, other = chosen[:free], rejected[:free]
         if not one or not other:
             return None
         self.identical += one == other and chosen != rejected
@@ -215,16 +215,16 @@ class _Tally:
         return prompt, one, other
 
     def _cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
-        """Of `values`, one per token of `ids`, those of the tokens that stay."""
+        """The `values`, one per token of `ids`, of the tokens that are kept."""
         if len(values) <= limit:
             return values
         if self.side == "right":
             return values[:limit]
-        # Models lose their footing without the token that they have seen at the beginning of every text.
+        # Models need the token that they have seen at the beginning of every text.
         head = 1 if self.bos is not None and ids[0] == self.bos and limit > 1 else 0
         return values[:head] + values[len(values) - limit + head :]
 
-    def _see(self, length: int) -> None:
+    def _count(self, length: int) -> None:
         self.rows += 1
         self.longest = max(self.longest, length)
 
@@ -238,7 +238,7 @@ class _Tally:
             self.example_end = self.example_end or answer[-3:]
 
     def report(self, unit: str, chat: Chat) -> DataReport:
-        """The account, in words too.
+        """The counts, with warnings.
 
         Raises:
             JobFailure: nothing is left to train on.
@@ -266,15 +266,15 @@ class _Tally:
         )
 
     def _template_warnings(self, unit: str, chat: Chat) -> Iterator[str]:
-        if chat.given:
-            yield chat.given
+        if chat.template_warning:
+            yield chat.template_warning
         if chat.diverged:
             yield (
                 f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
                 "answer follows; the loss starts where they diverge"
             )
-        if chat.left_out:
-            yield f"the chat template leaves out {chat.left_out} assistant turns: they are not trained"
+        if chat.missing_turns:
+            yield f"the chat template leaves out {chat.missing_turns} assistant turns: they are not trained"
         if self.example_end and self.eos is not None and not self.eos_trained:
             yield (
                 f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "

@@ -1,5 +1,7 @@
-"""Which rows an epoch sees, in which order, and which of them an optimizer step takes: a function of (seed, epoch) and
-the rows per step, and of nothing else. How many processes share a step out does not matter."""
+"""The order of an epoch's rows, and which of them each optimizer step takes.
+
+Both are a function of the seed, the epoch and the rows per step. The number of processes does not change them.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,24 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Sampler
 
+from ...specs.job import JobSpec
+
 
 class Position(NamedTuple):
-    """How far a training is in its data, counted in rows and not in batches."""
+    """How far a training is in its data, counted in rows."""
 
     epoch: int
     """0-based."""
     row: int
-    """Rows of the epoch's order that have been seen: the index in it of the first unseen one."""
+    """Rows of the epoch that have been seen: the index, in the epoch's order, of the first unseen one."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """How the processes of an attempt share out the rows of one optimizer step.
+class BatchPlan:
+    """How the processes of an attempt divide the rows of one optimizer step into batches.
 
-    `rows_per_step` is the job's, whatever the attempt looks like; where batches and processes do not divide it, the
-    slots that are left over take a row without a loss.
+    `rows_per_step` is the job's in every attempt. Where batches and processes do not divide it, the remaining slots
+    take a filler: a row without a loss.
     """
 
     rows_per_step: int
@@ -35,9 +39,14 @@ class Share:
     world_size: int = 1
 
     @classmethod
-    def of(cls, rows_per_step: int, batch_size: int, world_size: int) -> Share:
-        """Batches are never larger than needed to give every process its part."""
+    def of(cls, rows_per_step: int, batch_size: int, world_size: int) -> BatchPlan:
+        """A plan with batches of at most `batch_size` rows, and no larger than an equal part for every process."""
         return cls(rows_per_step, min(batch_size, -(-rows_per_step // world_size)), world_size)
+
+    @classmethod
+    def of_job(cls, spec: JobSpec) -> BatchPlan:
+        """The plan that the job's own fields give."""
+        return cls.of(spec.rows_per_step, spec.batch_size, spec.ranks)
 
     @property
     def accumulation_steps(self) -> int:
@@ -46,31 +55,30 @@ class Share:
 
     @property
     def slots_per_step(self) -> int:
-        """Rows that the processes take together in one optimizer step, with those that have no loss."""
+        """Rows that all processes take in one optimizer step, fillers included."""
         return self.accumulation_steps * self.batch_size * self.world_size
 
     @property
     def needs_filler(self) -> bool:
-        """Whether a row without a loss must be at hand."""
+        """Whether the dataset needs a filler row."""
         return self.world_size > 1 or self.slots_per_step != self.rows_per_step
 
 
 class EpochSampler(Sampler[int]):
     """Row indices of one epoch.
 
-    Each epoch is a fresh permutation of all rows (or their order as given), of which the first `rows_per_epoch` are
-    used. With `max_steps_per_epoch` an epoch thus ends early, and the next one shuffles all rows again, so that later
-    rows are not shut out.
+    Each epoch is a new permutation of all rows (or the given order), of which the first `rows_per_epoch` are used.
+    With `max_steps_per_epoch` an epoch ends early. The next one shuffles all rows again, so that every row can occur.
 
     Args:
         num_rows: rows in the dataset.
         rows_per_epoch: how many of them an epoch takes; None: all.
         shuffle: False keeps the given order in every epoch.
-        seed: with the epoch's number, decides the permutation on every machine alike.
-        multiple_of: several ranks take equal shares of so many rows; what is missing at the end of an epoch is filled
-            up with index `num_rows`, a row without a loss (`recipes.data.prepare.with_filler`).
-        share: how each optimizer step is shared out; every one but an epoch's last is filled up to its slots. None:
-            there are no steps, as in an evaluation.
+        seed: determines the permutation together with the epoch's number, identically on every machine.
+        multiple_of: rows that all ranks take together per batch. The end of an epoch is filled up to a multiple of it
+            with index `num_rows`, the filler row (`recipes.data.prepare.with_filler`).
+        batch_plan: the batches of each optimizer step; every step but an epoch's last is filled up to its slots. None:
+            there are no optimizer steps, as in an evaluation.
     """
 
     def __init__(
@@ -81,14 +89,14 @@ class EpochSampler(Sampler[int]):
         shuffle: bool,
         seed: int,
         multiple_of: int = 1,
-        share: Share | None = None,
+        batch_plan: BatchPlan | None = None,
     ) -> None:
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
         self.rows_per_epoch = num_rows if rows_per_epoch is None else min(num_rows, rows_per_epoch)
-        self.rows_per_step = share.rows_per_step if share else max(1, self.rows_per_epoch)
-        self._fillers_per_step = share.slots_per_step - share.rows_per_step if share else 0
+        self.rows_per_step = batch_plan.rows_per_step if batch_plan else max(1, self.rows_per_epoch)
+        self._fillers_per_step = batch_plan.slots_per_step - batch_plan.rows_per_step if batch_plan else 0
         full_steps, rest = divmod(self.rows_per_epoch, self.rows_per_step)
-        if not share:
+        if not batch_plan:
             full_steps, rest = 0, self.rows_per_epoch
         self._fillers_at_end = -rest % multiple_of
         self.num_fillers = full_steps * self._fillers_per_step + self._fillers_at_end
@@ -100,12 +108,12 @@ class EpochSampler(Sampler[int]):
         return -(-self.rows_per_epoch // self.rows_per_step)
 
     def position(self, step: int) -> Position:
-        """Where a training is after `step` optimizer steps. The last step of an epoch may be short."""
+        """The position after `step` optimizer steps. The last step of an epoch may be short."""
         epoch, steps = divmod(step, self.steps_per_epoch)
         return Position(epoch, steps * self.rows_per_step)
 
     def rows_of_step(self, step: int) -> int:
-        """How many rows the optimizer step after the first `step` takes."""
+        """Rows of the optimizer step that follows the first `step` ones."""
         return min(self.rows_per_step, self.rows_per_epoch - self.position(step).row)
 
     def set_epoch(self, epoch: int) -> None:
@@ -126,7 +134,7 @@ class EpochSampler(Sampler[int]):
     def _rows(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.rows_per_epoch))
-        # A CPU generator: the same numbers whatever the training device is.
+        # On the CPU, so that the numbers do not depend on the training device.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         rows: list[int] = torch.randperm(self.num_rows, generator=generator)[: self.rows_per_epoch].tolist()
         return rows

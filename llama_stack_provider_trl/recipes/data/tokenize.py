@@ -1,23 +1,19 @@
-"""Examples -> token ids and labels, not yet cut."""
+"""Turns examples into token ids and labels, before truncation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ...specs.rows import PreferenceExample, SftExample
-from .packing import IGNORED
-
-if TYPE_CHECKING:
-    pass
 from .chat import Chat, answer_spans, call_tokenizer
+from .packing import IGNORED
 
 Encoded = tuple[list[int], list[int]]
 """Token ids and labels of one sequence, not yet cut."""
 
 
 class SftEncoder:
-    """Numbered examples -> ids and labels, a chunk at a time."""
+    """Encodes numbered examples, a chunk at a time."""
 
     def __init__(self, chat: Chat, train_on_input: bool) -> None:
         self.chat, self.train_on_input = chat, train_on_input
@@ -52,7 +48,7 @@ class SftEncoder:
         for row, example in rows.items():
             messages = example.messages or []
             texts.append(self.chat.render(messages, row))
-            prompts.append(self.chat.render(messages[: example.prompt_turns], row, ask=True))
+            prompts.append(self.chat.render(messages[: example.prompt_turns], row, add_generation_prompt=True))
         encoded = []
         for prompt, ids in zip(self.chat.tokenize(prompts), self.chat.tokenize(texts), strict=True):
             start = self.chat.prompt_length(prompt, ids)
@@ -62,12 +58,10 @@ class SftEncoder:
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
         texts = [self.chat.render(example.messages or (), row) for row, example in rows.items()]
         encoded = []
-        for example, text, (ids, place) in zip(
-            rows.values(), texts, self.chat.tokenize_with_places(texts), strict=True
-        ):
+        for example, text, (ids, index) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
             labels = [IGNORED] * len(ids)
             for start, end, exact in answer_spans(self.chat, example.messages or [], text):
-                trained = slice(place(start, False), place(end, exact))
+                trained = slice(index(start, False), index(end, exact))
                 labels[trained] = ids[trained]
             encoded.append((ids, labels))
         return encoded
@@ -78,7 +72,7 @@ def encode_pairs(
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Prompt, chosen and rejected ids of each pair, not yet cut."""
     chosen = chat.tokenize([chat.render(pair.prompt + pair.chosen, row) for row, pair in chunk])
-    prompts = chat.tokenize([chat.render(pair.prompt, row, ask=True) for row, pair in chunk])
+    prompts = chat.tokenize([chat.render(pair.prompt, row, add_generation_prompt=True) for row, pair in chunk])
     rejected = chat.tokenize([chat.render(pair.prompt + pair.rejected, row) for row, pair in chunk])
     for prompt, one, other in zip(prompts, chosen, rejected, strict=True):
         length = chat.prompt_length(prompt, one, other)

@@ -1,1 +1,1 @@
-"""Ranks: collectives, the first meeting, heartbeats, torchrun."""
+"""Ranks: collectives, rendezvous, heartbeats, torchrun."""

@@ -1,7 +1,7 @@
-"""Signs of life where no step is made: a runner ends a training that shows none for `hang_timeout`.
+"""Heartbeats between training steps: a runner ends a training that sends none for `hang_timeout`.
 
-A large model on a slow disk, millions of rows to tokenize, a checkpoint of hundreds of gigabytes: each may take longer
-than that and is no hang. Who hangs takes no CPU time and moves no bytes.
+Loading a large model from a slow disk, tokenizing millions of rows or writing a checkpoint of hundreds of gigabytes may
+take longer than that. A process that hangs takes no CPU time and moves no bytes.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...specs.events import EventWriter, Silent
+from ...specs.events import EventWriter, NullEventWriter
 from ...system.process import work_done
 
-LOOK = 10.0
-"""Seconds between two looks."""
+POLL_INTERVAL = 10.0
+"""Seconds between two measurements of the work done."""
 _CPU = 0.05
-"""Of one core: idle threads of torch and Python stay below."""
+"""Share of one core. Idle threads of torch and Python stay below it."""
 _BYTES = 1 << 20
 
 
 @contextmanager
-def shown_alive(writer: EventWriter | Silent) -> Iterator[None]:
-    """While this is open, `writer` beats whenever this process has worked since the last look. Not for training itself,
-    where only steps count."""
-    if isinstance(writer, Silent):
+def heartbeat(writer: EventWriter) -> Iterator[None]:
+    """While this is open, send a heartbeat whenever the process has worked since the last poll.
+
+    Not for training itself, where each step sends one.
+    """
+    if isinstance(writer, NullEventWriter):
         yield
         return
     over = threading.Event()
 
     def watch() -> None:
         before = work_done()
-        while not over.wait(LOOK):
+        while not over.wait(POLL_INTERVAL):
             now = work_done()
-            if now[0] - before[0] > _CPU * LOOK or now[1] - before[1] > _BYTES:
-                writer.beat()
+            if now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
+                writer.heartbeat()
             before = now
 
-    thread = threading.Thread(target=watch, name="shows that it lives", daemon=True)
+    thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield

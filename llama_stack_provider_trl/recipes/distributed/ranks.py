@@ -1,4 +1,4 @@
-"""The processes that train one job together: which one this is, and how they agree. Does nothing where there is one.
+"""The ranks of a job: the number of this process, and collective operations. With one process they do nothing.
 
 torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; Trainer opens the process group with its arguments.
 """
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ...errors import JobFailure
 from ...specs.events import Reason
 
-PATIENCE = timedelta(days=7)
-"""How long ranks wait for each other. The runner's watchdog ends what hangs, and says what each rank was doing; waiting
-for a large checkpoint must not end first."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Timeout of collective operations. It must exceed the writing of a large checkpoint; the runner's watchdog ends a job
+that hangs, with the stacks of each rank."""
 
 
 def rank() -> int:
@@ -33,17 +33,17 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Number of processes that train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
-    """How many of them are on this machine."""
+    """Number of those processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
 
 
-def expect(ranks: int) -> None:
-    """Refuse to train with another number of ranks than the job has: every number would be wrong.
+def check_world_size(ranks: int) -> None:
+    """Refuse a number of processes that differs from the job's: every metric would be wrong.
 
     Raises:
         JobFailure: launch_failed.
@@ -57,42 +57,42 @@ def expect(ranks: int) -> None:
 
 
 class RankLost(RuntimeError):
-    """Another rank has failed, and says why itself."""
+    """Raised when another rank has failed, which reports the reason itself."""
 
 
-def agree(number: int) -> int:
-    """Rank 0's `number`, on every rank. Every rank must call it, in the same order as its other collectives."""
+def broadcast_number(number: int) -> int:
+    """Rank 0's `number`, on every rank. A collective: every rank calls it, in the order of its other collectives."""
     if world_size() == 1:
         return number
-    said = torch.tensor([number])
-    dist.broadcast(said, src=0, group=cpu_group())
-    return int(said)
+    value = torch.tensor([number])
+    dist.broadcast(value, src=0, group=cpu_group())
+    return int(value)
 
 
-def from_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, in a tensor in CPU memory. Every rank must call it."""
+def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, in a tensor in CPU memory. A collective."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=cpu_group())
     return tensor
 
 
-def anywhere(here: bool) -> bool:
-    """Whether any rank says so. Every rank must call it, in the same order as its other collectives."""
+def any_rank(here: bool) -> bool:
+    """Whether `here` is true on any rank. A collective."""
     if world_size() == 1:
         return here
-    said = torch.tensor([int(here)])
-    dist.all_reduce(said, dist.ReduceOp.MAX, group=cpu_group())
-    return bool(said)
+    value = torch.tensor([int(here)])
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=cpu_group())
+    return bool(value)
 
 
-def wait_for_all() -> None:
-    """Return when every rank has come this far."""
+def barrier() -> None:
+    """Return when every rank has called this."""
     if world_size() > 1:
         dist.barrier(group=cpu_group())
 
 
-def all_of[Value](value: Value, group: Any = None) -> list[Value]:
-    """Every rank's `value`, by rank; it is pickled. Every rank must call it."""
+def gather_all[Value](value: Value, group: Any = None) -> list[Value]:
+    """Every rank's `value`, by rank. A collective; values are pickled."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -100,11 +100,11 @@ def all_of[Value](value: Value, group: Any = None) -> list[Value]:
     return values
 
 
-def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
-    """Do something on every rank and return what came out on each, by rank.
+def on_all_ranks[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
+    """Run `work` on every rank and return the results, by rank. A collective.
 
     Raises:
-        whatever `work` has raised here; RankLost, where it failed on another rank alone.
+        the exception of `work` on this rank; RankLost, where it failed on other ranks only.
     """
     value: Any = None
     error: BaseException | None = None
@@ -112,24 +112,24 @@ def together[Value](work: Callable[[], Value], group: Any = None) -> list[Value]
         value = work()
     except BaseException as raised:
         error = raised
-    said = all_of((value, error is None), group)
+    outcomes = gather_all((value, error is None), group)
     if error is not None:
         raise error
-    if lost := [rank for rank, (_, is_done) in enumerate(said) if not is_done]:
+    if lost := [rank for rank, (_, is_done) in enumerate(outcomes) if not is_done]:
         raise RankLost(f"rank {lost[0]} has failed")
-    return [value for value, _ in said]
+    return [value for value, _ in outcomes]
 
 
 def new_cpu_group() -> Any:
-    """A group for collectives in another thread, None where there is one process. Every rank must call it."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE) if world_size() > 1 else None
+    """A group for collectives in another thread; None with one process. A collective."""
+    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size() > 1 else None
 
 
 @cache
 def cpu_group() -> Any:
-    """A group that moves tensors in CPU memory: NCCL cannot, and asking a GPU would wait for all that it has to do.
+    """A group for tensors in CPU memory; None with one process.
 
-    None where there is one process.
+    NCCL has none, and a collective on a GPU would wait for its queued work.
     """
     if world_size() == 1:
         return None

@@ -1,15 +1,14 @@
-"""torchrun whose store listens at the master address only.
+"""torchrun with a store that listens at the master address only.
 
     python -m llama_stack_provider_trl.recipes.distributed.torchrun --last-port=PORT ARGUMENTS OF torchrun
 
-torch's own takes every address of the machine, and asks nobody who reads and writes there for a password. torchrun has
-no option for that, but the store takes a socket that listens already.
+torch's store listens at every address of the machine, and has no authentication. torchrun has no option to change that,
+but the store accepts a listening socket.
 
-Of several nodes only the first one's store listens; the others come to it.
+Of several nodes only the first one's store listens; the others connect to it.
 
---master-port was free when the supervisor looked. Seconds go by until torch is imported, and another service of this
-machine may have looked as well: the ports after it, up to --last-port, are tried then. Several nodes are told one port
-and meet there or fail.
+The supervisor has found --master-port free. Importing torch takes seconds, in which another service of this machine may
+take the port. Then the ports after it are tried, up to --last-port. Several nodes use one port, or fail.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from ...specs.events import EventWriter, Failed, Reason
 from ...system.files import RunDir
 
 
-class NotMet(Exception):
-    """Raised when another node's torchrun has not come."""
+class RendezvousFailed(Exception):
+    """Raised when the torchrun of another node has not connected in time."""
 
 
 class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """The static rendezvous; the ranks are clients of the store that torchrun itself holds."""
+    """The static rendezvous, with a store in torchrun itself; the ranks are its clients."""
 
     listener: ClassVar[socket.socket]
     _store: Store | None
@@ -52,7 +51,7 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
                 )
             return super().next_rendezvous()
         except DistError as error:
-            raise NotMet(
+            raise RendezvousFailed(
                 f"the torchruns of {self.world_size} nodes did not meet at {self.master_addr} port {self.master_port} "
                 f"within {self.timeout.total_seconds():.0f} s ({str(error).partition(chr(10))[0]}): see torchrun's log "
                 "on each of them, and open that TCP port between them"
@@ -60,7 +59,7 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
 
 
 def listener(address: str, port: int, last_port: int) -> socket.socket:
-    """A socket that listens at the first of these ports that nobody else listens at."""
+    """A socket that listens at the first free port from `port` to `last_port`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
         try:
@@ -83,16 +82,16 @@ def main(argv: list[str]) -> None:
         ConfinedRendezvous.listener = listener(ours.master_addr, port, ours.last_port)
         port = ConfinedRendezvous.listener.getsockname()[1]
     static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
-    place = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
+    endpoint = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
     try:
-        run.main([*place, *others])
-    except NotMet as error:
-        _last_word(Path(others[-1]), str(error))
+        run.main([*endpoint, *others])
+    except RendezvousFailed as error:
+        _write_failure(Path(others[-1]), str(error))
         sys.exit(str(error))
 
 
-def _last_word(spec: Path, message: str) -> None:
-    """For the ranks, which were never started."""
+def _write_failure(spec: Path, message: str) -> None:
+    """Report the failure in place of the ranks, which were never started."""
     events = EventWriter(RunDir(spec.parent).events)
     events.write(Failed(reason=Reason.launch_failed, message=message), durable=True)
     events.close()

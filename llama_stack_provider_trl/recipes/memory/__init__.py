@@ -1,1 +1,1 @@
-"""How much memory a training step takes, and the nearest job that fits. Reads no weight."""
+"""Estimates the memory of a training step without reading weights, and proposes the nearest job that fits."""

@@ -1,20 +1,20 @@
-"""Adds to a traced training step what it cannot show: optimizer state, shards and what is gathered of them, exports."""
+"""Estimates the memory of a job: a traced step, plus optimizer state, gathered shards and exports, which it lacks."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
 from ...specs.job import JobSpec
-from ..model.fsdp import parts
+from ..model.fsdp import num_shards
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
 
 _CUDA_CONTEXT = 768 << 20
-"""Bytes of a GPU that no tensor of ours takes: the CUDA context, cuBLAS's workspace, NCCL's buffers."""
+"""Bytes of a GPU beyond our tensors: the CUDA context, cuBLAS's workspace, NCCL's buffers."""
 
 
 _CUDA_SLACK = 0.05
-"""Of all else: what the caching allocator cannot use because its blocks are cut otherwise."""
+"""Fraction of all else: fragmentation of the caching allocator."""
 
 
 _CPU_PROCESS = 96 << 20
@@ -22,7 +22,7 @@ _CPU_PROCESS = 96 << 20
 
 
 _CPU_SLACK = 0.02
-"""Of all else: pages, and glibc's heap, which takes the blocks below 1 MiB (`malloc.FRUGAL`)."""
+"""Fraction of all else: pages, and glibc's heap, which holds the blocks below 1 MiB (`malloc.FRUGAL`)."""
 
 
 _FOUR_BIT = 0.5 + 4 / 64
@@ -30,33 +30,33 @@ _FOUR_BIT = 0.5 + 4 / 64
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device at the moment at which most are taken; the parts add up to `total`."""
+class MemoryEstimate:
+    """Bytes on one device at the peak; the parts add up to `total`."""
 
     weights: int
-    """Base model and adapters; under sharding this rank's part and the blocks that are gathered at a time."""
+    """Base model and adapters; under sharding this rank's part and the gathered blocks."""
     gradients: int
     optimizer: int
     activations: int
-    """What forward keeps for backward, and what both compute with."""
+    """Tensors that forward saves for backward, and temporaries of both."""
     logits: int
-    """The output head: tiles of logits and their gradients; TRL never makes all logits at once."""
+    """The output head: tiles of logits and their gradients; TRL never computes all logits at once."""
     reference: int
     """DPO's reference, where it is a model of its own; under sharding as `weights`."""
     overhead: int
     """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
     checkpoint_copy: int = 0
-    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays from the first
-    one on, and every job that runs for half an hour, or is paused, saves one."""
+    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays allocated after
+    the first one, and every job that runs for half an hour, or is paused, saves one."""
     loading: int = 0
-    """CPU: what loading the model takes beyond all of the above together; 0 where it takes less."""
+    """CPU: the memory of loading the model beyond the sum of all of the above; 0 where it is less."""
     host: int = 0
-    """Not on the device, so in no total: CPU memory that a rank takes for it while it trains. The copy for checkpoints,
-    offloaded activations, parts that rest there."""
+    """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
+    offloaded parts."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is on the device, by name."""
+        """Memory on the device, by name."""
         return {name: size for name, size in asdict(self).items() if name != "host"}
 
     @property
@@ -64,7 +64,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Memory:
+def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
     """The memory that each device (or, on a CPU, each rank) needs at its peak.
 
     Args:
@@ -79,8 +79,8 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     model = trace(spec, batch, kind)
     placed = _Placed(spec, model, kind)
     moments = [placed.at(window) for window in model.windows]
-    if model.asking is not None:
-        moments.append(placed.asking(model.asking))
+    if model.reference_scoring is not None:
+        moments.append(placed.reference_scoring(model.reference_scoring))
     peak = max(moments, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
@@ -92,7 +92,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
 
 
 def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
-    """Bytes that a job writes: of one step checkpoint, `final` and `merged`."""
+    """Bytes on disk of one step checkpoint, `final` and `merged`."""
     moments = _moments(spec)
     step = model.trainable * 4 * (1 + moments)
     final = model.trainable * 4 if spec.lora else (model.trainable + model.frozen) * _export_bytes(spec)
@@ -101,19 +101,19 @@ def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
 
 
 class _Placed:
-    """A traced model with its optimizer, shared out over the ranks of a job."""
+    """A traced model with its optimizer, sharded over the ranks of a job."""
 
     def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
         self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
-        self.shards = parts(spec)
-        # On a CPU what rests in CPU memory is where it was.
+        self.shards = num_shards(spec)
+        # On a CPU offloading moves nothing.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
         self.compute = 4 if spec.dtype == "fp32" else 2
         self.quantized = is_quantized(spec)
         self.reference = (model.reference or model) if loads_reference(spec) else None
 
     def whole(self, model: Traced) -> int:
-        """Bytes of a model's weights, not shared out."""
+        """Bytes of a model's weights without sharding."""
         frozen = model.frozen * (self.compute if self.spec.lora else 4)
         if self.quantized:
             frozen = (model.frozen - model.block_linear) * self.compute + int(model.block_linear * _FOUR_BIT)
@@ -130,8 +130,8 @@ class _Placed:
         both = self.whole(self.model) + needed(self.reference) if self.reference else 0
         return max(needed(self.model), both)
 
-    def at(self, window: Window) -> Memory:
-        """While it trains."""
+    def at(self, window: Window) -> MemoryEstimate:
+        """The memory of a moment of training."""
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
         weights = self.whole(model) // self.shards
@@ -149,7 +149,7 @@ class _Placed:
             weights, optimizer, gradients = 0, 0, min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
         copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
-        return Memory(
+        return MemoryEstimate(
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
             optimizer=optimizer,
@@ -161,11 +161,11 @@ class _Placed:
             host=0 if self.on_cpu else copied + int(window.host) + at_rest,
         )
 
-    def asking(self, window: Window) -> Memory:
-        """While the reference is asked before training. Where the policy is to be shared out it waits in CPU memory."""
+    def reference_scoring(self, window: Window) -> MemoryEstimate:
+        """The memory while the reference scores rows before training. A policy to be sharded is in CPU memory then."""
         reference, _ = self._reference()
         here = self.on_cpu or self.shards == 1
-        return Memory(
+        return MemoryEstimate(
             weights=self.whole(self.model) if here else 0,
             gradients=0,
             optimizer=0,
@@ -176,7 +176,7 @@ class _Placed:
         )
 
     def _reference(self) -> tuple[int, int]:
-        """Bytes of the reference on the device, and of its parts that rest in CPU memory."""
+        """Bytes of the reference on the device, and of its offloaded parts in CPU memory."""
         if self.reference is None:
             raise AssertionError("the policy is its own reference")
         part = self.whole(self.reference) // self.shards
@@ -186,8 +186,7 @@ class _Placed:
         return (gathered, part) if self.offload else (part + gathered, 0)
 
     def _gathered(self, model: Traced, blocks: int) -> int:
-        """Of a sharded model: embeddings, the head (TRL gathers it whole, in fp32), the block at hand and the next
-        one, or as many as stay gathered."""
+        """Gathered bytes of a sharded model: embeddings, `blocks` blocks, and the head, which TRL gathers in fp32."""
         return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
 
 

@@ -1,4 +1,4 @@
-"""The nearest job that fits, where the one that was requested does not."""
+"""Proposes the nearest job that fits, where the requested one does not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
-from .estimate import Memory, estimate
+from .estimate import MemoryEstimate, estimate
 from .trace import Batch, attention_modules
 
 MARGIN = 1.1
@@ -20,39 +20,42 @@ _SHORTEST = 64
 
 @dataclass(frozen=True)
 class Proposal:
-    """A job that fits, with what has to change for it, by field of the request."""
+    """A job that fits, and the changes that lead to it, by field of the request."""
 
     spec: JobSpec
     changes: dict[str, Any]
-    memory: Memory
+    memory: MemoryEstimate
 
 
-def fits(memory: Memory, limit: int) -> bool:
+def fits(memory: MemoryEstimate, limit: int) -> bool:
     return memory.total * MARGIN <= limit
 
 
 def nearest(
     spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
 ) -> Proposal | None:
-    """The first that fits, of changes in the order of what they cost: those that change no result (recomputing
-    activations, smaller micro batches with the global batch kept, more ranks, parts in CPU memory), then adapters in
-    place of all weights, then shorter sequences. None: nothing helps.
+    """The first job that fits, with changes in the order of their cost; None where no change is sufficient.
+
+    First changes without effect on the result (recomputing activations, smaller micro batches with the same global
+    batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter sequences.
 
     Args:
-        max_ranks: the most that the job may ask for; None: no more than it has.
+        max_ranks: the most ranks that the job may request; None: no more than it has.
     """
     for family in _families(spec, max_ranks or spec.ranks):
         candidates = list(family)
-        # The last one saves the most: where it does not fit, none of its family does.
+        # The last one saves the most: where it does not fit, none of its family fits.
         found: Proposal | None = None
         for candidate in (candidates[-1], *candidates[:-1]):
             changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
             tokens = min(batch.tokens, changed.max_seq_length)
-            share = batch.sequences * changed.batch_size // spec.batch_size
-            memory = estimate(changed, Batch(max(share, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline)
+            sequences = batch.sequences * changed.batch_size // spec.batch_size
+            memory = estimate(
+                changed, Batch(max(sequences, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline
+            )
             if fits(memory, limit):
-                asked = {name: value for change in candidate for name, value in change.request}
-                found = Proposal(changed, asked, memory)
+                changes = {name: value for change in candidate for name, value in change.request}
+                found = Proposal(changed, changes, memory)
                 if candidate is not candidates[-1]:
                     return found
             elif candidate is candidates[-1]:
@@ -64,7 +67,7 @@ def nearest(
 
 @dataclass(frozen=True)
 class _Change:
-    """One change: of the JobSpec, and of the request that leads to it."""
+    """One change, of the JobSpec and of the request that leads to it."""
 
     fields: tuple[tuple[str, Any], ...]
     request: tuple[tuple[str, Any], ...]
@@ -74,12 +77,12 @@ _Changes = tuple[_Change, ...]
 
 
 def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
-    """Lists of combined changes; within each one, every entry saves more than the one before."""
+    """Lists of combined changes; within each list, every entry saves more than the previous one."""
     same = list(_same_result(spec, max_ranks))
     if same:
         yield same
     adapters: _Changes = ()
-    if spec.lora is None and spec.qat is None:  # which trains every weight
+    if spec.lora is None and spec.qat is None:  # QAT trains every weight
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     if spec.qat is None and not (spec.lora and spec.lora.quantize_base):
@@ -118,10 +121,10 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
         if sharding.strategy == "NO_SHARD":
             break
         fields = (("ranks", many), ("sharding", sharding), ("gradient_accumulation_steps", steps))
-        asked: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)
+        request: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)
         if steps != accumulation:
-            asked = (*asked, ("training_config.gradient_accumulation_steps", steps))
-        yield (*made, ranked := _Change(fields, asked))
+            request = (*request, ("training_config.gradient_accumulation_steps", steps))
+        yield (*made, ranked := _Change(fields, request))
         last = ranked
         many *= 2
     if many > 2 * spec.ranks:
@@ -134,7 +137,7 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
 
 
 def _micro(smaller: JobSpec, parts: int) -> _Change:
-    """A smaller micro batch, with as many more of them: the global batch stays."""
+    """A smaller micro batch and proportionally more of them, with the same global batch."""
     steps = smaller.gradient_accumulation_steps * parts
     return _Change(
         (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps)),
@@ -149,9 +152,9 @@ def _with_lora(spec: JobSpec, **more: Any) -> _Change:
     modules = attention_modules(spec)
     wanted = [name for name in ("q_proj", "v_proj") if name in modules] or modules
     lora = LoraSpec(target_modules=tuple(wanted), mlp=True, rank=8, alpha=16, **more)
-    asked = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
+    request = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
     field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
-    return _Change((("lora", lora),), ((field, asked),))
+    return _Change((("lora", lora),), ((field, request),))
 
 
 def _quantized(spec: JobSpec) -> _Change:

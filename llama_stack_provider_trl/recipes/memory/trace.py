@@ -1,45 +1,41 @@
-"""How much memory a training step takes on each device, before any weight is read.
+"""Traces the memory of a training step on each device, without reading weights.
 
 The real loss runs forward and backward on fake tensors (torch.FakeTensorMode: shapes, dtypes and lifetimes of every
-tensor, no storage), so what autograd saves is counted and not modelled, for any architecture that transformers loads.
-What a trace cannot show is added by arithmetic: optimizer state, shards and what is gathered of them, the reference.
+tensor, no storage), so what autograd saves is counted, not modelled, for any architecture that transformers loads.
+`estimate` adds what a trace lacks: optimizer state, gathered shards and the reference.
 docs/memory.md compares the result with measured peaks.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import trl.kernels.chunked_logprob as head
-import trl.trainer.utils as trl_utils
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head
 
 from ...specs.job import JobSpec
-from ..model.fsdp import is_sharded, parts
+from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
-from ..trainer.dpo import nothing_recomputed
+from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, loading_spec, precomputes
+from ..trainer.trl_patches import fuse_head, traced_head
 
 _STASH = 5
-"""Tensors on their way to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
+"""Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
 
 
 _OFFLOADED = 1024
-"""Bytes: smaller tensors stay where they are (min_offload_size there)."""
+"""Bytes: smaller tensors are not offloaded (min_offload_size there)."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,18 @@ def model_config(spec: JobSpec) -> Any:
 
 @dataclass(frozen=True)
 class Window:
-    """A moment of the traced step: bytes of what is not a parameter."""
+    """The peak of a part of the traced step: bytes of everything but parameters."""
 
     activations: float
     logits: float
     gradients: float
     host: float = 0
-    """What has been offloaded to CPU memory, at its most."""
+    """Peak of the offloaded bytes in CPU memory."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What is known of a model without its weights."""
+    """The sizes of a model, found without its weights."""
 
     trainable: int
     """Parameters that get a gradient; tied ones count once."""
@@ -95,15 +91,15 @@ class Traced:
     stored_alike: bool
     """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
-    """Of the step; none for a model that only scores."""
-    asking: Window | None = None
-    """DPO, where a model of its own is asked before training: one batch of that."""
+    """Of the step; empty for a model that only scores."""
+    reference_scoring: Window | None = None
+    """DPO, where a separate reference scores rows before training: one batch of that."""
     reference: Traced | None = None
     """DPO: another model that is the reference."""
 
 
 def loads_reference(spec: JobSpec) -> bool:
-    """Whether DPO's reference is ever a model of its own: one process asks the policy itself before training."""
+    """Whether DPO loads a separate reference; before training, one process scores with the policy itself."""
     if spec.dpo is None or not is_needed(spec):
         return False
     return not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
@@ -117,12 +113,12 @@ _KEEP_GRAPH = {"use_reentrant": False}
 """Trainer's own choice."""
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of every storage that is alive, by kind, and what they are at their most.
+class _LiveMemory(TorchDispatchMode):
+    """Counts the bytes of all live storages, by kind, and their peak.
 
-    The peak is kept for two windows: until the middle block's backward is over, and from then on. Between blocks that
-    are alike all that is alive changes by the same amount from one to the next, so the most in each window is a linear
-    function of depth, where the most of the whole step is not.
+    The peak is recorded for two windows: until the middle block's backward has ended, and after it. Between equal
+    blocks the live bytes change by a constant amount, so the peak of each window is a linear function of depth. The
+    peak of the whole step is not.
     """
 
     def __init__(self, gradients_weigh: float) -> None:
@@ -136,7 +132,7 @@ class _Live(TorchDispatchMode):
         self._most = -1.0
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A parameter: counted elsewhere."""
+        """Do not count a parameter: `estimate` counts it."""
         self._add(tensor, "ignored")
 
     def ignores(self, tensor: torch.Tensor) -> bool:
@@ -149,12 +145,12 @@ class _Live(TorchDispatchMode):
         self._count(entry[1], -entry[2])
         self._count("gradients", entry[2])
         entry[1] = "gradients"
-        self._look()
+        self._update_peak()
 
     def next_window(self) -> None:
         self.windows.append(Window(0, 0, 0))
         self._most = -1.0
-        self._look()
+        self._update_peak()
 
     @contextmanager
     def counting(self, kind: str) -> Iterator[None]:
@@ -169,7 +165,7 @@ class _Live(TorchDispatchMode):
         for value in tree_iter(output):
             if isinstance(value, torch.Tensor):
                 self._add(value, self.kind)
-        self._look()
+        self._update_peak()
         return output
 
     def _add(self, tensor: torch.Tensor, kind: str) -> None:
@@ -189,7 +185,7 @@ class _Live(TorchDispatchMode):
     def _count(self, kind: str, size: int) -> None:
         self.bytes[kind] += size
 
-    def _look(self) -> None:
+    def _update_peak(self) -> None:
         now = self.bytes
         self.most_host = max(self.most_host, now["host"])
         weighed = now["activations"] + now["logits"] + self.gradients_weigh * now["gradients"]
@@ -199,10 +195,10 @@ class _Live(TorchDispatchMode):
 
 
 def _key(spec: JobSpec) -> str:
-    """What decides a trace: everything else of a job may change without a new one."""
+    """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
     relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
-    accumulates, sharded = spec.gradient_accumulation_steps > 1, parts(spec)
+    accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
@@ -242,22 +238,24 @@ def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     else:
         one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in shallow)
         traced = _extrapolated(one, other, depth)
-    return replace(traced, reference=_sizes(loading_spec(spec))) if _other_reference(spec) else traced
+    return replace(traced, reference=_sizes(loading_spec(spec))) if _has_other_reference(spec) else traced
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
-    """What is traced of blocks that are alike, where of every `period` of them one is recomputed: depths of which the
-    halves, too (see `_Live`), begin and end at the same place in a period as those of the whole."""
+    """Two shallow depths to trace where one of every `period` blocks is recomputed.
+
+    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth.
+    """
     shallow = 2 * period + depth % (2 * period)
     return shallow, shallow + 2 * period
 
 
-def _other_reference(spec: JobSpec) -> bool:
+def _has_other_reference(spec: JobSpec) -> bool:
     return spec.dpo is not None and spec.dpo.reference.model is not None
 
 
 def _sizes(spec: JobSpec) -> Traced:
-    """A model that is only asked: nothing of it is traced."""
+    """The sizes of a model that only scores: its step is not traced."""
     config = model_config(spec)
     with torch.device("meta"):
         model = _built(config, spec)
@@ -271,7 +269,7 @@ def _stored_alike(config: Any, spec: JobSpec) -> bool:
 
 
 def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
-    """Both traces have the same windows, and every number in them is linear in depth."""
+    """Extrapolate two traces with the same windows, whose numbers are linear in depth."""
     steps = (depth - one.blocks) / (other.blocks - one.blocks)
 
     def line(a: float, b: float) -> float:
@@ -284,10 +282,12 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
     numbers: dict[str, Any] = {
         field.name: round(line(getattr(one, field.name), getattr(other, field.name)))
         for field in fields(Traced)
-        if field.name not in ("windows", "stored_alike", "asking", "reference")
+        if field.name not in ("windows", "stored_alike", "reference_scoring", "reference")
     }
-    asking = between(one.asking, other.asking) if one.asking and other.asking else None
-    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, asking=asking)
+    scoring = None
+    if one.reference_scoring and other.reference_scoring:
+        scoring = between(one.reference_scoring, other.reference_scoring)
+    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, reference_scoring=scoring)
 
 
 def _with_depth(config: Any, layers: int) -> Any:
@@ -304,7 +304,7 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
     if len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1:
         return False
     known = config.to_json_string()
-    if known not in _ALIKE:  # the whole depth is built for this, which for 80 blocks takes a second
+    if known not in _ALIKE:  # this builds the whole depth, which takes a second for 80 blocks
         with torch.device("meta"):
             blocks = _blocks(_built(config, spec))
         _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for _, block in blocks}) == 1
@@ -312,7 +312,7 @@ def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
 
 
 def _built(config: Any, spec: JobSpec) -> PreTrainedModel:
-    # fp16 takes what bf16 takes, which every CPU kernel knows.
+    # fp16 takes the memory of bf16, which every CPU kernel supports.
     dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
@@ -326,20 +326,22 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
-    """One micro step, forward and backward, on fake tensors in CPU memory: of those torch knows every kernel's memory
-    whether or not there is a GPU, and flash attention saves the same there."""
-    weigh = 1.0 / parts(spec)
-    live = _Live(weigh)
+    """Trace one micro step, forward and backward, on fake tensors in CPU memory.
+
+    torch knows every CPU kernel's memory without a GPU, and flash attention saves the same tensors there.
+    """
+    weigh = 1.0 / num_shards(spec)
+    live = _LiveMemory(weigh)
     with ExitStack() as stack:
         with torch.device("meta"):
             model = _built(config, spec)
-            add_fused_lm_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
+            fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
             if spec.qat:
                 quantize(spec, model)
             trained: Any = get_peft_model(model, lora_config(model, spec.lora)) if spec.lora else model
-            reference = _shallow_reference(spec) if _other_reference(spec) else None
+            reference = _shallow_reference(spec) if _has_other_reference(spec) else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()
@@ -352,9 +354,11 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if spec.lora:
                 model.enable_input_require_grads()
         frozen = list(reference.parameters()) if reference else []
-        asking = None
+        reference_scoring = None
         if precomputes(spec) and loads_reference(spec):
-            asking = _asked(trained, spec, batch, kind, reference, [*trained.parameters(), *frozen])
+            reference_scoring = _trace_reference_scoring(
+                trained, spec, batch, kind, reference, [*trained.parameters(), *frozen]
+            )
         for weight in frozen:
             live.ignore(weight)
         for weight in trained.parameters():
@@ -379,36 +383,38 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         frozen=total - trainable,
         stored_alike=_stored_alike(config, spec),
         windows=windows,
-        asking=asking,
+        reference_scoring=reference_scoring,
         **numbers,
     )
 
 
 def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
-    """Another model as the reference: asked without a graph, it takes no more with more blocks."""
-    asked = loading_spec(spec)
-    config = model_config(asked)
-    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, asked) else config, asked)
-    add_fused_lm_head(model, outputs=("log_probs",))
+    """Another model as the reference. It scores without a graph, so its memory does not grow with its depth."""
+    reference = loading_spec(spec)
+    config = model_config(reference)
+    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, reference) else config, reference)
+    fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
 
-def _asked(
+def _trace_reference_scoring(
     model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any, weights: list[torch.nn.Parameter]
 ) -> Window:
-    """One batch of what the reference is asked before training."""
-    live = _Live(1.0)
+    """Trace one batch that the reference scores before training."""
+    live = _LiveMemory(1.0)
     for weight in weights:
         live.ignore(weight)
     with _head_of(kind, live, model.config), live:
-        _ask(model, spec, _inputs(spec, batch), reference)
+        _score_reference(model, spec, _inputs(spec, batch), reference)
     return live.windows[0]
 
 
 @contextmanager
-def _offloading(live: _Live) -> Iterator[None]:
-    """What TRL's OffloadActivations does to tensors that are saved for backward: a copy in CPU memory takes their
-    place, the last few are still on their way there, and what several operations save stays on the device, too."""
+def _offloading(live: _LiveMemory) -> Iterator[None]:
+    """Simulate TRL's OffloadActivations: a copy in CPU memory replaces tensors that are saved for backward.
+
+    The last few are still being copied, and what several operations save stays on the device, too.
+    """
     stash: deque[torch.Tensor] = deque(maxlen=_STASH)
     shared: set[int] = set()
 
@@ -421,7 +427,7 @@ def _offloading(live: _Live) -> Iterator[None]:
             return tensor.detach()
         stash.append(tensor.detach())
         with live.counting("host"):
-            # A broadcast tensor travels as the storage that it has.
+            # Of a broadcast tensor only its storage is copied.
             away = torch.empty(min(storage.nbytes(), tensor.nbytes), dtype=torch.uint8)
         return away, tensor.shape, tensor.stride(), tensor.dtype
 
@@ -436,7 +442,7 @@ def _offloading(live: _Live) -> Iterator[None]:
 
 
 def _make_fake(model: torch.nn.Module) -> None:
-    """Parameters and buffers from the meta device become fake ones in CPU memory; tied ones stay tied."""
+    """Replace meta parameters and buffers by fake ones in CPU memory; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -451,17 +457,17 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> None:
-    """What `recipes.trainer.sft` and `recipes.trainer.dpo` do with a batch."""
+    """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     inputs = _inputs(spec, batch)
     loss = _score(model, spec, inputs)
     if spec.algorithm == "dpo" and not precomputes(spec):
-        loss = loss - _ask(model, spec, inputs, reference)
+        loss = loss - _score_reference(model, spec, inputs, reference)
     loss.backward()
 
 
 def _inputs(spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    if spec.packed:  # several rows in each sequence, which attention tells apart by their positions
+    if spec.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
         return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
     mask = torch.ones_like(ids)
@@ -475,9 +481,9 @@ def _score(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor]) -> torch.
         return log_probs.sum()
 
 
-def _ask(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
-    """The base model as the reference costs what the policy costs without a graph, be it a copy or the model itself."""
-    with torch.no_grad(), nothing_recomputed(model):
+def _score_reference(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
+    """Score a batch with the reference: another model, or the policy without a graph."""
+    with torch.no_grad(), no_recomputation(model):
         return _score(reference or model, spec, inputs)
 
 
@@ -502,8 +508,8 @@ def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) 
     }
 
 
-def _mark_middle(blocks: list[torch.nn.Module], live: _Live) -> None:
-    """Begin the second window when the middle block's backward has reached its first trained weight."""
+def _mark_middle(blocks: list[torch.nn.Module], live: _LiveMemory) -> None:
+    """Begin the second window when backward has reached the first trained weight of the middle block."""
     weights = [weight for weight in blocks[len(blocks) // 2].parameters() if weight.requires_grad] if blocks else []
     begun: list[bool] = []
 
@@ -516,27 +522,6 @@ def _mark_middle(blocks: list[torch.nn.Module], live: _Live) -> None:
         weight.register_post_accumulate_grad_hook(begin)
 
 
-@contextmanager
-def _head_of(kind: str, live: _Live, config: Any) -> Iterator[None]:
-    """TRL's fused head, its memory counted as logits, with the kernels that it has on this kind of device."""
-
-    class Head(head.ChunkedLogProbFunction):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            with live.counting("logits"):
-                return head.ChunkedLogProbFunction.forward(ctx, *arguments)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            with live.counting("logits"):
-                return head.ChunkedLogProbFunction.backward(ctx, *gradients)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", Head))
-        if kind == "cuda":  # a Triton kernel that works in the tile itself, and a product that adds to its result
-            for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-                stack.enter_context(patch.object(head, name, lambda *_, **__: None))
-        else:  # a tile is as wide as 32,768 tokens; what a smaller vocabulary leaves of it is never touched
-            width = min(trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE, config.get_text_config().vocab_size)
-            stack.enter_context(patch.object(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", math.ceil(width)))
-        yield
+def _head_of(kind: str, live: _LiveMemory, config: Any) -> AbstractContextManager[None]:
+    """While this is open, the memory of TRL's fused head counts as logits, with the kernels of this kind of device."""
+    return traced_head(kind, config.get_text_config().vocab_size, lambda: live.counting("logits"))

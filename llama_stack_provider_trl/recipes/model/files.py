@@ -1,6 +1,6 @@
-"""Whether a model's index names only files below the model's directory; read before the weights are loaded.
+"""Checks, before weights are loaded, that a model's index names only files below the model's directory.
 
-An index says which file holds which weight, and transformers joins those names to the directory as they are: a name
+An index maps weights to files, and transformers joins those names to the directory without a check: a name
 with `..`, or an absolute one, reads a file elsewhere, whose content the exported model would then hold.
 """
 
@@ -37,18 +37,18 @@ def check_weights_index(model: str, revision: str | None = None) -> None:
 
 
 def _index_names(model: str, revision: str | None) -> set[str]:
-    """The usual ones, and the one that the configuration names."""
+    """The default names, and the one in the configuration."""
     usual = {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
     config = _found(model, CONFIG_NAME, revision)
     try:
         named = json.loads(config.read_text()).get("transformers_weights") if config else None
     except (ValueError, AttributeError):
-        return usual  # loading says what is wrong with it
+        return usual  # loading reports the error
     return {*usual, named} if isinstance(named, str) and named.endswith(".index.json") else usual
 
 
 def _found(model: str, name: str, revision: str | None) -> Path | None:
-    """A file of the model, None where there is none, or none can be reached: loading says so."""
+    """A file of the model; None where it is missing or unreachable, which loading reports."""
     try:
         found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):

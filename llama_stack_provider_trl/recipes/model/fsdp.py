@@ -1,9 +1,8 @@
-"""FSDP2: how the ranks of a job share one model out. The only module that knows it.
+"""FSDP2: shards a model over the ranks of a job. The only module that uses it.
 
-Trainer and accelerate do the wrapping; two of their habits need a remedy (both measured, accelerate 1.15):
-on CPU ranks accelerate takes FSDP's settings, says nothing, and trains with DDP; and `save_model` under sharded state
-dicts writes nothing. So sharding is switched on for CPU ranks here, proven before the first step, and models are
-gathered explicitly.
+Trainer and accelerate do the wrapping, with two faults (both measured, accelerate 1.15). On CPU ranks accelerate
+accepts FSDP's settings and trains with DDP, without a warning. `save_model` under sharded state dicts writes nothing.
+So this module switches sharding on for CPU ranks, proves it before the first step, and gathers models explicitly.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from ..distributed import ranks
 
 
 def is_sharded(spec: JobSpec) -> bool:
-    """Whether the job asks for parts of the model on each rank, rather than one process or DDP."""
+    """Whether the job shards the model, rather than using one process or DDP."""
     return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
 
 
-def parts(spec: JobSpec) -> int:
-    """How many parts the model is shared out in: under HYBRID_SHARD every node has a copy, in as many as its ranks."""
+def num_shards(spec: JobSpec) -> int:
+    """Number of parts of the model. Under HYBRID_SHARD every node has a copy, in as many parts as it has ranks."""
     if not is_sharded(spec):
         return 1
     within_node = spec.sharding is not None and spec.sharding.strategy == "HYBRID_SHARD"
@@ -59,7 +58,7 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
         "state_dict_type": "SHARDED_STATE_DICT",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # every block that the architecture lists in _no_split_modules
     }
-    # Left alone, every rank keeps whole gradients until the last micro batch of a step: of 7B weights 28 GB.
+    # By default every rank keeps whole gradients until the last micro batch of a step: 28 GB for 7B weights.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return {"fsdp": True, "fsdp_config": config, "accelerator_config": accumulation, **_mesh(spec.sharding)}
 
@@ -81,11 +80,11 @@ def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
 
 @contextmanager
 def sharding_on_any_device() -> Iterator[None]:
-    """While this is open, accelerate takes FSDP's settings on CPU ranks too, and leaves in fp32 what is to be exact.
+    """While this is open, accelerate applies FSDP's settings on CPU ranks too, and keeps sums and outputs in fp32.
 
-    accelerate's state promotes to FSDP from the distributed types of accelerators only; MULTI_CPU is not among them.
-    With bf16 it would also add up gradients in bf16, and round what the model returns: log-probabilities to 3 digits,
-    of which DPO then takes differences (its first loss was 0.69141 for 0.69315).
+    accelerate switches to FSDP only for the distributed types of accelerators, and MULTI_CPU is none of them. With bf16
+    it would also reduce gradients in bf16, and round outputs: log-probabilities to 3 digits, of which DPO takes
+    differences (its first loss was 0.69141 instead of 0.69315).
     """
     original = AcceleratorState.__init__
 
@@ -110,10 +109,10 @@ def sharding_on_any_device() -> Iterator[None]:
 
 
 def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
-    """What is really shared out, for the job's record, proven on the parameters themselves.
+    """How the model is sharded, for the job's record, proven on the parameters themselves.
 
     Raises:
-        JobFailure: not_sharded, where sharding was asked for and a parameter is whole on every rank.
+        JobFailure: not_sharded, where the job shards and a parameter is whole on every rank.
     """
     strategy = spec.sharding.strategy if spec.sharding else "NO_SHARD"
     if not is_sharded(spec):
@@ -140,11 +139,11 @@ def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
 
 
 def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.Module:
-    """Share out a model that only runs forward, under the settings of the one that is trained.
+    """Shard a model that only runs forward, with the settings of the one that is trained.
 
-    Every block is a unit, and the embeddings where they are not the output weights too; the rest is the root's. TRL
-    makes one unit of the whole, and a forward gathers all of it. Parts are freed after use even under SHARD_GRAD_OP:
-    no backward comes that would free them.
+    Every block is a unit, and so are embeddings that are not tied to the output weights; the root holds the rest. TRL
+    makes one unit of the whole model, which a forward gathers. Parts are freed after use even under SHARD_GRAD_OP,
+    since no backward follows that would free them.
     """
     plugin = accelerator.state.fsdp_plugin
     mesh = getattr(accelerator, "torch_device_mesh", None)
@@ -164,7 +163,7 @@ def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.M
 
 
 def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
-    """Name for every unit what to fetch while it computes; FSDP2 has no switch for it."""
+    """Set for every unit what to fetch while it computes; FSDP2 has no option for it."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     for unit, following in itertools.pairwise(units):
         if sharding.forward_prefetch:
@@ -174,22 +173,22 @@ def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Have every parameter be this rank's part again. After an evaluation under SHARD_GRAD_OP they are whole, other
-    tensors than those that the optimizer knows, and what is written into them is lost with the next step."""
+    """Reshard every parameter. After an evaluation under SHARD_GRAD_OP parameters are whole: other tensors than those
+    of the optimizer, whose changes the next step loses."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """One weight, whole and in CPU memory, on rank 0; None on the others. Every rank must call it.
+    """One whole weight in CPU memory on rank 0, None on the others. A collective.
 
     Args:
-        dtype: what to cast it to, before it travels; None: as it is.
+        dtype: to cast it to before it is sent; None: its own.
     """
     weight = weight.detach()
     if isinstance(weight, DTensor):
-        # Parts that rest in CPU memory travel through the device: its process group moves nothing else.
+        # Parts in CPU memory are gathered on the device: its process group has no other tensors.
         weight = weight.to(device=weight.device_mesh.device_type, dtype=dtype).full_tensor()
     return weight.to(device="cpu", dtype=dtype) if ranks.rank() == 0 else None
 

@@ -1,4 +1,4 @@
-"""Loading tokenizer and model, and finding the modules that LoRA adapts, for any decoder that transformers loads."""
+"""Loads tokenizers and models, and finds the modules that LoRA adapts, in any decoder that transformers loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choose_device(name: str) -> torch.device:
             f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
             "Set `device: auto`, or install a torch build for this device in the environment that trains.",
         )
-    # The launcher makes the task's GPUs the only visible ones, so whatever their numbers were, here they count from 0.
+    # The launcher makes only the task's GPUs visible, so they are numbered from 0 here.
     return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
 
 
@@ -71,7 +71,7 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_size(spec: JobSpec) -> int:
-    """Tokens that the model has embeddings for; reads its config.json alone."""
+    """Number of tokens that the model has embeddings for; reads only its config.json."""
     config = AutoConfig.from_pretrained(spec.model, **source(spec))
     return int(config.get_text_config().vocab_size)
 
@@ -84,7 +84,7 @@ def commit_of(spec: JobSpec) -> str | None:
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`, and its linear
-    layers in 4 bits when the job says so.
+    layers in 4 bits when the job quantizes it.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
@@ -111,7 +111,7 @@ def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
             f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
             "missing; name a complete one.",
         )
-    # Parts go to the device when it is shared out; the whole might not fit there.
+    # Sharding moves the parts to the device; the whole model might not fit there.
     return model if is_sharded(spec) or in_4_bits else model.to(device)
 
 
@@ -119,11 +119,11 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     """The base model in CPU memory with a trained adapter on it.
 
     Args:
-        as_trained: with the base in 4 bits, where the job trained it so; else always as it is on disk.
+        as_trained: with the base in 4 bits where the job trained it so; False: as it is on disk.
     """
     if as_trained and spec.lora and spec.lora.quantize_base:
         base = load_model(spec, torch.device("cpu"))
-        quantization.settle_base(base)
+        quantization.prepare_4bit_base(base)
     else:
         check_weights_index(spec.model, spec.revision)
         base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
@@ -131,7 +131,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
 
 
 def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
-    """Few bits, where the job asks for them; what was done, for its record.
+    """Quantize the model where the job does; returns what was done, for its record.
 
     Raises:
         JobFailure: invalid_request, where this model cannot be quantized so.
@@ -139,7 +139,7 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
     if spec.qat:
         attention, mlp = linear_modules(model)
         return quantization.fake_quantize(model, [*attention, *mlp], spec.qat)
-    return quantization.settle_base(model) if spec.lora and spec.lora.quantize_base else None
+    return quantization.prepare_4bit_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
@@ -218,22 +218,22 @@ def _positions(spec: JobSpec) -> int | None:
     try:
         config = AutoConfig.from_pretrained(spec.model, **source(spec))
     except (OSError, ValueError, KeyError, TypeError, ImportError):
-        return None  # loading the model reports it
+        return None  # loading the model reports the error
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
 
 
-def check_length(model: PreTrainedModel, spec: JobSpec) -> None:
-    """Refuse sequences longer than the model has positions for; it would fail in mid-training, on CUDA without a word.
+def check_length(model: PreTrainedModel, max_seq_length: int) -> None:
+    """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message.
 
     Raises:
         JobFailure: invalid_request, naming both lengths.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and spec.max_seq_length > positions:
+    if positions is not None and max_seq_length > positions:
         raise JobFailure(
             Reason.invalid_request,
-            f"max_seq_length is {spec.max_seq_length}, but this {type(model).__name__} has {positions} positions. "
+            f"max_seq_length is {max_seq_length}, but this {type(model).__name__} has {positions} positions. "
             f"Set the provider option max_seq_length to {positions} or less.",
         )
 
@@ -272,7 +272,7 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def source(spec: JobSpec) -> dict[str, Any]:
-    # False, not None: transformers would ask on the terminal and wait for an answer.
+    # False, not None: with None transformers prompts on the terminal.
     return {"trust_remote_code": spec.trust_remote_code, **({"revision": spec.revision} if spec.revision else {})}
 
 

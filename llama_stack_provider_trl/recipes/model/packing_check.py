@@ -1,7 +1,7 @@
-"""Proof that the rows of a packed sequence do not see each other, on the model that is to be trained.
+"""Proves on the model to train that the rows of a packed sequence do not see each other.
 
 Where transformers is given position ids that start anew in every row, and no attention mask, it builds a block-diagonal
-one from them. Not every architecture heeds them: of 26 tried with transformers 5.23, OPT, BLOOM, Falcon, MPT, Mamba and
+one from them. Not every architecture uses them: of 26 tried with transformers 5.23, OPT, BLOOM, Falcon, MPT, Mamba and
 LFM2 let rows see each other. Sliding windows (Mistral, Gemma 3) and mixtures of experts are right.
 """
 
@@ -14,7 +14,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 
 
-def expect_isolation(model: PreTrainedModel) -> None:
+def check_isolation(model: PreTrainedModel) -> None:
     """Refuse a model in which the rows of a sequence see each other, or count their positions through.
 
     Runs it on two rows of a few tokens. What comes out for the second must have no gradient at all in the first (a
@@ -44,7 +44,7 @@ def expect_isolation(model: PreTrainedModel) -> None:
 
 def _probes(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     size = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(1, 22, device=model.device) * 7919 % size  # any tokens will do
+    ids = torch.arange(1, 22, device=model.device) * 7919 % size  # arbitrary tokens
     return ids[:12], ids[12:]
 
 
@@ -60,7 +60,7 @@ def _logits(model: PreTrainedModel, *rows: torch.Tensor) -> tuple[torch.Tensor, 
     training = model.training
     hook = model.get_input_embeddings().register_forward_hook(cut_off)
     try:
-        # Two alike: flash attention heeds position ids in a batch of one only.
+        # Two equal sequences: flash attention uses position ids only in a batch of one.
         batch = {"input_ids": torch.cat(rows).repeat(2, 1), "position_ids": positions.repeat(2, 1)}
         outputs = model.eval()(**batch, use_cache=False)
     finally:

@@ -1,6 +1,6 @@
-"""Few bits: a frozen base in 4 bits under adapters (QLoRA), and training for few bits (QAT).
+"""Quantization: a frozen base in 4 bits under adapters (QLoRA), and quantization-aware training (QAT).
 
-The only module that knows bitsandbytes and torchao, and it imports them only for a job that asks: they are in the extra
+The only module that uses bitsandbytes and torchao. It imports them only for a job that quantizes: they are in the extra
 `quantization`, and together they cost a training process 1.5 s of its start.
 """
 
@@ -23,9 +23,9 @@ from ...specs.job import JobSpec, QatSpec
 
 
 def base_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is given so that it loads the base in 4 bits, straight onto `device`.
+    """Arguments of `from_pretrained` that load the base in 4 bits, directly onto `device`.
 
-    Weights are stored as numbers of type bf16: FSDP2 shares out only floating-point parameters, and its bf16 mixed
+    Weights are stored as numbers of type bf16: FSDP2 shards only floating-point parameters, and its bf16 mixed
     precision would convert, and so destroy, packed bits of any other type.
 
     Raises:
@@ -60,28 +60,28 @@ def refuse_quantized(config: PreTrainedConfig, spec: JobSpec) -> None:
         )
 
 
-def settle_base(model: PreTrainedModel) -> dict[str, Any]:
-    """Make a base in 4 bits ready for training; returns what it has become, for the job's record.
+def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:
+    """Prepare a base in 4 bits for training; returns what was quantized, for the job's record.
 
     Raises:
-        JobFailure: invalid_request, when it has no layer that could be held in 4 bits.
+        JobFailure: invalid_request, when it has no layer that bitsandbytes can hold in 4 bits.
     """
     layers = [module for module in model.modules() if _is_4bit(module)]
     if not layers:
         raise JobFailure(
             Reason.invalid_request,
-            f"quantize_base was asked for, and this {type(model).__name__} has no linear layer that bitsandbytes can "
+            f"quantize_base is true, and this {type(model).__name__} has no linear layer that bitsandbytes can "
             "hold in 4 bits. Set quantize_base to false.",
         )
     for layer in layers:
-        # On CPUs with bf16 instructions the first evaluation would repack the weights for a bf16 kernel, for good.
+        # On CPUs with bf16 instructions the first evaluation would repack the weights for a bf16 kernel, permanently.
         layer.support_avx512bf16_for_cpu = False
     return {"base": "nf4", "layers": len(layers), "bytes": model.get_memory_footprint(return_buffers=False)}
 
 
 def keep_adapters_in_fp32(model: torch.nn.Module) -> None:
-    """TRL makes adapters over a quantized base bf16, as the QLoRA paper had them. Ours are fp32 over every base: an
-    update that is small beside its weight is lost in bf16."""
+    """TRL makes adapters over a quantized base bf16, as in the QLoRA paper. Ours are fp32 over every base: an
+    update that is small relative to its weight is lost in bf16."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -103,7 +103,7 @@ def fake_quantize(model: PreTrainedModel, layers: Iterable[str], qat: QatSpec) -
     _check_layers(model, modules, qat.group_size)
     quantizer = getattr(torchao.qat, qat.quantizer_name)(groupsize=qat.group_size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a name that torchao 0.18 has deprecated and uses itself
+        warnings.simplefilter("ignore", UserWarning)  # torchao 0.18 uses a name that it has deprecated
         activations = quantizer.get_activation_fake_quantize_config()
         weights = quantizer.get_weight_fake_quantize_config()
     config = torchao.qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare")
@@ -112,7 +112,7 @@ def fake_quantize(model: PreTrainedModel, layers: Iterable[str], qat: QatSpec) -
 
 
 def packed_elements(model: torch.nn.Module) -> dict[int, int]:
-    """id of each parameter that holds packed weights -> how many they are."""
+    """id of each parameter with packed weights -> the number of weights."""
     layers = [module for module in model.modules() if _is_4bit(module)]
     return {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
 

@@ -1,6 +1,6 @@
-"""JobSpec -> TRL's argument objects. The only module that knows TRL's (and Trainer's) argument names.
+"""Maps a JobSpec to TRL's argument objects. The only module with TRL's and Trainer's argument names.
 
-TRL renames arguments between releases and refuses unknown ones with a TypeError, so all of them stand here, each once.
+TRL renames arguments between releases and refuses unknown ones with a TypeError, so each of them is here, once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from trl import DPOConfig, SFTConfig
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec, OptimizerSpec
-from ..distributed.ranks import PATIENCE
+from ..distributed.ranks import COLLECTIVE_TIMEOUT
 from ..model.fsdp import fsdp_arguments, is_sharded
 
 
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
-    """Arguments for TRL's SFTTrainer; the dataset it gets is tokenized already (`recipes.data.prepare`)."""
+    """Arguments for TRL's SFTTrainer; its datasets are tokenized already (`recipes.data.prepare`)."""
     return SFTConfig(
         **_common(spec, device),
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -35,7 +35,7 @@ def dpo_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
     return DPOConfig(
         **_common(spec, device),
         beta=spec.dpo.beta,
-        loss_type=["sigmoid"],  # TRL's own, which is never called
+        loss_type=["sigmoid"],  # TRL's loss, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,
     )
@@ -55,7 +55,7 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
 
 
 def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
-    """What transformers' schedule takes beyond the warmup.
+    """Arguments of transformers' schedule beyond the warmup.
 
     Raises:
         JobFailure: invalid_request, where the job is too short for its warmup and decay.
@@ -102,13 +102,13 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "use_cpu": device.type == "cpu",
         "dataloader_pin_memory": device.type == "cuda",
         "logging_steps": spec.logging_steps,
-        # With the filter on, Trainer shows the last finite loss in place of a NaN; we fail the job instead.
+        # With the filter on, Trainer reports the last finite loss in place of a NaN; a NaN fails the job.
         "logging_nan_inf_filter": False,
         # Saving, evaluating and reporting are decided by `recipes.trainer.callbacks`.
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "ddp_timeout": int(PATIENCE.total_seconds()),
+        "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
         **fsdp_arguments(spec),
     }

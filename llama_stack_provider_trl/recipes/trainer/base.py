@@ -1,4 +1,4 @@
-"""What our SFT and DPO trainers share beyond TRL's: the sampler, the optimizer, and where checkpoints come in."""
+"""The part of our SFT and DPO trainers that TRL does not have: data order, optimizer, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,65 +13,81 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import Trainer
 from transformers.trainer_utils import set_seed
-from trl.trainer.utils import add_fused_lm_head
 
 from ...errors import JobFailure
-from ...specs.events import CheckpointSaved, EventWriter, Reason, Silent
+from ...specs.events import CheckpointSaved, EventWriter, Reason
 from ...specs.job import JobSpec
 from ..checkpoint import random_state
+from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
-from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights
-from ..checkpoint.transfer import Disks, Turn
+from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights, step_bytes
+from ..checkpoint.transfer import Disks
 from ..data.packing import num_rows
-from ..data.sampling import EpochSampler, Share
+from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
+from ..model.fsdp import sharding_on_any_device
+from ..model.quantization import keep_adapters_in_fp32
 from .arguments import optimizer_class, scheduler_arguments
+from .trl_patches import fuse_head
 
 _STATE = "recipe_state.json"
-"""In a step checkpoint: the position in the data, and what else Trainer's own files do not say. `row`: rows of the
-epoch (0-based) that have been seen; where an epoch's rows are used up, the next epoch's row 0."""
+"""In a step checkpoint: the position in the data, and other state that Trainer's own files lack. `row`: rows of the
+epoch (0-based) that have been seen; at the end of an epoch, row 0 of the next one."""
 _SCHEDULER = "scheduler.json"
 _SCALER = "scaler.json"
 
 
 class RecipeTrainer(Trainer):
-    """A mixin that goes before a TRL trainer in the bases; `bind` must be called before `train`."""
+    """A mixin before a TRL trainer in the bases: our data order, optimizer, metrics and checkpoints.
 
-    spec: JobSpec
+    Args:
+        spec: as this attempt's ranks train it.
+        batch_plan: the batches of each optimizer step.
+        require_space: called with the bytes of a checkpoint before it is written; raises where they do not fit.
+        fencing_token: whether this attempt may write into the job's checkpoint directory.
+        arguments: of the TRL trainer.
+    """
+
     ref_model: torch.nn.Module | None = None
     """The model that DPO's policy is compared with, where it is not the policy itself."""
-    need_space: Callable[[], None]
-    """Called before a checkpoint is written; raises where it would not fit."""
-    standing: Callable[[], dict[str, Any]]
-    """What the event of a checkpoint says of the training as it stands, beside the checkpoint's place."""
-    share: Share
-    """How each optimizer step is shared out."""
-    notes: dict[str, Any]
-    """What else a step checkpoint takes along (JSON): a resumed job finds it here."""
-    _saver: Saver
-    _writer: EventWriter | Silent
-    _taken_up: dict[str, Any]
+    checkpoint_fields: Callable[[], dict[str, Any]]
+    """The fields of a checkpoint event beside its path. Set by the callback that counts them, `JobCallback`."""
+    head_outputs: tuple[str, ...]
+    """What the fused head computes per token."""
     _staging: Path | None = None
-    _evaluated: list[torch.Tensor]
-    _noted: dict[str, dict[str, torch.Tensor]]
-    """train or eval -> metric -> [sum, count]"""
+    _evaluation_sums: list[torch.Tensor]
     _train_sampler: EpochSampler
 
-    head_outputs: tuple[str, ...]
-    """What the fused head computes per token; TRL also asks for entropy, one more pass over the vocabulary."""
-
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
-        """Attach the job; sets the optimizer that Trainer will create when training starts."""
-        self.spec, self.share, self._writer = spec, share, writer
-        self._saver = Saver(spec, self.args.device, writer, turn)
-        self._taken_up, self.notes = {}, {}
-        self._noted = {"train": {}, "eval": {}}
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        batch_plan: BatchPlan,
+        writer: EventWriter,
+        require_space: Callable[[int], None],
+        fencing_token: FencingToken,
+        **arguments: Any,
+    ) -> None:
+        with sharding_on_any_device():
+            super().__init__(**arguments)
+        if spec.lora and spec.lora.quantize_base:
+            keep_adapters_in_fp32(self.model)
+        self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
+        self.notes: dict[str, Any] = {}
+        """Further state of the job that step checkpoints hold, as JSON values; a resumed job finds it here."""
+        self._saver = Saver(spec, self.args.device, writer, fencing_token)
+        self._require_space = require_space
+        self._step_bytes = step_bytes(self.model, spec.optimizer)
+        self._restored: dict[str, Any] = {}
+        self._metric_sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
+        """train or eval -> metric -> [sum, count]"""
+        # Trainer creates the optimizer from this when training starts.
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        add_fused_lm_head(policy, outputs=self.head_outputs)
+        fuse_head(policy, outputs=self.head_outputs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Trainer's, with the part of it that only the number of steps decides.
+        """Create Trainer's scheduler, with the arguments that depend on the number of steps.
 
         Raises:
             JobFailure: invalid_request, where the job is too short for its warmup and decay.
@@ -79,26 +95,26 @@ class RecipeTrainer(Trainer):
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def note(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
+    def add_metrics(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
         """Add a batch of all ranks to the metrics.
 
-        They are kept as tensors, so that no step waits for the device, and divided when they are logged: a mean of the
-        batches' means would depend on how rows are dealt out.
+        Sums stay tensors until they are logged, so that no step waits for the device. They are divided then, because
+        a mean of the batches' means would depend on the batch plan.
 
         Args:
             sums: by metric, over `count` tokens or pairs.
         """
-        noted = self._noted["train" if self.model.training else "eval"]
+        sums_by_metric = self._metric_sums["train" if self.model.training else "eval"]
         for name, total in sums.items():
-            noted[name] = noted.get(name, 0) + torch.stack([total.float(), count.float()])
+            sums_by_metric[name] = sums_by_metric.get(name, 0) + torch.stack([total.float(), count.float()])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Turn what was noted since the last time into numbers."""
+        """Log the metrics added since the last call, each sum divided by its count."""
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
-        for name, (total, count) in self._noted[mode].items():
+        for name, (total, count) in self._metric_sums[mode].items():
             metrics[name] = [float(total / count.clamp(min=1))]
-        self._noted[mode].clear()
+        self._metric_sums[mode].clear()
         if mode == "train":
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
@@ -106,32 +122,39 @@ class RecipeTrainer(Trainer):
     @property
     def num_rows(self) -> int:
         """Rows that are trained on; of packed sequences, the rows in them."""
-        return num_rows(self.train_dataset) - self.share.needs_filler
+        return num_rows(self.train_dataset) - self.batch_plan.needs_filler
 
     def rows_of(self, dataset: Any) -> int:
         """Rows (or packed sequences) of a dataset that count: without the filler."""
-        return len(dataset) - self.share.needs_filler
+        return len(dataset) - self.batch_plan.needs_filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         steps = self.spec.max_steps_per_epoch
-        cap = None if steps is None else steps * self.share.rows_per_step
+        cap = None if steps is None else steps * self.batch_plan.rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, share=self.share)
+        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, batch_plan=self.batch_plan)
         return self._train_sampler
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the sampler which epoch it is. accelerate's own way to it ends at a dataloader that skips batches of
-        several ranks: a job resumed in the middle of a later epoch would go on with the first epoch's order."""
+        """Set the sampler's epoch. accelerate does not reach it through a dataloader that skips batches on several
+        ranks: a job resumed in the middle of a later epoch would continue with the first epoch's order."""
         self._train_sampler.set_epoch(epoch)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
         return self._sampler(eval_dataset, None, shuffle=False)
 
-    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, share: Share | None = None) -> EpochSampler:
+    def _sampler(
+        self, dataset: Any, cap: int | None, *, shuffle: bool, batch_plan: BatchPlan | None = None
+    ) -> EpochSampler:
         world = self.args.world_size
-        shares = world * self.spec.batch_size if world > 1 else 1
+        multiple = world * self.spec.batch_size if world > 1 else 1
         return EpochSampler(
-            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=shares, share=share
+            self.rows_of(dataset),
+            cap,
+            shuffle=shuffle,
+            seed=self.spec.seed,
+            multiple_of=multiple,
+            batch_plan=batch_plan,
         )
 
     @property
@@ -140,46 +163,46 @@ class RecipeTrainer(Trainer):
         return self._train_sampler.rows_of_step(self.state.global_step)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, with a loss that does not depend on how the rows were dealt out: the mean over all tokens (SFT)
-        or pairs (DPO), where Trainer takes the mean of the batches' means."""
-        self._evaluated = []
+        """Trainer's, with `eval_loss` as the mean over all tokens (SFT) or pairs (DPO). Trainer takes the mean of the
+        batches' means, which depends on the batches."""
+        self._evaluation_sums = []
         output = super().evaluation_loop(*args, **kwargs)
-        total, count = self.accelerator.reduce(torch.stack(self._evaluated).sum(dim=0))
+        total, count = self.accelerator.reduce(torch.stack(self._evaluation_sums).sum(dim=0))
         output.metrics["eval_loss"] = float(total / count.clamp(min=1))
         return output
 
-    def note_evaluated(self, loss: torch.Tensor, count: torch.Tensor) -> None:
+    def add_evaluation(self, loss: torch.Tensor, count: torch.Tensor) -> None:
         """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs."""
-        self._evaluated.append(torch.stack([loss.detach().float(), count.float()]))
+        self._evaluation_sums.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Begin to write `checkpoint-N`, beside its final place; it is announced when it is complete there.
+        """Start to write `checkpoint-N` in a staging directory; the event follows when it is complete in its place.
 
-        Returns when what it will hold is copied. A checkpoint that is still being written is waited for.
+        Returns when its content is copied. Waits for the checkpoint before, if that is still being written.
         """
         step = self.state.global_step
         self.finish_saving(due=step)
         is_first = ranks.rank() == 0
-        self._staging = Path(self.args.output_dir) / self.turn.own(".saving")
+        self._staging = Path(self.args.output_dir) / self.fencing_token.private_name(".saving")
         written = self._staging / f"checkpoint-{step}"
         try:
             if is_first:
-                self.turn.check()
-                self.need_space()
+                self.fencing_token.check()
+                self._require_space(self._step_bytes)
                 shutil.rmtree(self._staging, ignore_errors=True)
-            ranks.wait_for_all()
+            ranks.barrier()
             # Trainer's own method writes the small files: TRL's would also write a model card.
             Trainer._save_checkpoint(self, model, trial)
             if is_first:
                 (written / _STATE).write_text(json.dumps(self._recipe_state()))
-            standing = self.standing()
+            fields = self.checkpoint_fields()
             self._saver.save(
                 self.accelerator.unwrap_model(self.model),
                 self._inner_optimizer(),
                 self.processing_class,
                 random_state.capture(self.args.device),
                 written,
-                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **standing), durable=True),
+                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **fields), durable=True),
             )
         except BaseException:
             if is_first:
@@ -190,48 +213,48 @@ class RecipeTrainer(Trainer):
 
     @property
     def disks(self) -> Disks:
-        """Who sees the disk that checkpoints are written to."""
+        """Which ranks see the disk that checkpoints are written to."""
         return self._saver.disks
 
     @property
-    def turn(self) -> Turn:
-        """Whether this attempt may write there."""
-        return self._saver.turn
+    def fencing_token(self) -> FencingToken:
+        """Whether this attempt may write checkpoints."""
+        return self._saver.fencing_token
 
     def check_saving(self) -> None:
-        """Raise what went wrong with a checkpoint in the background, if anything did."""
+        """Raise the error of a checkpoint that failed in the background, if there is one."""
         self._saver.check()
 
     def finish_saving(self, due: int | None = None) -> None:
-        """Wait until no checkpoint is being written; raise what went wrong."""
+        """Wait until no checkpoint is being written; raise its error, if there is one."""
         self._saver.wait(due)
 
     def end_saving(self) -> None:
-        """As `finish_saving`; there will be no other checkpoint."""
+        """Do what `finish_saving` does, after the last checkpoint."""
         self._saver.wait()
         self._saver.close()
 
     def abandon_saving(self) -> None:
-        """Training has failed: let a checkpoint that is being written come to its end."""
+        """After a failure of training: wait for the checkpoint that is being written, if there is one."""
         self._saver.abandon()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer calls it for a step checkpoint; the weights are written in the background."""
+        """Make the directory of a step checkpoint; the weights are written in the background."""
         if ranks.rank() == 0:
             Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the scheduler's state; the optimizer's is written in the background."""
+        """Write the scheduler's state; the optimizer's is written in the background."""
         if ranks.rank() == 0:
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Writes the loss scaling of a job in fp16."""
+        """Write the loss scaling of a job in fp16."""
         if ranks.rank() == 0 and self.accelerator.scaler is not None:
             (Path(output_dir) / _SCALER).write_text(json.dumps(self.accelerator.scaler.state_dict()))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Writes nothing: the random numbers of every rank travel from memory, and are written in the background."""
+        """Write nothing: the random numbers of all ranks are written in the background."""
 
     def _recipe_state(self) -> dict[str, Any]:
         position = self._train_sampler.position(self.state.global_step)
@@ -240,34 +263,34 @@ class RecipeTrainer(Trainer):
             "step": self.state.global_step,
             "epoch": position.epoch,
             "row": position.row,
-            "rows_per_step": self.share.rows_per_step,
+            "rows_per_step": self.batch_plan.rows_per_step,
             "world_size": ranks.world_size(),
             "notes": self.notes,
         }
 
-    def take_up(self, checkpoint: Path) -> int:
-        """Take over from a step checkpoint what `train(resume_from_checkpoint=...)` does not; returns its step.
+    def restore(self, checkpoint: Path) -> int:
+        """Restore the state of a step checkpoint that `train(resume_from_checkpoint=...)` does not; returns its step.
 
         Raises:
             JobFailure: invalid_request, where its optimizer steps took another number of rows: the position in the data
-                would be another one, and so would every number from here on.
+                would differ, and so would every later number.
         """
-        self._taken_up = json.loads((checkpoint / _STATE).read_text())
-        rows = self._taken_up.get("rows_per_step", self.share.rows_per_step)
-        if rows != self.share.rows_per_step:
+        self._restored = json.loads((checkpoint / _STATE).read_text())
+        rows = self._restored.get("rows_per_step", self.batch_plan.rows_per_step)
+        if rows != self.batch_plan.rows_per_step:
             raise JobFailure(
                 Reason.invalid_request,
                 f"{checkpoint} was trained with {rows} rows per optimizer step, this job takes "
-                f"{self.share.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
+                f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
-        self._total_train_tokens += self._taken_up["num_tokens"]
+        self._total_train_tokens += self._restored["num_tokens"]
         given = self.spec.resume_from
-        if given is None or checkpoint != given.path:  # another job's notes are of its own evaluations
-            self.notes.update(self._taken_up.get("notes", {}))
+        if given is None or checkpoint != given.path:  # another job's notes are about its own evaluations
+            self.notes.update(self._restored.get("notes", {}))
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Trainer's own would also read weights in pickles."""
+        """Read safetensors only. Trainer's own method also reads pickles."""
         target = self.accelerator.unwrap_model(self.model if model is None else model)
         load_weights(target, Path(resume_from_checkpoint))
 
@@ -278,11 +301,11 @@ class RecipeTrainer(Trainer):
         with self._restoring(checkpoint, _SCHEDULER) as state:
             if state is None:
                 raise ValueError("it is missing")
-            # The names that the scheduler has itself: it takes over whatever attribute it is given.
+            # Only names that the scheduler has: it would set any attribute that it is given.
             self.lr_scheduler.load_state_dict({key: state[key] for key in self.lr_scheduler.state_dict()})
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The loss scaling of a job in fp16; another job that resumes from its checkpoint may have none."""
+        """Restore the loss scaling of a job in fp16; a checkpoint of another job may have none."""
         if checkpoint is None or self.accelerator.scaler is None:
             return
         with self._restoring(checkpoint, _SCALER) as state:
@@ -290,11 +313,10 @@ class RecipeTrainer(Trainer):
                 self.accelerator.scaler.load_state_dict(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """On as many ranks as saved them, each rank's random numbers continue; on others they begin anew, a function of
-        seed, step and rank."""
+        """Restore each rank's random numbers; with another number of ranks, seed them from seed, step and rank."""
         if checkpoint is None:
             return
-        if self._taken_up.get("world_size", ranks.world_size()) != ranks.world_size():
+        if self._restored.get("world_size", ranks.world_size()) != ranks.world_size():
             seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
             return set_seed(seed % 2**32)
         state = load_random(Path(checkpoint), self.args.device)
@@ -305,7 +327,7 @@ class RecipeTrainer(Trainer):
     @staticmethod
     @contextmanager
     def _restoring(checkpoint: str, name: str) -> Iterator[dict[str, Any] | None]:
-        """A small state of a checkpoint, None where it has none; one that does not fit is refused by a sentence."""
+        """A small state of a checkpoint, None where it has none. An error while this is open names the file."""
         with reading(Path(checkpoint) / name):
             yield load_state(Path(checkpoint), name)
 
@@ -314,10 +336,9 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def load_weights(self, checkpoint: Path) -> None:
-        """Put the weights of a step checkpoint of this job, on rank 0's disk, into the model, after training; every
-        rank must call it."""
+        """Load the weights of a step checkpoint on rank 0's disk into the model, after training; a collective."""
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
-        if self.disks.is_one:
+        if self.disks.is_shared:
             self._load_from_checkpoint(str(checkpoint), model)
         else:
             load_weights(self.accelerator.unwrap_model(model), checkpoint, from_first=True)

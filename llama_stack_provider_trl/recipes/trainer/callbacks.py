@@ -1,4 +1,4 @@
-"""From Trainer's callbacks to our events: progress, evaluations and saved checkpoints, and when each is due."""
+"""Turns Trainer's callbacks into events, and decides when to save, evaluate and stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ... import faults
 from ...errors import JobFailure
-from ...specs.evaluations import Judge
-from ...specs.events import CheckpointSaved, Evaluated, EventWriter, Prepared, Progress, Reason, Silent, Warned
+from ...specs.evaluations import EarlyStoppingTracker
+from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Warned
 from ...specs.job import JobSpec
 from ...system.malloc import Malloc
 from ..distributed import ranks
@@ -25,7 +25,7 @@ from ..model.loading import parameter_counts
 from .base import RecipeTrainer
 
 SAVE_SECONDS = 1800.0
-"""Where a job does not say `save_steps`, it saves at least this often: a crash costs half an hour, not an epoch."""
+"""Seconds between saves of a job without `save_steps`: a crash costs half an hour, not an epoch."""
 
 
 _SCARCE = (
@@ -34,10 +34,10 @@ _SCARCE = (
 )
 
 
-class Order(IntEnum):
-    """What rank 0 has the others do."""
+class Decision(IntEnum):
+    """What all ranks do after a step, as decided by rank 0."""
 
-    go_on = 0
+    proceed = 0
     save = 1
     stop = 2
 
@@ -47,16 +47,16 @@ class JobCallback(TrainerCallback):
     `SAVE_SECONDS`; never at the last step, whose weights the final export holds.
 
     Args:
-        control: the file that tells us to stop, once it exists.
+        control: a file; the job is to stop once it exists.
         effective: what was decided beyond the spec.
-        start_step: optimizer steps that a checkpoint brought along.
+        start_step: optimizer steps done in the checkpoint that training resumes from.
         resumed_from: that checkpoint.
     """
 
     def __init__(
         self,
         spec: JobSpec,
-        writer: EventWriter | Silent,
+        writer: EventWriter,
         trainer: RecipeTrainer,
         control: Path,
         effective: dict[str, Any],
@@ -66,7 +66,7 @@ class JobCallback(TrainerCallback):
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
         self.start_step, self.resumed_from = start_step, resumed_from
-        self.judge = Judge(spec, trainer.notes)
+        self.early_stopping = EarlyStoppingTracker(spec, trainer.notes)
         self.malloc = Malloc()
         self.paused = self.stopped = False
         self.last_logged = self._last_saved = start_step
@@ -75,23 +75,23 @@ class JobCallback(TrainerCallback):
         self._tokens = float(trainer._total_train_tokens)
         self._busy = self._began = 0.0
         self._saved_at = time.monotonic()
-        trainer.standing = lambda: self.standing(trainer.state)
+        trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model is shared out by now and no step is done: prove it, and say what will be trained."""
+        """Prove that the model is sharded, and report what will be trained."""
         spec, model = self.spec, self.trainer.model
-        state.logging_steps = spec.logging_steps  # of another job's checkpoint it is that job's
+        state.logging_steps = spec.logging_steps  # a checkpoint of another job has that job's value
         if self.start_step >= state.max_steps:
             raise JobFailure(
                 Reason.invalid_request,
-                f"the checkpoint to go on from has {self.start_step} optimizer steps, the job {state.max_steps}: raise "
-                "n_epochs, or name an earlier checkpoint",
+                f"the checkpoint to resume from has {self.start_step} optimizer steps, the job "
+                f"{state.max_steps}: raise n_epochs, or name an earlier checkpoint",
             )
-        shared_out = fsdp.describe(model, spec) if spec.ranks > 1 else None
-        if shared_out and self.trainer.ref_model is not None:
-            shared_out["reference"] = fsdp.describe(self.trainer.ref_model, spec)
+        sharding = fsdp.describe(model, spec) if spec.ranks > 1 else None
+        if sharding and self.trainer.ref_model is not None:
+            sharding["reference"] = fsdp.describe(self.trainer.ref_model, spec)
         if spec.sharding and fsdp.is_sharded(spec):
             fsdp.prefetch(model, spec.sharding)
         trainable, total = parameter_counts(model)
@@ -106,24 +106,24 @@ class JobCallback(TrainerCallback):
                 total_parameters=total,
                 effective={
                     **self.effective,
-                    "global_batch_size": self.trainer.share.rows_per_step,
-                    "sharding": shared_out,
+                    "global_batch_size": self.trainer.batch_plan.rows_per_step,
+                    "sharding": sharding,
                 },
             )
         )
         faults.reach("prepared")
 
     def _keep_memory(self) -> None:
-        """Only on a CPU: a GPU has torch's own allocator, which keeps blocks anyway. Rank 0 alone has the estimate."""
+        """On a CPU, decide whether malloc keeps large blocks, by rank 0's estimate; a GPU's allocator always does."""
         if self.trainer.args.device.type != "cpu":
             return
-        need = ranks.agree((self.effective.get("memory") or {}).get("estimate_bytes", 0))
+        need = ranks.broadcast_number((self.effective.get("memory") or {}).get("estimate_bytes", 0))
         self.malloc.begin(need * ranks.local_world_size())
         if self.malloc.is_ours:
             self.effective["malloc"] = "keeps large blocks" if self.malloc.keeps else "gives large blocks back"
 
-    def _beat(self) -> None:
-        self.writer.beat()
+    def _heartbeat(self) -> None:
+        self.writer.heartbeat()
         if self.malloc.look():
             self.writer.write(Warned(message=_SCARCE))
 
@@ -139,13 +139,13 @@ class JobCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._busy += time.perf_counter() - self._began
-        self._beat()
+        self._heartbeat()
         self.trainer.check_saving()
-        order = self.order()
+        decision = self.decide()
         if state.global_step >= state.max_steps:
             control.should_log = True
-        elif order is not Order.go_on:
-            self.paused = control.should_training_stop = order is Order.stop
+        elif decision is not Decision.proceed:
+            self.paused = control.should_training_stop = decision is Decision.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
             self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
         elif self.spec.save_steps and self._is_planned(state):
@@ -157,21 +157,21 @@ class JobCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._beat()
+        self._heartbeat()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._beat()
+        self._heartbeat()
 
-    def order(self) -> Order:
-        """What to do after this step. Rank 0 looks at the file and the clock, and its answer is everyone's: a rank
-        that saw another one would wait for ever."""
-        said = Order.go_on
+    def decide(self) -> Decision:
+        """What to do after this step. Rank 0 reads the file and the clock for all ranks: a rank that decided otherwise
+        would wait forever."""
+        decision = Decision.proceed
         if ranks.rank() == 0:
             overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
-            said = Order.stop if self.control_file.exists() else Order.save if overdue else Order.go_on
-        return Order(ranks.agree(said))
+            decision = Decision.stop if self.control_file.exists() else Decision.save if overdue else Decision.proceed
+        return Decision(ranks.broadcast_number(decision))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -218,34 +218,34 @@ class JobCallback(TrainerCallback):
         if "eval_loss" in shown:
             self.validation = (state.global_step, shown["eval_loss"])
         self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
-        self._judge(shown, state, control)
+        self._apply_evaluation(shown, state, control)
 
-    def _judge(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
-        """Save what is the best so far, and end the job when it has been good enough. Rank 0 decides for all."""
-        is_best = self.judge.is_best(metrics, self.standing(state))
-        is_enough = self.judge.is_enough(metrics, state.global_step)
-        is_best, is_enough = (bool(ranks.agree(said)) for said in (is_best, is_enough))
+    def _apply_evaluation(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+        """Save the best model so far, and stop early where the job says so. Rank 0 decides for all."""
+        is_best = self.early_stopping.is_best(metrics, self.checkpoint_fields(state))
+        should_stop = self.early_stopping.should_stop(metrics, state.global_step)
+        is_best, should_stop = (bool(ranks.broadcast_number(found)) for found in (is_best, should_stop))
         if state.global_step >= state.max_steps:
-            return  # it ends here anyway
-        if is_enough:
-            # No checkpoint of a step that is the last: a job that dies now comes back here, and ends here.
+            return  # the job ends with this step
+        if should_stop:
+            # No checkpoint of the last step: a job that dies now repeats this evaluation, and stops here again.
             self.stopped, self.paused = True, False
             control.should_training_stop, control.should_save = True, False
-            self.writer.write(Warned(message=self.judge.why_enough(state.global_step, state.max_steps)))
+            self.writer.write(Warned(message=self.early_stopping.stop_message(state.global_step, state.max_steps)))
         elif is_best:
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The checkpoint is copied and being written."""
+        """Reset the counters of a checkpoint, which is copied and being written by now."""
         self._losses.clear()
         self._last_saved = state.global_step
         self._saved_at = time.monotonic()
-        state.log_history.clear()  # the event file has it; each checkpoint would carry all of it
+        state.log_history.clear()  # it is in the event file; each checkpoint would hold all of it
         if self.paused:
             self.trainer.finish_saving()
 
-    def standing(self, state: TrainerState) -> dict[str, Any]:
-        """The fields of a checkpoint event that say where training stands."""
+    def checkpoint_fields(self, state: TrainerState) -> dict[str, Any]:
+        """The fields of a checkpoint event that describe the progress of training."""
         steps = sum(count for count, _ in self._losses)
         fresh = self.validation is not None and self.validation[0] == state.global_step
         validation_loss = self.validation[1] if self.validation and fresh else None
@@ -257,16 +257,13 @@ class JobCallback(TrainerCallback):
             "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
         }
 
-    def announce(self, event: CheckpointSaved) -> None:
-        self.writer.write(event, durable=True)
-
     def _is_planned(self, state: TrainerState) -> bool:
-        """Whether this step ends with a checkpoint, whatever else happens."""
+        """Whether a checkpoint is planned after this step."""
         steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
         return state.global_step % steps == 0
 
     def _is_evaluated(self, state: TrainerState) -> bool:
-        """Whether this step ends with an evaluation, whatever else happens."""
+        """Whether an evaluation is planned after this step."""
         return self.spec.eval_steps is not None and state.global_step % self.spec.eval_steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
@@ -275,7 +272,7 @@ class JobCallback(TrainerCallback):
         control.should_save = True
 
     def _tokens_per_second(self, logs: dict[str, float]) -> float:
-        """Tokens (padding left out) per second of step time: evaluation and saving do not count."""
+        """Tokens without padding per second of step time, without evaluations and saves."""
         tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
         busy, self._busy = self._busy, 0.0
         return round(tokens / busy, 3) if busy else 0.0
@@ -290,7 +287,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    # exp overflows a float beyond 709; such a model has no meaningful perplexity.
+    # exp overflows a float beyond 709, where a perplexity has no meaning.
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 

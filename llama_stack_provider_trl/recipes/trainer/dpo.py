@@ -1,8 +1,8 @@
 """Direct Preference Optimization on TRL's DPOTrainer, with a loss of our own.
 
-TRL's trainer brings the reference model, the fused head and the collator; the loss is ours because the promised
-request fields `reward_scale` and `reward_clip` have no place in TRL's. Without them it is plain DPO and gives TRL's
-numbers (tests/process/test_recipes.py compares the two step by step).
+TRL's trainer has the fused head and the collator. The loss is ours, because TRL's has no `reward_scale` and no
+`reward_clip`, which are request fields. Without them it gives TRL's numbers (tests/process/test_recipes.py compares the
+two step by step).
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
-from datasets import Dataset
 from peft import PeftConfig
 from trl import DPOTrainer
-from trl.trainer.utils import use_adapter
 
-from ...specs.events import EventWriter, Silent
 from ...specs.job import DpoSpec, JobSpec
-from ..checkpoint.transfer import Turn
-from ..data.sampling import Share
 from .base import RecipeTrainer
 from .reference import NoReference, is_needed, load_reference, precomputes
+from .trl_patches import PreparedDatasets, without_adapter
 
 
 def _forward(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def _kto_pair(chosen: torch.Tensor, rejected: torch.Tensor, real: torch.Tensor, 
 
     The KL divergence from the reference is estimated by the mean log-ratio, not below 0, over the pairs given: for a
     chosen completion from the rejected half and the other way round. It has a gradient, as it had there. At the first
-    step it is 0 but for rounding, and rounding decides whether its gradient counts.
+    step it is 0 except for rounding, which decides whether its gradient counts.
     """
     num_pairs = real.sum().clamp(min=1)
     chosen_kl = ((chosen * real).sum() / num_pairs).clamp(min=0)
@@ -89,8 +85,8 @@ def _real(lengths: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
-    """No activation checkpointing while this is open. TRL's own would switch it on again in every block."""
+def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing off while this is open. TRL's own context would switch it on in every block."""
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
         for module in recomputed:
@@ -101,7 +97,7 @@ def nothing_recomputed(model: torch.nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-class DpoRecipe(RecipeTrainer, DPOTrainer):
+class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
     """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off.
 
     Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
@@ -109,19 +105,12 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
 
     head_outputs = ("log_probs",)
 
-    def __init__(self, *, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+    def __init__(self, *, spec: JobSpec, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
         given = None if peft_config else NoReference()
-        super().__init__(ref_model=given, peft_config=peft_config, **arguments)
+        super().__init__(spec=spec, ref_model=given, peft_config=peft_config, **arguments)
         self.ref_model = None
-
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
-        """Attach the job, and load its reference."""
-        super().bind(spec, share, writer, turn)
         if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
-
-    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
-        return dataset  # tokenized already; TRL would tokenize it again
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         mask = inputs["completion_mask"]
@@ -133,13 +122,13 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         losses = self._losses(logratios, lengths) * real
         num_pairs = self.accelerator.reduce(real.sum())
         if self.model.training:
-            # The mean over the pairs of the whole step, however they are dealt out to ranks and micro steps; gradients
-            # are averaged over both afterwards.
+            # The mean over the pairs of the whole step, for any batch plan. Gradients are averaged over ranks and
+            # micro steps afterwards.
             averaged = self.accelerator.num_processes * self.current_gradient_accumulation_steps
             loss = losses.sum() * averaged / self.rows_of_step
         else:
             loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
-            self.note_evaluated(losses.sum(), real.sum())
+            self.add_evaluation(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
@@ -153,16 +142,16 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
             raise AssertionError("a DPO job without a DpoSpec")
         if spec.loss_type != "kto_pair" or ranks == 1:
             return preference_loss(logratios, lengths, spec)
-        # Its means are over the pairs of all ranks. So this rank's log-ratios are in the losses of the others' pairs:
-        # of those, the gradient belongs here and the value does not.
-        everyones = self._of_all_ranks(lengths)
-        losses = preference_loss(self._of_all_ranks(logratios), everyones, spec) * _real(everyones)
+        # Its means are over the pairs of all ranks, so this rank's log-ratios occur in the losses of other ranks. The
+        # gradient of those losses is added here, their value is not.
+        all_lengths = self._of_all_ranks(lengths)
+        losses = preference_loss(self._of_all_ranks(logratios), all_lengths, spec) * _real(all_lengths)
         own, real = losses.chunk(ranks)[self.accelerator.process_index], _real(lengths)
         others = losses.sum() - own.sum()
         return own + (others - others.detach()) * real / real.sum().clamp(min=1)
 
     def _of_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of two halves, shape (2 * pairs,), of all ranks, in halves too. Only this rank's have a gradient."""
+        """Gather values, shape (2 * pairs,), chosen first, from all ranks. Only this rank's have a gradient."""
         mine = values.view(2, -1).T
         parts = list(self.accelerator.gather(mine.detach().contiguous()).chunk(self.accelerator.num_processes))
         parts[self.accelerator.process_index] = mine
@@ -173,11 +162,11 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         forward = _forward(inputs)
-        with torch.no_grad(), nothing_recomputed(self.model), self.accelerator.autocast():
+        with torch.no_grad(), no_recomputation(self.model), self.accelerator.autocast():
             if self.ref_model is not None:
                 return self.ref_model(**forward).log_probs.float().sum(dim=1)
             if is_peft_model(self.model):
-                with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+                with without_adapter(self.accelerator.unwrap_model(self.model)):
                     return self.model(**forward).log_probs.float().sum(dim=1)
             if self.state.global_step > 0:
                 raise AssertionError("full fine-tuning without a reference model")
@@ -204,6 +193,6 @@ class DpoRecipe(RecipeTrainer, DPOTrainer):
         }
         sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
         *sums, all_tokens = self.accelerator.reduce(sums)
-        self.note(dict(zip(values, sums, strict=True)), num_pairs)
+        self.add_metrics(dict(zip(values, sums, strict=True)), num_pairs)
         if self.model.training:
             self._total_train_tokens += all_tokens.long()

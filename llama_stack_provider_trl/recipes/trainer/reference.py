@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl.trainer.utils import add_fused_lm_head
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -25,10 +24,11 @@ from ..distributed import ranks
 from ..model.fsdp import describe, is_sharded, shard_frozen
 from ..model.loading import check_length, commit_of, load_model, load_tokenizer, vocabulary_size
 from .reference_cache import LogProbCache, pair_lengths, row_bytes
+from .trl_patches import fuse_head
 
 
 class NoReference(PreTrainedModel):
-    """An empty model for TRL, which would load a reference of its own, and shard it as one unit."""
+    """An empty model. Without one TRL would load a reference of its own, and shard it as one unit."""
 
     config_class = PreTrainedConfig
 
@@ -45,7 +45,7 @@ def is_needed(spec: JobSpec) -> bool:
 
 
 def loading_spec(spec: JobSpec) -> JobSpec:
-    """The job as `recipes.model.loading` reads it, with the reference in the place of the base model."""
+    """The job as `recipes.model.loading` reads it, with the reference in place of the base model."""
     given = spec.dpo.reference if spec.dpo else None
     if given is None or given.model is None:
         return spec
@@ -54,7 +54,7 @@ def loading_spec(spec: JobSpec) -> JobSpec:
 
 
 def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a reference model that reads other tokens than the base model's tokenizer writes.
+    """Refuse a reference model whose vocabulary differs from that of the base model's tokenizer.
 
     Raises:
         JobFailure: invalid_model, naming both models and where they differ.
@@ -84,38 +84,38 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
         JobFailure: invalid_model or invalid_request, as for the policy.
     """
     model = load_model(loading_spec(spec), device).requires_grad_(False).eval()
-    check_length(model, spec)
-    add_fused_lm_head(model, outputs=("log_probs",))
+    check_length(model, spec.max_seq_length)
+    fuse_head(model, outputs=("log_probs",))
     return shard_frozen(model, accelerator) if is_sharded(spec) else model
 
 
 def precomputes(spec: JobSpec) -> bool:
-    """Whether the reference is asked once, before training."""
+    """Whether the reference's log-probabilities are computed once, before training."""
     return spec.dpo is not None and spec.dpo.reference.precompute
 
 
 class Precomputation:
-    """Asks the reference about every row before training starts, or takes its answers from the cache.
+    """Computes the reference's log-probabilities of every row before training, or reads them from the cache.
 
-    Rows go through it longest first, `batch_size` at a time, every rank taking its share. The answers become columns
-    of the trainer's datasets, which its collator carries into every batch; so they belong to their rows, whatever
-    order those come in. Under FSDP2 the policy is not shared out yet: there a reference is loaded, and freed after.
+    Rows are scored longest first, `batch_size` at a time, divided among the ranks. The results become columns of the
+    trainer's datasets, which its collator puts into every batch, so the order of the rows does not matter. Under FSDP2
+    the policy is not sharded yet: there a reference is loaded, and freed afterwards.
 
     Args:
-        trainer: a bound DpoRecipe that has not begun to train.
-        beat: called after every batch.
-        told_to_stop: asked after every batch, by all ranks.
+        trainer: a DpoRecipe that has not begun to train.
+        heartbeat: called after every batch.
+        should_stop: called after every batch, on all ranks.
     """
 
-    def __init__(self, trainer: Any, beat: Callable[[], None], told_to_stop: Callable[[], bool]) -> None:
+    def __init__(self, trainer: Any, heartbeat: Callable[[], None], should_stop: Callable[[], bool]) -> None:
         self._trainer, self._spec = trainer, trainer.spec
-        self._beat, self._told_to_stop = beat, told_to_stop
+        self._heartbeat, self._should_stop = heartbeat, should_stop
         self._sharding: dict[str, Any] = {}
         directory = self._spec.dpo.reference.cache
-        self._cache = LogProbCache(directory, beat) if directory and ranks.rank() == 0 else None
+        self._cache = LogProbCache(directory, heartbeat) if directory and ranks.rank() == 0 else None
 
     def run(self) -> dict[str, Any] | None:
-        """What was done, for the job's record; None where the job was told to stop."""
+        """Add the columns; returns what was done, for the job's record, or None where the job is to stop."""
         began = time.perf_counter()
         done: dict[str, Any] = {}
         try:
@@ -123,7 +123,7 @@ class Precomputation:
                 rows = getattr(self._trainer, name)
                 if rows is None:
                     continue
-                values, source = self._answers(rows)
+                values, source = self._log_probs(rows)
                 if values is None:
                     return None
                 setattr(self._trainer, name, _with_columns(rows, values))
@@ -135,15 +135,15 @@ class Precomputation:
         seconds = round(time.perf_counter() - began, 3)
         return {"log_probs": "precomputed", **done, "seconds": seconds, **self._sharding}
 
-    def _answers(self, rows: Dataset) -> tuple[torch.Tensor | None, str]:
-        """Log-probabilities in CPU memory, shape (rows, 2), and where they come from; None: told to stop."""
+    def _log_probs(self, rows: Dataset) -> tuple[torch.Tensor | None, str]:
+        """Log-probabilities in CPU memory, shape (rows, 2), and their source; None where the job is to stop."""
         num_rows = self._trainer.rows_of(rows)
         key = self._key(self._cache, rows, num_rows) if self._cache else None
         found = self._cache.find(key, num_rows) if self._cache and key else None
-        if ranks.agree(int(found is not None)):
+        if ranks.broadcast_number(int(found is not None)):
             kept = torch.zeros(num_rows, 2) if found is None else found
             return broadcast(kept.to(self._trainer.args.device)).cpu(), "cache"
-        values = self._ask(rows, num_rows)
+        values = self._score(rows, num_rows)
         if values is not None and self._cache and key and self._cache.store(key, values):
             return values, "computed"
         return values, "computed, not kept"
@@ -163,7 +163,7 @@ class Precomputation:
             device=self._trainer.args.device.type,
         )
 
-    def _ask(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
+    def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()
         if trainer.ref_model is None and (is_sharded(spec) or spec.dpo.reference.model):
             trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
@@ -172,21 +172,21 @@ class Precomputation:
         order = pair_lengths(rows, num_rows).argsort(descending=True, stable=True).tolist()
         if world > 1:
             order += [num_rows] * (-num_rows % (world * spec.batch_size))  # the filler
-        answers = torch.zeros(len(rows), 2, device=trainer.args.device)
+        log_probs = torch.zeros(len(rows), 2, device=trainer.args.device)
         trainer.model.eval()
         for start in range(ranks.rank() * spec.batch_size, len(order), world * spec.batch_size):
             batch = order[start : start + spec.batch_size]
             inputs = trainer._prepare_inputs(trainer.data_collator([rows[number] for number in batch]))
-            answers[batch] = trainer.reference_logps(inputs).view(2, -1).T
-            self._beat()
-            if self._told_to_stop():
+            log_probs[batch] = trainer.reference_logps(inputs).view(2, -1).T
+            self._heartbeat()
+            if self._should_stop():
                 return None
-        everyones: torch.Tensor = trainer.accelerator.reduce(answers)
-        return everyones[:num_rows].cpu().contiguous()
+        total: torch.Tensor = trainer.accelerator.reduce(log_probs)
+        return total[:num_rows].cpu().contiguous()
 
 
 def _with_columns(rows: Dataset, values: torch.Tensor) -> Dataset:
-    """The rows with what the reference says of them, in the columns that TRL's collator knows; 0 for a filler."""
+    """The rows with the reference's log-probabilities, in the columns that TRL's collator reads; 0 for a filler."""
     filled = torch.cat([values, torch.zeros(len(rows) - len(values), 2)]).double().numpy()
     for column, name in enumerate(("ref_chosen_logps", "ref_rejected_logps")):
         rows = rows.add_column(name, filled[:, column])

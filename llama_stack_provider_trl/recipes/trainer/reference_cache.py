@@ -1,8 +1,8 @@
-"""What the reference said of a dataset, kept on disk by content: the next job on the same pair need not ask again.
+"""A cache on disk of the reference's log-probabilities of a dataset, for later jobs with the same reference and rows.
 
 `<data_dir>/reference/<key>.safetensors` holds one tensor, `log_probs`, float32, shape (rows, 2). The key is a digest of
-all that decides the numbers but rounding. `digests.json` beside it remembers the digests of weight files. Files that
-were not used for `KEEP_SECONDS` go, and the oldest of those beyond `KEEP_BYTES`.
+all inputs that determine the numbers, except rounding. `digests.json` beside it holds the digests of weight files.
+Files that were not used for `KEEP_SECONDS` are removed, and the oldest ones beyond `KEEP_BYTES`.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ KEEP_BYTES = 1 << 30
 _DIGESTS = "digests.json"
 _MAX_DIGESTS = 4096
 _WEIGHTS = re.compile(r".+\.(safetensors|bin|py)|(adapter_)?config\.json")
-"""Files of a model's directory that decide what it computes."""
+"""Files of a model's directory that determine what it computes."""
 _CHUNK = 16 << 20
 _ROWS = 1000
 
 
 class LogProbCache:
-    """The directory, for one process at a time or several.
+    """The cache directory. Several processes may use it at a time.
 
     Args:
         directory: made when something is stored.
-        beat: called now and then while files are read, which takes minutes with large models.
+        heartbeat: called while files are read, which takes minutes with large models.
     """
 
-    def __init__(self, directory: Path, beat: Callable[[], None]) -> None:
-        self.directory, self._beat = directory, beat
+    def __init__(self, directory: Path, heartbeat: Callable[[], None]) -> None:
+        self.directory, self._heartbeat = directory, heartbeat
 
     def key(self, model: str, commit: str | None, rows: Iterator[bytes], **settings: Any) -> str | None:
-        """Name of what `model` says of `rows`; None where nobody can say which weights those are.
+        """The key of the log-probabilities of `rows` under `model`; None where its weights cannot be identified.
 
         Args:
             model: a directory, known by the content of its files, or a model id, known by `commit`.
             rows: the token ids, as bytes. What decided them (tokenizer, chat template, truncation) is in them.
-            settings: what else decides the numbers; JSON values.
+            settings: other inputs that determine the numbers; JSON values.
         """
         weights = self._content(Path(model)) if Path(model).is_dir() else commit and f"{model}@{commit}"
         if not weights:
@@ -59,7 +59,7 @@ class LogProbCache:
         digest = hashlib.sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode())
         for part in rows:
             digest.update(part)
-            self._beat()
+            self._heartbeat()
         return digest.hexdigest()
 
     def find(self, key: str, num_rows: int) -> torch.Tensor | None:
@@ -76,7 +76,7 @@ class LogProbCache:
         return values if intact else None
 
     def store(self, key: str, values: torch.Tensor) -> bool:
-        """Keep log-probabilities, float32 in CPU memory, shape (rows, 2); returns whether the disk let us."""
+        """Keep log-probabilities, float32 in CPU memory, shape (rows, 2); returns whether they were written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             atomic_write(self._path(key), save({"log_probs": values}, metadata={"sha256": _sha256(values)}))
@@ -93,7 +93,7 @@ class LogProbCache:
         for path in self.directory.glob("*.safetensors"):
             try:
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
-            except FileNotFoundError:  # another job tidies up
+            except FileNotFoundError:  # another job has removed it
                 continue
         total, now = 0, time.time()
         for used, size, path in sorted(found, reverse=True):
@@ -108,7 +108,7 @@ class LogProbCache:
         for path in sorted(path for path in model.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file()):
             stat = path.stat()
             mark = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-            # Put last again: the oldest are forgotten first.
+            # Moved to the end: the oldest entries are dropped first.
             known[mark] = known.pop(mark, "") or self._file_digest(path)
             parts.append((path.name, known[mark]))
         if known.keys() != remembered.keys():
@@ -120,7 +120,7 @@ class LogProbCache:
         with open(path, "rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                self._beat()
+                self._heartbeat()
         return digest.hexdigest()
 
     def _remembered(self) -> dict[str, str]:
@@ -139,7 +139,7 @@ class LogProbCache:
 
 
 def row_bytes(rows: Dataset, num_rows: int) -> Iterator[bytes]:
-    """The token ids of a tokenized DPO dataset's first `num_rows` pairs; other ids or other borders, other bytes."""
+    """The token ids of a tokenized DPO dataset's first `num_rows` pairs; lengths and ids determine the bytes."""
     for lists in _lists(rows, num_rows):
         for column in lists:
             yield column.value_lengths().to_numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on TRL's SFTTrainer, fed with rows that `recipes.data.prepare` tokenized."""
+"""Supervised fine-tuning on TRL's SFTTrainer, over rows that `recipes.data.prepare` tokenized."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
-from ...specs.events import EventWriter, Silent
 from ...specs.job import JobSpec
-from ..checkpoint.transfer import Turn
-from ..data.sampling import Share
 from .base import RecipeTrainer
 
 
 class SftRecipe(RecipeTrainer, SFTTrainer):
-    """Token-level cross entropy over the trained tokens of the whole (accumulated) batch: TRL's loss and numbers.
+    """Computes the token-level cross entropy over the whole (accumulated) batch: TRL's loss and numbers.
 
     Datasets have the columns input_ids and labels; -100 is outside the loss. Packed ones also have seq_lengths.
     """
 
     head_outputs = ("log_probs", "is_top1")
 
-    def bind(self, spec: JobSpec, share: Share, writer: EventWriter | Silent, turn: Turn | None = None) -> None:
-        super().bind(spec, share, writer, turn)
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        super().__init__(spec=spec, **arguments)
         self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(
@@ -37,8 +34,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         mask = inputs["attention_mask"]
         if self.spec.packed:
-            # Without an attention mask transformers tells the rows of a sequence apart by their positions, and
-            # takes each padding token for a row.
+            # Without an attention mask transformers separates the rows of a sequence by their positions, and takes
+            # each padding token for a row.
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
         trained = outputs.label_mask.sum()
@@ -50,7 +47,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not self.model.training:
-            self.note_evaluated(-outputs.log_probs.sum(), trained)
+            self.add_evaluation(-outputs.log_probs.sum(), trained)
         fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
         num_tokens = mask.masked_fill(fillers, 0).sum()
         self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
@@ -58,6 +55,6 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     def _note(self, counts: torch.Tensor) -> None:
         hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
-        self.note({"mean_token_accuracy": hits}, trained)
+        self.add_metrics({"mean_token_accuracy": hits}, trained)
         if self.model.training:
             self._total_train_tokens += num_tokens

@@ -1,17 +1,17 @@
-"""Which evaluation is the best, and when it has been enough: pure decisions."""
+"""The best evaluation and the step at which a job stops early: pure decisions."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from llama_stack_provider_trl.specs.evaluations import HIGHER_IS_BETTER, METRICS, Judge, best_step
+from llama_stack_provider_trl.specs.evaluations import HIGHER_IS_BETTER, METRICS, EarlyStoppingTracker, best_step
 from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec
 
 
-def judge(**fields: Any) -> Judge:
+def early_stopping(**fields: Any) -> EarlyStoppingTracker:
     defaults: dict[str, Any] = {"best_checkpoint": None, "early_stopping": None}
-    return Judge(JobSpec.model_construct(**{**defaults, **fields}), {})
+    return EarlyStoppingTracker(JobSpec.model_construct(**{**defaults, **fields}), {})
 
 
 def losses(*values: float) -> list[dict[str, float]]:
@@ -30,31 +30,33 @@ def test_the_best_is_the_first_of_equals_and_higher_or_lower_as_the_metric_has_i
     assert {metric for metrics in METRICS.values() for metric in metrics} == set(HIGHER_IS_BETTER)
 
 
-def test_a_judge_that_goes_on_from_its_notes_says_what_one_that_never_stopped_says() -> None:
+def test_decisions_restored_from_a_checkpoint_are_those_of_an_uninterrupted_job() -> None:
     rule = EarlyStoppingSpec(patience=2, min_delta=0.1)
     values = losses(3.0, 2.0, 1.95, 1.95, 1.0, 1.2, 0.95)
-    whole = judge(best_checkpoint="eval_loss", early_stopping=rule)
-    expected = [(whole.is_best(m, {"step": n}), whole.is_enough(m, n)) for n, m in enumerate(values, 1)]
+    whole = early_stopping(best_checkpoint="eval_loss", early_stopping=rule)
+    expected = [(whole.is_best(m, {"step": n}), whole.should_stop(m, n)) for n, m in enumerate(values, 1)]
     assert [best for best, _ in expected] == [True, True, True, False, True, False, True]
-    assert [enough for _, enough in expected] == [False, False, False, True, False, False, True]
+    assert [stops for _, stops in expected] == [False, False, False, True, False, False, True]
     assert whole.best == {"value": 0.95, "standing": {"step": 7}}
     notes: dict[str, Any] = {}
     for step, metrics in enumerate(values, 1):
-        fresh = Judge(whole.spec, json.loads(json.dumps(notes)))
-        assert (fresh.is_best(metrics, {"step": step}), fresh.is_enough(metrics, step)) == expected[step - 1]
+        fresh = EarlyStoppingTracker(whole.spec, json.loads(json.dumps(notes)))
+        assert (fresh.is_best(metrics, {"step": step}), fresh.should_stop(metrics, step)) == expected[step - 1]
         notes = fresh.notes
     assert "ended at step 7 of 9, because eval_loss was not better than 1 (step 5) by more than min_delta=0.1 in 2" in (
-        whole.why_enough(7, 9)
+        whole.stop_message(7, 9)
     )
 
 
-def test_without_options_nothing_follows_from_an_evaluation_and_nothing_is_noted() -> None:
-    quiet = judge()
-    assert not any(quiet.is_best(metrics, {"step": 1}) or quiet.is_enough(metrics, 1) for metrics in losses(1.0, 2.0))
-    assert quiet.notes == {}
+def test_without_options_an_evaluation_has_no_consequence_and_nothing_is_recorded() -> None:
+    without = early_stopping()
+    assert not any(
+        without.is_best(metrics, {"step": 1}) or without.should_stop(metrics, 1) for metrics in losses(1.0, 2.0)
+    )
+    assert without.notes == {}
 
 
 def test_an_evaluation_without_the_metric_counts_for_nothing() -> None:
-    waiting = judge(best_checkpoint="eval_loss", early_stopping=EarlyStoppingSpec(patience=1))
+    waiting = early_stopping(best_checkpoint="eval_loss", early_stopping=EarlyStoppingSpec(patience=1))
     assert not waiting.is_best({}, {"step": 1})
-    assert not waiting.is_enough({}, 1)
+    assert not waiting.should_stop({}, 1)

@@ -1,0 +1,175 @@
+"""Builds the trainer of one attempt, in stages: data, memory check, model, trainer. Each returns a frozen result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..specs.events import EventWriter, NullEventWriter, Warned
+from ..specs.job import Dtype, JobSpec
+from .checkpoint.fencing import FencingToken
+from .checkpoint.step import need_space
+from .data.packing import num_rows, pack
+from .data.prepare import DataReport, prepare, with_filler
+from .data.sampling import BatchPlan
+from .model.loading import check_length, load_model, load_tokenizer, lora_config, quantize
+from .model.packing_check import check_isolation
+from .preflight import before_training
+from .trainer.arguments import dpo_arguments, sft_arguments
+from .trainer.base import RecipeTrainer
+from .trainer.dpo import DpoRecipe
+from .trainer.reference import check_vocabulary
+from .trainer.sft import SftRecipe
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The tokenized datasets of a job, and what became of their rows."""
+
+    train: Dataset
+    validation: Dataset | None
+    report: DataReport
+    validation_report: DataReport | None
+    packing: dict[str, int] | None
+    """Of a packed job: rows and sequences."""
+
+    @property
+    def warnings(self) -> list[str]:
+        return [*self.report.warnings, *(self.validation_report.warnings if self.validation_report else [])]
+
+    def with_filler(self) -> TrainingData:
+        """The same data with a filler row at the end of each dataset."""
+        return replace(self, train=with_filler(self.train), validation=self.validation and with_filler(self.validation))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model to train, as it is loaded; TRL's trainer adds the adapters."""
+
+    model: PreTrainedModel
+    quantization: dict[str, Any] | None
+    """What was quantized, for the job's record."""
+    adapters: LoraConfig | None
+
+
+@dataclass(frozen=True)
+class BuiltTrainer:
+    """A trainer that is ready to run, and the results of the stages that led to it."""
+
+    trainer: RecipeTrainer
+    data: TrainingData
+    policy: Policy
+    memory: dict[str, Any] | None
+    """The estimate of the memory check; None where there was none."""
+
+    def effective(self) -> dict[str, Any]:
+        """What was decided beyond the spec, for the job's record."""
+        model, data, policy = self.policy.model, self.data, self.policy
+        found: dict[str, Any] = {
+            "model_class": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "weights_dtype": str(model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "data": _counts(data.report),
+        }
+        if data.packing:
+            found["packing"] = data.packing
+        if self.memory:
+            found["memory"] = self.memory
+        if policy.quantization:
+            found["quantization"] = policy.quantization
+        if policy.adapters:
+            found["lora_target_modules"] = sorted(policy.adapters.target_modules or ())
+        if data.validation_report:
+            found["validation_data"] = _counts(data.validation_report)
+        return found
+
+
+def build_trainer(
+    spec: JobSpec,
+    device: torch.device,
+    writer: EventWriter | None = None,
+    batch_plan: BatchPlan | None = None,
+    fencing_token: FencingToken | None = None,
+    require_space: Callable[[int], None] | None = None,
+) -> BuiltTrainer:
+    """Build the trainer of a job.
+
+    Args:
+        batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
+        fencing_token: None: no other attempt writes into the job's checkpoint directory.
+        require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
+    """
+    writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
+    tokenizer = load_tokenizer(spec)
+    check_vocabulary(spec, tokenizer)
+    # Data before weights: a bad row is found in a second, a large model takes minutes to load.
+    data = load_data(spec, tokenizer)
+    for message in [*data.warnings, *_slow_dtype(spec.dtype, device)]:
+        writer.write(Warned(message=message))
+    memory = before_training(spec, batch_plan, data.train, device, writer)
+    if batch_plan.needs_filler:
+        data = data.with_filler()
+    policy = load_policy(spec, device)
+    recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
+    trainer = recipe(
+        spec=spec,
+        batch_plan=batch_plan,
+        writer=writer,
+        fencing_token=fencing_token or FencingToken(),
+        require_space=require_space or partial(need_space, spec),
+        model=policy.model,
+        args=arguments(spec, device),
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        processing_class=tokenizer,
+        peft_config=policy.adapters,
+    )
+    return BuiltTrainer(trainer, data, policy, memory)
+
+
+def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
+    """Tokenize the job's datasets, and pack them where the job does."""
+    train, report = prepare(spec, spec.dataset, tokenizer)
+    validation, validation_report = _validation(spec, tokenizer)
+    if not spec.packed:
+        return TrainingData(train, validation, report, validation_report, packing=None)
+    train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
+    packing = {"rows": num_rows(train), "sequences": len(train)}
+    return TrainingData(train, validation, report, validation_report, packing)
+
+
+def load_policy(spec: JobSpec, device: torch.device) -> Policy:
+    """Load the model to train, and check that it can do what the job asks for."""
+    model = load_model(spec, device)
+    check_length(model, spec.max_seq_length)
+    if spec.packed:
+        check_isolation(model)
+    quantization = quantize(spec, model)
+    return Policy(model, quantization, lora_config(model, spec.lora) if spec.lora else None)
+
+
+def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
+    if spec.validation is None:
+        return None, None
+    dataset, report = prepare(spec, spec.validation, tokenizer)
+    if spec.max_validation_steps is not None:
+        dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
+    return dataset, report
+
+
+def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:
+    if dtype != "bf16" or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return []
+    return ["this CPU has no bf16 instructions: dtype bf16 trains about ten times slower here than fp32"]
+
+
+def _counts(report: DataReport) -> dict[str, Any]:
+    return {name: value for name, value in asdict(report).items() if name != "warnings"}

@@ -1,0 +1,119 @@
+"""The private names of TRL and transformers that the recipes use, override or replace, and the releases that have them.
+
+Private names may change with every release, and an override of a method that is gone is never called. So an attempt
+checks the installed releases first (`require_releases`), and other modules take these names from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+
+RELEASES = {"trl": "1.16", "transformers": "5"}
+"""Library -> the beginning of the versions that the names below were verified with, as in pyproject.toml."""
+OVERRIDDEN = (
+    "_get_eval_sampler",
+    "_get_output_dir",
+    "_get_train_sampler",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_save_scaler",
+)
+"""Methods of `transformers.Trainer` that `RecipeTrainer` overrides."""
+OVERRIDDEN_DPO = ("_compute_loss", "_prepare_dataset")
+"""Methods of `trl.DPOTrainer` that `DpoRecipe` overrides."""
+
+
+def require_releases() -> None:
+    """Return if the installed releases have the private names that the recipes use.
+
+    Raises:
+        JobFailure: launch_failed, with what was found and what was expected.
+    """
+    import transformers
+    import trl
+
+    for library, expected in RELEASES.items():
+        found = {"trl": trl, "transformers": transformers}[library].__version__
+        if not f"{found}.".startswith(f"{expected}."):
+            raise _mismatch(f"{library} {found} is installed, and the recipes are written for {library} {expected}")
+    overridden = ((transformers.Trainer, OVERRIDDEN), (trl.DPOTrainer, OVERRIDDEN_DPO))
+    for owner, names in overridden:
+        if missing := [name for name in names if not hasattr(owner, name)]:
+            raise _mismatch(f"{owner.__name__} has no {', '.join(missing)}, which the recipes override")
+
+
+def _mismatch(found: str) -> JobFailure:
+    return JobFailure(
+        Reason.launch_failed,
+        f"{found}. Install the releases of the training extra: pip install 'llama_stack_provider_trl[train]'.",
+    )
+
+
+def fuse_head(model: Any, outputs: tuple[str, ...]) -> None:
+    """Have the model compute log-probabilities in its head, in tiles: no tensor of all logits is ever made.
+
+    Args:
+        outputs: what is computed per token. TRL itself also asks for entropy, one more pass over the vocabulary.
+    """
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model, outputs=outputs)
+
+
+def without_adapter(model: Any) -> AbstractContextManager[Any]:
+    """While this is open, a PEFT model computes as its base model."""
+    from trl.trainer.utils import use_adapter
+
+    return use_adapter(model, adapter_name=None)
+
+
+class PreparedDatasets:
+    """A mixin before `trl.DPOTrainer`, whose datasets are tokenized already. SFTTrainer has an argument for that."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset
+
+
+@contextmanager
+def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While this is open, fused heads compute inside `counting()`, with the kernels of another kind of device.
+
+    Args:
+        kind: cuda, mps or cpu. On cuda a Triton kernel works in the tile itself and adds to its result; on others a
+            tile is as wide as 32,768 tokens, of which a smaller vocabulary leaves a part untouched.
+    """
+    import trl.kernels.chunked_logprob as kernels
+    import trl.trainer.utils as utils
+
+    class CountedHead(kernels.ChunkedLogProbFunction):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with counting():
+                return kernels.ChunkedLogProbFunction.forward(ctx, *arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with counting():
+                return kernels.ChunkedLogProbFunction.backward(ctx, *gradients)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(utils, "_ChunkedLogProbFunction", CountedHead))
+        if kind == "cuda":
+            for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+                stack.enter_context(patch.object(kernels, name, lambda *_, **__: None))
+        else:
+            width = math.ceil(min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, vocab_size))
+            stack.enter_context(patch.object(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", width))
+        yield
