@@ -234,7 +234,7 @@ def _refuse_unknown(request: Request) -> None:
         hint = (
             f"there is no such field: did you mean `{close[0]}`?" if close else "there is no such field: leave it out."
         )
-        raise InvalidRequest(path + name, value, f"{hint} docs/api.md lists every field")
+        raise InvalidRequest(path + name, value, f"{hint} docs/reference/api.md lists every field")
 
 
 def _unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any, list[str]]]:
@@ -400,7 +400,8 @@ def _data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> str | N
     raise InvalidRequest(
         "training_config.data_config.data_format",
         data.data_format,
-        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape (docs/data-formats.md)",
+        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape "
+        "(docs/reference/data-formats.md)",
     )
 
 

@@ -19,7 +19,10 @@ from .errors import handle_errors
 from .node_credentials import NodeCredentials
 
 _TITLE = "llama-stack-provider-trl training service"
-_TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. docs/service.md explains it."
+_TEXT = (
+    "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. "
+    "docs/reference/service.md explains it."
+)
 
 
 def make_app(service: Service) -> FastAPI:

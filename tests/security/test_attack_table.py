@@ -1,6 +1,6 @@
 """The attack table: every route of the OpenAPI document x every caller x every way to write its path.
 
-docs/security.md says who may call which route; a route without a row there fails.
+docs/explanation/security.md says who may call which route; a route without a row there fails.
 """
 
 from __future__ import annotations

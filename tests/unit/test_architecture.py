@@ -1,4 +1,4 @@
-"""The table of rooms in docs/architecture.md is kept: a room imports only what the table lets it."""
+"""The table of rooms in docs/explanation/architecture.md is kept: a room imports only what the table lets it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
 
 
 def rooms() -> dict[str, tuple[list[str], list[str]]]:
-    """Room -> (patterns of its modules, patterns of what it may import), from the table in docs/architecture.md."""
-    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    """Room -> (patterns of its modules, patterns of what it may import), from docs/explanation/architecture.md."""
+    text = (REPOSITORY / "docs" / "explanation" / "architecture.md").read_text()
     table = text.split("<!-- rooms -->")[1].split("<!-- /rooms -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
@@ -48,7 +48,7 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     homes = [name for name, (patterns, _) in rooms().items() if any(fnmatch(module, pattern) for pattern in patterns)]
-    assert len(homes) == 1, f"{module} must be in one room of docs/architecture.md, found: {homes}"
+    assert len(homes) == 1, f"{module} must be in one room of docs/explanation/architecture.md, found: {homes}"
     return homes[0]
 
 
@@ -90,11 +90,11 @@ def test_a_module_imports_only_what_its_room_may(module: str) -> None:
         if imported.startswith("our:"):
             name = imported.removeprefix("our:")
             assert name == "__init__" or any(fnmatch(name, pattern) for pattern in ours), (
-                f"{module} (room {home}) imports {name}, which docs/architecture.md does not let it"
+                f"{module} (room {home}) imports {name}, which docs/explanation/architecture.md does not let it"
             )
         else:
             assert imported in STDLIB or imported in may, (
-                f"{module} (room {home}) imports {imported}, which docs/architecture.md does not let it"
+                f"{module} (room {home}) imports {imported}, which docs/explanation/architecture.md does not let it"
             )
 
 

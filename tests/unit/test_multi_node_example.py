@@ -1,4 +1,4 @@
-"""The example of docs/multi-node.md is a job that the service takes, and its commands are those of `trl-remote`."""
+"""The example of docs/tutorials/two-machines.md is a job that the service takes, and its commands are those of `trl-remote`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_stack_provider_trl.resolve import Settings, resolve
 from llama_stack_provider_trl_remote.cli import parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = (REPOSITORY / "docs" / "multi-node.md").read_text().split("## A job, from its rows to its result")[1]
+EXAMPLE = (REPOSITORY / "docs" / "tutorials" / "two-machines.md").read_text().split("## A job, from its rows to its result")[1]
 
 
 def example_body() -> dict[str, object]:

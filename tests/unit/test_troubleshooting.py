@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what the programs really say, and leaves no reason and no kind of answer out."""
+"""docs/reference/troubleshooting.md quotes messages of the programs, and covers every reason and every kind of answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llama_stack_provider_trl.recipes.events import Reason
 from llama_stack_provider_trl_remote.service.errors import _MEANING
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TEXT = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
-NODES = (REPOSITORY / "docs" / "multi-node.md").read_text()
+TEXT = (REPOSITORY / "docs" / "reference" / "troubleshooting.md").read_text()
+NODES = (REPOSITORY / "docs" / "tutorials" / "two-machines.md").read_text()
 SAID = {"it says", "its `detail` says", "its message says", "`warnings` has"}
 """Headings of the columns that quote."""
 
@@ -69,7 +69,7 @@ def _text(node: ast.AST) -> str | None:
 
 
 def quotes_of_nodes() -> list[str]:
-    """Of docs/multi-node.md, whose sentences stand in the last table."""
+    """Of docs/tutorials/two-machines.md, whose sentences stand in the last table."""
     return re.findall(r"^\| `([^`]+)` \|", NODES.split("## What it says")[1], re.MULTILINE)
 
 
@@ -78,7 +78,7 @@ def test_a_quoted_sentence_is_one_that_a_program_says(quote: str) -> None:
     parts = [re.escape(part) for part in quote.removesuffix("…").split("…")]
     assert max(len(part.strip()) for part in quote.split("…")) >= 8, "too little to tell it from any other"
     assert re.search("…[^\n]*?".join(parts), sources()), (
-        f"nothing says {quote!r}: correct docs/troubleshooting.md or docs/multi-node.md"
+        f"nothing says {quote!r}: correct docs/reference/troubleshooting.md or docs/tutorials/two-machines.md"
     )
 
 
