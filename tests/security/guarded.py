@@ -137,7 +137,7 @@ BODIES: dict[str, Json] = {
 # --- The documented table of roles ------------------------------------------------------------------------------------
 
 
-ROLES_PAGE = REPOSITORY / "docs" / "explanation" / "security.md"
+ROLES_PAGE = REPOSITORY / "docs" / "reference" / "service.md"
 
 
 @cache
@@ -151,7 +151,7 @@ def documented_roles(page: Path = ROLES_PAGE) -> dict[tuple[str, str], dict[str,
         calls, marks = cells[0], dict(zip(header[1:], cells[1:], strict=True))
         for call in calls.split(", "):
             match = _ROUTE.match(call)
-            assert match, f"docs/explanation/security.md: {call!r} is not `METHOD /path`"
+            assert match, f"docs/reference/service.md: {call!r} is not `METHOD /path`"
             found[match[1], match[2]] = marks
     return found
 
