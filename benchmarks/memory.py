@@ -1,6 +1,6 @@
 """Compares the memory estimate (`recipes.memory.trace`) with the peak resident memory of real trainings on the CPU.
 
-    .venv/bin/python benchmarks/memory.py --write docs/memory.md
+    .venv/bin/python benchmarks/memory.py --write docs/reference/memory-measurements.md
 
 Each configuration is estimated first, in one process, and then trained for a few steps in a process of its own, from a
 random model that is written for it. The baseline, resident memory after the imports, is subtracted from the peak.

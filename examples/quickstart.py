@@ -278,9 +278,9 @@ def main() -> None:
     print(
         "\nThe model changed as intended. To go on:\n"
         "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321\n"
-        "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/remote.md)\n"
+        "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/tutorials)\n"
         "  examples/quickstart.py                         the requests that were just made, to copy from\n"
-        "  docs/api.md, docs/data-formats.md              every field, every row shape\n"
+        "  docs/reference                                 every field, every row shape, every setting\n"
         f"  AutoModelForCausalLM.from_pretrained({dpo['merged']!r})"
     )
 

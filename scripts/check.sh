@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reads the code without running it: lint, format, types, shell syntax. Says what to run when the format is off.
+# Checks that do not run the code: lint, format, types, shell syntax, and the docs as a site.
 #
 #   ./scripts/check.sh
 set -euo pipefail
@@ -24,4 +24,5 @@ done
 if command -v shellcheck >/dev/null; then
     shellcheck scripts/*.sh .ci/run
 fi
+./scripts/docs.sh
 echo "check: all is well."

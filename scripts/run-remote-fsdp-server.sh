@@ -12,7 +12,7 @@
 #   TRL_SERVICE_MODEL_ROOTS  directories below which a job's model may be a path, with colons between them; beyond the
 #                         loopback address only they and checkpoints of jobs are taken (model ids always are)
 #
-# On another machine it makes that a worker node of the service; arguments go to `trl-remote agent`. docs/multi-node.md
+# On another machine it makes that a worker node of the service; arguments go to `trl-remote agent`. docs/tutorials/two-machines.md
 #
 #   NODE_RANK=1 MASTER_ADDR=10.0.0.100 ./scripts/run-remote-fsdp-server.sh
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the suite of Llama Stack releases against a real server of each, and writes the table of docs/compatibility.md.
+# Runs the suite of Llama Stack releases against a real server of each, and writes the table of docs/reference/compatibility.md.
 #
 #   ./scripts/test-matrix.sh                     every release; the first time this installs an environment for each
 #   ./scripts/test-matrix.sh 0.3.5 0.6.1         some; the table then keeps what it says of the others

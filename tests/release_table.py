@@ -1,4 +1,4 @@
-"""Release x feature, from the results of the suite of releases, into docs/compatibility.md.
+"""Release x feature, from the results of the suite of releases, into docs/reference/compatibility.md.
 
     python -m tests.release_table RESULTS.xml...      (scripts/test-matrix.sh does it)
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.releases import RELEASES, REPOSITORY
 
-TABLE = REPOSITORY / "docs" / "compatibility.md"
+TABLE = REPOSITORY / "docs" / "reference" / "compatibility.md"
 BEGIN, END = "<!-- releases -->\n", "<!-- /releases -->"
 NATIVE = {
     "both providers start; datasets, SFT, artifacts": ("test_sft", "test_every_job_is_listed_once"),

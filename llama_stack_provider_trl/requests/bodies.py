@@ -1,7 +1,7 @@
 """Request bodies as our own models: lenient in shape, strict in meaning.
 
 They accept what Llama Stack 0.2.14 to 0.6.1 and the promised payload send, keep unset fields unset (None), and keep
-unknown fields, so that `resolve` can refuse them by name. What each field does stands in docs/api.md.
+unknown fields, so that `resolve` can refuse them by name. What each field does stands in docs/reference/api.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def refuse_unknown(request: Request) -> None:
         hint = (
             f"there is no such field: did you mean `{close[0]}`?" if close else "there is no such field: leave it out."
         )
-        raise InvalidRequest(path + name, value, f"{hint} docs/api.md lists every field")
+        raise InvalidRequest(path + name, value, f"{hint} docs/reference/api.md lists every field")
 
 
 def unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any, list[str]]]:

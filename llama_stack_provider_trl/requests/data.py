@@ -32,7 +32,8 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
     raise InvalidRequest(
         "training_config.data_config.data_format",
         data.data_format,
-        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape (docs/data-formats.md)",
+        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape "
+        "(docs/reference/data-formats.md)",
     )
 
 

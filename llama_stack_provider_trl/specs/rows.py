@@ -1,6 +1,6 @@
 """Parses dataset rows as users write them into the examples that the recipes train on. Needs only the stdlib.
 
-The accepted shapes are the table `ROW_SHAPES`; docs/data-formats.md is checked against it. Three rules hold for all:
+The accepted shapes are the table `ROW_SHAPES`; a test compares docs/reference/data-formats.md with it. Rules for all:
 
 - None, NaN and a missing key are one thing, *absent*: rows may have made a round trip through pandas.
 - A number or a boolean where text is expected is read as its JSON text, and the report counts it.
@@ -335,7 +335,7 @@ class RowShape:
     algorithm: Algorithm
     data_format: DataFormat | None
     meaning: str
-    """One line for docs/data-formats.md."""
+    """One line for docs/reference/data-formats.md."""
     read: Callable[[_Row], Example]
     optional: tuple[str, ...] = ()
 

@@ -52,7 +52,7 @@ class SubmittingCalls(NeedsRequestProviderData, ABC):
         checkpoint_dir: str | None = None,
         algorithm_config: dict[str, Any] | None = None,
     ) -> PostTrainingJob:
-        """Queue a supervised fine-tuning job; docs/api.md says what every field does."""
+        """Queue a supervised fine-tuning job; docs/reference/api.md says what every field does."""
         request = SupervisedFineTuneRequest(
             job_uuid=job_uuid,
             training_config=training_config,
@@ -76,7 +76,7 @@ class SubmittingCalls(NeedsRequestProviderData, ABC):
         model: str | None = None,
         checkpoint_dir: str | None = None,
     ) -> PostTrainingJob:
-        """Queue a DPO job; docs/api.md says what every field does."""
+        """Queue a DPO job; docs/reference/api.md says what every field does."""
         request = PreferenceOptimizeRequest(
             job_uuid=job_uuid,
             training_config=training_config,

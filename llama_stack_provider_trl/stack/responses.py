@@ -48,7 +48,7 @@ class PostTrainingJobStatusResponse(BaseModel):
     started_at: datetime | None
     completed_at: datetime | None
     resources_allocated: dict[str, Any]
-    """Everything that Llama Stack's schema has no field for; docs/api.md lists the keys."""
+    """Everything that Llama Stack's schema has no field for; docs/reference/api.md lists the keys."""
     checkpoints: list[Checkpoint]
 
 

@@ -62,7 +62,7 @@ def examine(config: Path | None = None) -> Iterator[Finding]:
         yield Finding("ok", "settings", str(path or "defaults and TRL_SERVICE_* variables"))
     except SettingsError as error:
         settings = ServiceSettings()
-        yield Finding("fail", "settings", str(error), "docs/service.md lists every setting")
+        yield Finding("fail", "settings", str(error), "docs/reference/service.md lists every setting")
     for check in _CHECKS:
         yield from check(settings)
 

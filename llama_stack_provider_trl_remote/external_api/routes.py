@@ -93,7 +93,7 @@ async def _refuse_others(request: Request, fields: set[str]) -> None:
         return  # FastAPI says so
     for name in body if isinstance(body, dict) else ():
         if name not in fields and body[name] is not None:
-            hint = "there is no such field: leave it out. docs/api.md lists every field"
+            hint = "there is no such field: leave it out. docs/reference/api.md lists every field"
             raise InvalidRequest(name, body[name], hint)
 
 

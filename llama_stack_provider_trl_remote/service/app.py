@@ -21,7 +21,10 @@ from .security.access import CALLER, Caller
 from .security.auth import AnyOf, ConfiguredTokens, Gate
 
 _TITLE = "llama-stack-provider-trl training service"
-_TEXT = "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. docs/service.md explains it."
+_TEXT = (
+    "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. "
+    "docs/reference/service.md explains it."
+)
 
 
 def make_app(service: Service) -> FastAPI:

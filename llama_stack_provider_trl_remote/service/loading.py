@@ -69,7 +69,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {name}: docs/service.md lists them all"
+        return f"there is no setting {name}: docs/reference/service.md lists them all"
     # Tokens are the one thing that must not be repeated.
     found = "" if "token" in name else f"={first['input']!r}"
     return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"

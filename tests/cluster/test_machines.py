@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.bed import Bed
+from llama_stack_provider_trl_remote.cli.main import main
+from tests.cluster.bed import TOKEN, Bed
 from tests.cluster.jobs import IN_FULL, dpo, has_saved, machines_of, prepared, resources_of, submit, trains
 from tests.contract.stack import Json
+from tests.tiny import REPOSITORY, tiny_model
+from tests.tutorials import TWO_MACHINES, commands, job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -38,6 +42,22 @@ def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     assert saved == [str(exported.with_name(name)) for name in (*(f"checkpoint-{n}" for n in (4, 8, 12, 16)), "final")]
     assert not list(a.root.rglob("*.safetensors")) + list(b.root.rglob("*.safetensors"))  # nothing stays on the workers
     assert (head.data_dir / "jobs" / "pair" / "attempts" / "1" / "rank-1.log").exists()
+    bed.nothing_is_left()
+
+
+def test_the_commands_of_the_tutorial_train_on_two_machines(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(bed, "a")
+    (tmp_path / "job.json").write_text(json.dumps(job(TWO_MACHINES) | {"model": str(tiny_model())}))
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_SERVICE_URL", bed.url.removesuffix("/v1"))
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", TOKEN)
+    for words in commands(TWO_MACHINES):
+        assert main(words) == 0, (words, [machine.log_tail() for machine in bed.machines])
+    assert sorted(resources_of(bed, "sft-1")["device"].split(",")) == ["a/cpu", "cpu"]
+    assert (tmp_path / "my-model" / "adapter_model.safetensors").is_file()
     bed.nothing_is_left()
 
 

@@ -20,7 +20,7 @@ from tests.tiny import REPOSITORY
 
 @dataclass(frozen=True)
 class Surface:
-    """Where a release has which call, and what it lets through. See docs/compatibility.md."""
+    """Where a release has which call, and what it lets through. See docs/reference/compatibility.md."""
 
     jobs: str = "/v1alpha"
     datasets: str = "/v1beta"

@@ -1,4 +1,4 @@
-"""docs/api.md against Llama Stack's real models and ours: no field missing, no word about one that is not so."""
+"""docs/reference/api.md agrees with Llama Stack's real models and with ours: no field is missing, none is invented."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 def table(name: str, columns: int) -> list[list[str]]:
     """The rows of the table between `<!-- name -->` and `<!-- /name -->`; the first cell without its backticks."""
-    text = (REPOSITORY / "docs" / "api.md").read_text()
+    text = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
     inner = text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ", columns - 1)] for line in inner.splitlines()[2:]]
     assert all(len(row) == columns and re.fullmatch(r"`[\w.]+`", row[0]) for row in rows)

@@ -23,6 +23,7 @@ from tests.contract.payloads import (
 )
 from tests.contract.stack import DPO, SFT, Json, LlamaStack, poll
 from tests.tiny import tiny_model
+from tests.tutorials import LLAMA_STACK, MODEL, blocks
 
 pytestmark = pytest.mark.contract
 
@@ -257,6 +258,20 @@ def test_a_running_job_is_cancelled_within_seconds_and_keeps_its_checkpoints(sta
     _load(_paths([after["checkpoints"][0], after["checkpoints"][-1]]))
     assert stack.cancel(job).status_code == 200  # asked again, it is what was asked for
     assert stack.status(job) == after
+
+
+def test_the_program_of_the_first_tutorial_ends_with_a_model_that_loads(
+    stack: LlamaStack, failed: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "".join(blocks(LLAMA_STACK, "python"))
+    for written, here in (("http://127.0.0.1:8321", stack.url), (MODEL, str(tiny_model()))):
+        assert program.count(written) == 1
+        program = program.replace(written, here)
+    names: Json = {}
+    exec(program, names)
+    assert names["status"]["status"] == "completed", names["status"]
+    assert "my-model-final" in capsys.readouterr().out
+    assert names["tuned"].config.num_hidden_layers == 2
 
 
 def test_llama_stack_itself_never_loads_torch(stack: LlamaStack, dpo: Json, lora: Json) -> None:

@@ -13,6 +13,7 @@ from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 from llama_stack_provider_trl.jobs.ownership import Ownership, record
 from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.payloads import (
     LORA,
     PAIRS,
@@ -23,7 +24,9 @@ from tests.contract.payloads import (
 )
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import DPO, ENDED, Json, poll
-from tests.tiny import tiny_model
+from tests.tiny import REPOSITORY, tiny_model
+from tests.tutorials import SERVICE, commands
+from tests.tutorials import job as job_of
 
 pytestmark = pytest.mark.contract
 
@@ -75,6 +78,20 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
     asked_for = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
     assert asked_for.items() <= effective["dpo"].items()
     assert effective["dataset"]["num_rows"] == len(PAIRS)
+
+
+def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched(
+    service: TrainingService, dpo: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(job_of(SERVICE) | {"model": str(tiny_model())}))
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+    done = commands(SERVICE)
+    assert [words[1] for words in done] == ["add", "preflight", "submit", "watch", "logs", "pull"]
+    for words in done:
+        assert main(words) == 0, words
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])

@@ -1,4 +1,4 @@
-"""The cells of the matrix that docs/compatibility.md shows: what is trained, how, by how many, and on which weights."""
+"""The cells of the matrix in docs/reference/compatibility.md: what is trained, how, by how many, on which weights."""
 
 from __future__ import annotations
 

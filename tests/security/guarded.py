@@ -137,8 +137,11 @@ BODIES: dict[str, Json] = {
 # --- The documented table of roles ------------------------------------------------------------------------------------
 
 
+ROLES_PAGE = REPOSITORY / "docs" / "reference" / "service.md"
+
+
 @cache
-def documented_roles(page: Path = REPOSITORY / "docs" / "security.md") -> dict[tuple[str, str], dict[str, str]]:
+def documented_roles(page: Path = ROLES_PAGE) -> dict[tuple[str, str], dict[str, str]]:
     """(method, path without its version) -> caller -> its mark, from the table between the marks `roles`."""
     table = page.read_text().split("<!-- roles -->")[1].split("<!-- /roles -->")[0]
     lines = [line for line in table.splitlines() if line.startswith("|")]
@@ -148,7 +151,7 @@ def documented_roles(page: Path = REPOSITORY / "docs" / "security.md") -> dict[t
         calls, marks = cells[0], dict(zip(header[1:], cells[1:], strict=True))
         for call in calls.split(", "):
             match = _ROUTE.match(call)
-            assert match, f"docs/security.md: {call!r} is not `METHOD /path`"
+            assert match, f"docs/reference/service.md: {call!r} is not `METHOD /path`"
             found[match[1], match[2]] = marks
     return found
 

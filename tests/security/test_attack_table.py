@@ -1,6 +1,6 @@
 """The attack table: every route of the OpenAPI document x every caller x every way to write its path.
 
-docs/security.md says who may call which route; a route without a row there fails.
+docs/reference/service.md lists who may call which route; a route without a row there fails.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def test_whoever_may_call_a_route_finds_no_error_of_the_service_behind_another_w
 
 def roles_of(marks: dict[str, str]) -> frozenset[str]:
     """Of a row; a route that anyone may call declares none."""
-    return frozenset() if marks["nobody"] == "yes" else frozenset(role for role in ROLES if marks[role] != "-")
+    return frozenset() if marks["no token"] == "yes" else frozenset(role for role in ROLES if marks[role] != "-")
 
 
 def may(caller: CallerCase, route: Route) -> bool:

@@ -1,4 +1,4 @@
-"""docs/security.md names tests that exist."""
+"""docs/explanation/security.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.tiny import REPOSITORY
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    page = (REPOSITORY / "docs" / "security.md").read_text()
+    page = (REPOSITORY / "docs" / "explanation" / "security.md").read_text()
     named = set(re.findall(r"`((?:\w+/)*test_\w+\.py)`", page))
     tests = REPOSITORY / "tests"
     missing = {name for name in named if not any((tests / home / name).is_file() for home in ("security", "", ".."))}

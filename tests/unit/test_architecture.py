@@ -1,4 +1,4 @@
-"""The table of packages in docs/architecture.md is true: each imports what it allows, nothing below itself."""
+"""Packages import what docs/explanation/architecture.md allows them, and nothing below themselves."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PACKAGES = {"": PACKAGE, "remote.": "llama_stack_provider_trl_remote"}
 """What the names of a package's modules begin with in the table -> the package."""
 STDLIB = set(sys.stdlib_module_names)
 MOST_LINES, MOST_METHODS = 500, 30
-"""Of a module, and of a class, without a reason in docs/architecture.md."""
+"""Of a module, and of a class, without a reason in docs/explanation/architecture.md."""
 HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
 
 
 def packages() -> dict[str, tuple[list[str], list[str]]]:
-    """Package -> (patterns of its modules, patterns of what it may import), from the table in docs/architecture.md."""
-    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    """Package -> (patterns of its modules, patterns of what it may import), from the table in the docs."""
+    text = (REPOSITORY / "docs" / "explanation" / "architecture.md").read_text()
     table = text.split("<!-- packages -->")[1].split("<!-- /packages -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
@@ -52,7 +52,7 @@ def package_of(module: str) -> str:
     homes = [
         name for name, (patterns, _) in packages().items() if any(fnmatch(module, pattern) for pattern in patterns)
     ]
-    assert len(homes) == 1, f"{module} must be in one package of docs/architecture.md, found: {homes}"
+    assert len(homes) == 1, f"{module} must be in one package of docs/explanation/architecture.md, found: {homes}"
     return homes[0]
 
 
@@ -94,11 +94,11 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
         if imported.startswith("our:"):
             name = imported.removeprefix("our:")
             assert name == "__init__" or any(fnmatch(name, pattern) for pattern in ours), (
-                f"{module} (package {home}) imports {name}, which docs/architecture.md does not allow"
+                f"{module} (package {home}) imports {name}, which docs/explanation/architecture.md does not allow"
             )
         else:
             assert imported in STDLIB or imported in may, (
-                f"{module} (package {home}) imports {imported}, which docs/architecture.md does not allow"
+                f"{module} (package {home}) imports {imported}, which docs/explanation/architecture.md does not allow"
             )
 
 
@@ -137,7 +137,7 @@ def test_few_imports_run_between_the_packages_of(inside: str, most: int) -> None
 
 
 def test_large_modules_and_classes_have_their_reason_in_the_docs() -> None:
-    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    text = (REPOSITORY / "docs" / "explanation" / "architecture.md").read_text()
     reasons = set(
         re.findall(r"^\| `([^`]+)` \|", text.split("<!-- large -->")[1].split("<!-- /large -->")[0], re.MULTILINE)
     )

@@ -1,4 +1,4 @@
-"""docs/compatibility.md shows the matrix that tests/matrix runs."""
+"""docs/reference/compatibility.md shows the matrix that tests/matrix runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.matrix.cells import EMBEDDINGS, LAYOUTS, Cell, all_cells, covering, pairs
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "compatibility.md").read_text()
 
 
 def test_the_matrix_of_the_documentation_is_the_one_that_is_tested() -> None:

@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_the_documentation_lists_every_key_and_no_other() -> None:
-    table = (REPOSITORY / "docs" / "configuration.md").read_text().split("<!-- config -->")[1].split("<!-- /config")[0]
+    text = (REPOSITORY / "docs" / "reference" / "configuration.md").read_text()
+    table = text.split("<!-- config -->")[1].split("<!-- /config")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(TrlConfig.model_fields)
 
 

@@ -127,7 +127,7 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
     assert environ == {
         "PATH": "/bin",
         "PYTHONUNBUFFERED": "1",
-        "MALLOC_MMAP_THRESHOLD_": "1048576",  # what is freed is given back: docs/preflight.md
+        "MALLOC_MMAP_THRESHOLD_": "1048576",  # what is freed is given back: docs/how-to/preflight.md
         "MASTER_PORT": "29500",
         "TRL_TASK_ID": "a-1",
         "TRL_RUN_DIR": "/r",

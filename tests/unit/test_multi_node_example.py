@@ -1,10 +1,7 @@
-"""The example of docs/multi-node.md is a job that the service takes, and its commands are those of `trl-remote`."""
+"""docs/tutorials/two-machines.md: the service accepts its job, and its commands are those of `trl-remote`."""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from pathlib import Path
 
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
@@ -13,23 +10,12 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.cli.main import parser
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = (REPOSITORY / "docs" / "multi-node.md").read_text().split("## A job, from its rows to its result")[1]
-
-
-def example_body() -> dict[str, object]:
-    found = re.search(r"^```json\n(.+?)^```", EXAMPLE, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1]))
-
-
-def commands() -> list[list[str]]:
-    return [shlex.split(line)[2:] for line in re.findall(r"^\$ trl-remote .+", EXAMPLE, re.MULTILINE)]
+from tests.tiny import REPOSITORY
+from tests.tutorials import TWO_MACHINES, commands, job
 
 
 def test_the_example_asks_for_two_nodes_and_nothing_in_it_is_refused(tmp_path: Path) -> None:
-    body = example_body()
+    body = job(TWO_MACHINES)
     options = ProviderOptions.parse(body.pop("provider_options"))
     settings = Settings(tmp_path, ("cpu",), max_ranks=2, max_nodes=2, sharding=ShardingSpec())
     taken = resolve(SupervisedFineTuneRequest.model_validate(body), options, settings)
@@ -38,7 +24,7 @@ def test_the_example_asks_for_two_nodes_and_nothing_in_it_is_refused(tmp_path: P
 
 
 def test_its_commands_are_there_and_speak_of_the_job_and_the_rows_of_the_file() -> None:
-    given = [parser().parse_args(words) for words in commands()]
+    given = [parser().parse_args(words) for words in commands(TWO_MACHINES)]
     assert [(one.group, one.command) for one in given] == [
         ("datasets", "add"),
         ("jobs", "submit"),
@@ -46,8 +32,8 @@ def test_its_commands_are_there_and_speak_of_the_job_and_the_rows_of_the_file() 
         ("jobs", "pull"),
     ]
     added, _, watched, pulled = given
-    training = example_body()["training_config"]
+    training = job(TWO_MACHINES)["training_config"]
     assert isinstance(training, dict)
     assert training["data_config"]["dataset_id"] == added.dataset_id
     assert (REPOSITORY / added.file).is_file()
-    assert {watched.job_uuid, pulled.job_uuid} == {example_body()["job_uuid"]}
+    assert {watched.job_uuid, pulled.job_uuid} == {job(TWO_MACHINES)["job_uuid"]}

@@ -333,7 +333,8 @@ def test_the_adapter_leaves_the_services_keys_alone_and_hides_the_token() -> Non
 
 
 def test_the_documentation_lists_every_key_of_the_adapter_and_the_shipped_file_has_them() -> None:
-    table = (REPOSITORY / "docs" / "remote.md").read_text().split("<!-- adapter -->")[1].split("<!-- /adapter")[0]
+    text = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
+    table = text.split("<!-- adapter -->")[1].split("<!-- /adapter")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(TrlRemoteConfig.model_fields)
     (provider,) = yaml.safe_load((REPOSITORY / "run_fsdp.yaml").read_text())["providers"]["post_training"]
     assert set(TrlRemoteConfig.model_fields) <= set(provider["config"])

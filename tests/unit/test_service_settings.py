@@ -48,7 +48,8 @@ def refused(tmp_path: Path, **config: Any) -> str:
 
 
 def test_the_documentation_lists_every_setting_and_no_other() -> None:
-    table = (REPOSITORY / "docs" / "service.md").read_text().split("<!-- settings -->")[1].split("<!-- /settings")[0]
+    text = (REPOSITORY / "docs" / "reference" / "service.md").read_text()
+    table = text.split("<!-- settings -->")[1].split("<!-- /settings")[0]
     assert re.findall(r"^\| `([\w.]+)` \|", table, flags=re.MULTILINE) == list(_names(ServiceSettings))
 
 

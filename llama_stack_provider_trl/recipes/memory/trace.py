@@ -3,7 +3,7 @@
 The real loss runs forward and backward on fake tensors (torch.FakeTensorMode: shapes, dtypes and lifetimes of every
 tensor, no storage), so what autograd saves is counted, not modelled, for any architecture that transformers loads.
 `estimate` adds what a trace lacks: optimizer state, gathered shards and the reference.
-docs/memory.md compares the result with measured peaks.
+docs/reference/memory-measurements.md compares the result with measured peaks.
 """
 
 from __future__ import annotations
