@@ -145,7 +145,7 @@ class TaskOrder(_Message):
     task id as its text, sees the same file system: checkpoints go straight there."""
 
 
-class Progress(StrEnum):
+class StageProgress(StrEnum):
     """What a node says of a stage."""
 
     working = "working"
@@ -159,7 +159,7 @@ class TaskReport(_Message):
     task_id: _Id
     stage: Stage
     """The last one that it was told."""
-    progress: Progress
+    progress: StageProgress
     detail: str = Field("", max_length=MOST_TEXT)
     """What it is about: `fetches checkpoint-6 (120 of 512 MiB)`."""
     error: str = Field("", max_length=MOST_TEXT)

@@ -24,13 +24,13 @@ from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.process import FileLock
 
-from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Progress, Stage, TaskOrder, TaskReport
+from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Stage, StageProgress, TaskOrder, TaskReport
 from . import task
 from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
-from .task import Node, NodeTask, kept_tasks
+from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
 LOCK = "agent.lock"
@@ -46,7 +46,7 @@ KEEP = 24 * 3600.0
 """Seconds for which what a job has left here is kept: its next attempt may come here again."""
 
 
-class Calls(task.Calls, Protocol):
+class AgentCalls(task.TaskCalls, Protocol):
     """`calls.NodeClient`, or what a test plays."""
 
     url: str
@@ -67,7 +67,7 @@ class Agent:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: AgentCalls,
         report: Callable[[], NodeReport],
         data_dir: Path,
         launcher: Launcher | None = None,
@@ -87,7 +87,7 @@ class Agent:
         self._seen = 0
         self._interrupted = False
         """The last poll was given up for news: whether the service is there, the next one finds out."""
-        self._heard = -math.inf
+        self._answered_at = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._joined_at = -math.inf
         self._credential: str | None = None
@@ -111,18 +111,18 @@ class Agent:
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
             )
         try:
-            self._heard = self._clock()
+            self._answered_at = self._clock()
             report = await asyncio.to_thread(self._report)
             await asyncio.to_thread(_check_address, report.address)
             self._credential = self._kept_credential(report).read()
-            await self._take_up(report)
+            await self._restore_tasks(report)
             await self._join(report)
             for kept in self._tasks.values():
                 if not kept.begun:  # else it was ended: the service was away for too long
                     kept.begin()
             try:
                 while True:
-                    await self._turn()
+                    await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
                     known.end(f"the service does not take this node any more: {final}")
@@ -150,7 +150,7 @@ class Agent:
             except ServiceUnreachable as error:
                 await self._wait(error)
                 continue
-            self._hear()
+            self._note_answer()
             if self._reported[1] is None:
                 log.info("node %s (%s) has joined the service on %s", report.name, report.address, joined.head)
             self._joined_at = self._clock()
@@ -190,18 +190,18 @@ class Agent:
     def _kept_credential(self, report: NodeReport) -> CredentialFile:
         return CredentialFile(self._data_dir, self._calls.url, report.name)
 
-    async def _take_up(self, report: NodeReport) -> None:
+    async def _restore_tasks(self, report: NodeReport) -> None:
         """Find what an agent before us has begun, and end what nobody knows."""
         node = self._node(report)
         for kept in await asyncio.to_thread(kept_tasks, node):
             log.info("task %s: taken up again", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
-        known = [kept.places.run_dir for kept in self._tasks.values()]
+        known = [kept.paths.run_dir for kept in self._tasks.values()]
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
             log.warning("ended what was left running of %s: no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
 
-    async def _turn(self) -> None:
+    async def _poll_once(self) -> None:
         """Tell what is new, and hear what is wanted."""
         now, (reported, before) = self._clock(), self._reported
         if now - reported > REPORT:
@@ -217,7 +217,7 @@ class Agent:
         seen = -1 if self._interrupted else self._seen
         body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
         try:
-            orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
+            orders = await (self._calls.poll(body) if self._interrupted else self._poll_until_news(body))
         except ServiceUnreachable as error:
             await self._wait(error)
         except ServiceRefusal as refusal:
@@ -234,10 +234,10 @@ class Agent:
         else:
             self._interrupted = orders is None
             if orders is not None:
-                self._hear()
+                self._note_answer()
                 await self._follow(orders)
 
-    async def _ask(self, body: Poll) -> Orders | None:
+    async def _poll_until_news(self, body: Poll) -> Orders | None:
         """The answer to a poll; None: there were news to tell before it came."""
         asked, news = asyncio.create_task(self._calls.poll(body)), asyncio.create_task(self._news.wait())
         try:
@@ -276,7 +276,7 @@ class Agent:
     def _refuse(self, order: TaskOrder, why: str) -> None:
         """Answer an order that is not followed: nothing of the task is here, or it stays as it is."""
         is_over = order.stage is Stage.stop
-        progress = Progress.done if is_over else Progress.failed
+        progress = StageProgress.done if is_over else StageProgress.failed
         if order.task_id not in self._refused:
             log.error("task %s is refused: %s", order.task_id[:200], why)
         self._refused[order.task_id] = TaskReport(
@@ -290,15 +290,15 @@ class Agent:
             if known.forgotten and known.gone:
                 await known.leave()
                 del self._tasks[task_id]
-                others = {other.places.home for other in self._tasks.values()}
-                await asyncio.to_thread(known.forget, known.places.home not in others)
+                others = {other.paths.home for other in self._tasks.values()}
+                await asyncio.to_thread(known.forget, known.paths.home not in others)
 
     def _reports(self) -> tuple[TaskReport, ...]:
         refused = [report for task_id, report in self._refused.items() if task_id not in self._tasks]
         return (*(known.report() for known in self._tasks.values()), *refused)
 
-    def _node(self, report: NodeReport) -> Node:
-        return Node(
+    def _node(self, report: NodeReport) -> NodeContext:
+        return NodeContext(
             name=report.name,
             address=report.address,
             boot_id=report.boot_id,
@@ -311,21 +311,21 @@ class Agent:
             sleep=self._sleep,
         )
 
-    def _hear(self) -> None:
-        self._heard = self._clock()
+    def _note_answer(self) -> None:
+        self._answered_at = self._clock()
         if self._trouble:
             log.info("the service answers again")
         self._trouble = ""
 
-    def _say(self, trouble: str) -> None:
+    def _note_trouble(self, trouble: str) -> None:
         if trouble != self._trouble:
             log.warning("%s; trainings go on, and the service is called again", trouble.removesuffix("."))
         self._trouble = trouble
 
     async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
         """Until the service is called again. After LEASE the tasks are ended, and with a refusal so is the agent."""
-        self._say(str(error))
-        if self._clock() - self._heard > LEASE:
+        self._note_trouble(str(error))
+        if self._clock() - self._answered_at > LEASE:
             if isinstance(error, ServiceRefusal) and error.status < 500:
                 raise error
             for known in self._tasks.values():
@@ -334,10 +334,8 @@ class Agent:
 
     def _clean(self) -> None:
         """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""
-        ours = {known.places.home for known in self._tasks.values()}
-        rows = {
-            known.places.rows(found["sha256"]) for known in self._tasks.values() for found in known.places.datasets()
-        }
+        ours = {known.paths.home for known in self._tasks.values()}
+        rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:

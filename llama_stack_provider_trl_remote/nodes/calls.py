@@ -14,7 +14,7 @@ from urllib.parse import quote
 from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.system.files import open_in
 
-from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
+from ..client import SLOWEST_DISK, ServiceAnswer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
 from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
 
@@ -204,7 +204,7 @@ class NodeClient(ServiceClient):
                 size -= len(chunk)
                 yield chunk
 
-    def _refusal(self, path: str, answer: Answer) -> Exception:
+    def _refusal(self, path: str, answer: ServiceAnswer) -> Exception:
         error = super()._refusal(path, answer)
         if not isinstance(error, ServiceRefusal):
             return error

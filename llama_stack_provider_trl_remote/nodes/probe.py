@@ -19,7 +19,7 @@ class Unreachable(OSError):
     """Raised when a peer does not answer; names both nodes and the ports to open."""
 
 
-class Door:
+class ProbeListener:
     """A port at which this node answers its peers, until the ranks take it.
 
     Args:

@@ -24,18 +24,18 @@ from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl_remote.nodes import agent as agents
-from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes import task as tasks
+from llama_stack_provider_trl_remote.nodes import uploader
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.credential import CredentialFile
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
-from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from llama_stack_provider_trl_remote.nodes.outbox import Outbox
-from llama_stack_provider_trl_remote.nodes.shipping import Shipping
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
+from llama_stack_provider_trl_remote.nodes.uploader import Uploader
 from llama_stack_provider_trl_remote.pull import OtherBytes
 from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
-from llama_stack_provider_trl_remote.wire import Progress as Going
+from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from tests.fake_head import FakeHead, away, refusal
 from tests.fakes import FakeClock, FakeLauncher
 from tests.orders import order, spec, write
@@ -769,7 +769,7 @@ def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
 
 def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
-        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
         head.order(world.order(Stage.prepare))
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
@@ -787,7 +787,7 @@ def test_a_disk_that_fills_up_later_keeps_nothing_from_going_on(world: World, mo
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
         head.order(world.order(Stage.pause))
         await head.until(lambda: world.launcher.tasks["job-1"].pauses)
 
@@ -992,7 +992,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
         await sleep(seconds)
 
     monkeypatch.setattr(world, "sleep", noted)
-    monkeypatch.setattr(shipping, "RETRY", 7.0)
+    monkeypatch.setattr(uploader, "RETRY", 7.0)
     upload, lost = world.head.upload, ["additional_chat_templates/a.jinja"] * 3
 
     async def losing(task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
@@ -1314,14 +1314,14 @@ def test_limits_of_time_are_for_the_node_with_rank_0(world: World) -> None:
 
 
 def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_in, full = Outbox.take_in, [OSError(28, "No space left on device")] * 5
+    read_events, full = Outbox.read_events, [OSError(28, "No space left on device")] * 5
 
     def once(outbox: Outbox) -> None:
         if full:
             raise full.pop()
-        take_in(outbox)
+        read_events(outbox)
 
-    monkeypatch.setattr(Outbox, "take_in", once)
+    monkeypatch.setattr(Outbox, "read_events", once)
 
     async def play(head: FakeHead) -> None:
         head.order(world.order())
@@ -1335,11 +1335,11 @@ def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, mon
 
 
 def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_read(world: World) -> None:
-    places = Places(world.order(), world.data_dir)
+    places = PathMap(world.order(), world.data_dir)
     places.run_dir.mkdir(parents=True)
 
     async def run() -> None:
-        work = Shipping(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
+        work = Uploader(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
         assert not await work._ship_events(False)
         assert not await work._ship_checkpoints(True)  # it exited since
         assert await work._ship_events(True)

@@ -49,7 +49,7 @@ _LONGEST = 240
 """Bytes of a file's name; file systems take 255."""
 
 
-class Shipping:
+class UploadReceiver:
     """Takes in what nodes bring. Safe to share between threads."""
 
     def __init__(self, store: Store, digests: Digests) -> None:

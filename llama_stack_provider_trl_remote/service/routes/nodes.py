@@ -35,15 +35,15 @@ from ...wire import (
     NodeReport,
     Orders,
     Poll,
-    Progress,
     Stage,
+    StageProgress,
     TaskOrder,
     TaskReport,
 )
 from ..cluster.credentials import new_credential, removed
-from ..cluster.launcher import observation
+from ..cluster.reports import observation
 from ..context import Context, Service
-from ..http.bodies import ListNodesResponse, Node, Sha256
+from ..http.bodies import ListNodesResponse, NodeRow, Sha256
 from ..http.errors import Conflict, Gone, NotFound, declared
 from ..security.access import (
     ADMINS,
@@ -149,10 +149,10 @@ async def remove(service: Context, name: Name) -> Response:
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
     """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
-    await asyncio.to_thread(service.shipping.first, task_id, name)  # before the body is read
-    service.presence.heard(name)
+    await asyncio.to_thread(service.uploads.first, task_id, name)  # before the body is read
+    service.presence.note_call(name)
     lines = await request.body()
-    size = await asyncio.to_thread(service.shipping.add_events, task_id, name, offset, lines)
+    size = await asyncio.to_thread(service.uploads.add_events, task_id, name, offset, lines)
     service.supervisor.wake()
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
@@ -170,7 +170,7 @@ async def add_log(
     """Append to a log; an offset behind its end leaves out what is between."""
     _check_task(service, name, task_id)  # before the body is read
     data = await request.body()
-    size = await asyncio.to_thread(service.shipping.add_log, task_id, name, file, offset, data)
+    size = await asyncio.to_thread(service.uploads.add_log, task_id, name, file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
@@ -185,7 +185,7 @@ async def ask_for_checkpoint(
 ) -> Response:
     """Which files of a checkpoint are missing here; once none is, it is in place."""
     _check_task(service, name, task_id)
-    loop, ask = asyncio.get_running_loop(), service.shipping.ask
+    loop, ask = asyncio.get_running_loop(), service.uploads.ask
     # It may read what is in place already: with the other readers, so that calls find a free thread.
     answer = await loop.run_in_executor(service.digests.threads, ask, task_id, name, checkpoint, body)
     return as_json(answer)
@@ -217,18 +217,18 @@ async def add_checkpoint_file(
         async for piece in request.stream():
             if time.monotonic() - checked > RECHECK:
                 checked = time.monotonic()
-                service.shipping.current(task_id, name)
-            service.presence.heard(name)
+                service.uploads.current(task_id, name)
+            service.presence.note_call(name)
             yield piece
 
-    size = await service.shipping.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
+    size = await service.uploads.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
 def _check_task(service: Service, name: str, task_id: str) -> None:
     """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
-    service.shipping.current(task_id, name)
-    service.presence.heard(name)
+    service.uploads.current(task_id, name)
+    service.presence.note_call(name)
 
 
 def _known(service: Service, name: str) -> NodeRecord:
@@ -277,7 +277,7 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
         _note_used(service, caller)
         service.removed.pop(report.name, None)
         service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
-        service.presence.heard(report.name)
+        service.presence.note_call(report.name)
     service.supervisor.wake()
     if known is None:
         log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
@@ -318,8 +318,8 @@ def _check_name(service: Service, caller: Caller, report: NodeReport, known: Nod
 
 def _is_live(service: Service, record: NodeRecord) -> bool:
     """Heard of within SILENCE, before the service was started too."""
-    if service.presence.was_heard(record.name):
-        return not service.presence.is_lost(record.name)
+    if service.presence.has_called(record.name):
+        return not service.presence.is_absent(record.name)
     return time.time() - record.seen_at.timestamp() < SILENCE
 
 
@@ -344,7 +344,7 @@ def _take_in(service: Service, caller: Caller, name: str, body: Poll) -> bool:
     record = _welcome(service, name, body)
     for report in body.tasks:
         _check(report)
-    service.presence.heard(name)
+    service.presence.note_call(name)
     _note_used(service, caller)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.note_seen(name)
@@ -382,7 +382,7 @@ def _check(report: TaskReport) -> None:
 
 def _is_over(report: TaskReport | None) -> bool:
     """Whether nothing of a task that was told to stop is left. None: the node does not know it (any more)."""
-    return report is None or (report.stage is Stage.stop and report.progress is Progress.done)
+    return report is None or (report.stage is Stage.stop and report.progress is StageProgress.done)
 
 
 def _orders(service: Service, record: NodeRecord) -> Orders:
@@ -412,7 +412,7 @@ def _remove(service: Service, name: str) -> None:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks_of(name)})
     # Not `_is_live`: after the service was away for long nobody has called yet, and the job trains on.
-    if jobs and not service.presence.is_lost(name):
+    if jobs and not service.presence.is_absent(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
     service.removed[name] = _life(record)
     service.store.remove_node(name)
@@ -420,11 +420,11 @@ def _remove(service: Service, name: str) -> None:
     log.info("node %s was removed", name)
 
 
-def _nodes(service: Service) -> list[Node]:
+def _nodes(service: Service) -> list[NodeRow]:
     holders = service.store.holders()
     memory = psutil.virtual_memory()
     found = [
-        Node(
+        NodeRow(
             node=service.node_name,
             devices=list(service.devices),
             jobs={place: job for place, job in holders.items() if "/" not in place},
@@ -453,7 +453,7 @@ def _nodes(service: Service) -> list[Node]:
             continue
         begin = f"{record.name}/"
         found.append(
-            Node(
+            NodeRow(
                 node=record.name,
                 devices=[device.name for device in report.devices],
                 jobs={place.removeprefix(begin): job for place, job in holders.items() if place.startswith(begin)},
