@@ -284,7 +284,7 @@ class Supervisor:
         paths = RunDir(task.run_dir)
         log_tail = tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log)
         node = self._node_of(job, outcome.failed.rank) if outcome.failed else ""
-        decided = verdict(job.state, outcome, seen, log_tail, node)
+        decided = verdict(job.state, outcome, seen, log_tail, node, str(paths.rank_log(seen.rank or 0)))
         self._remove_leftovers(job)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.paused and job.state is not JobState.pausing:

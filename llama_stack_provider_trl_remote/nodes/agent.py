@@ -24,7 +24,7 @@ from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.process import FileLock
 
-from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Stage, StageProgress, TaskOrder, TaskReport
+from ..wire import LEASE, POLL_SECONDS, Joined, NodeReport, Orders, Poll, Stage, StageProgress, TaskOrder, TaskReport
 from . import task
 from .calls import GONE, is_gone
 from .credential import CredentialFile
@@ -63,6 +63,7 @@ class Agent:
         report: looks at this machine; called again and again.
         data_dir: the node's own. One agent at a time uses it.
         python: interpreter that trains; None: this process's own.
+        heartbeat_interval: seconds after which a poll without an answer is given up for the next one.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Agent:
         launcher: Launcher | None = None,
         *,
         python: str | None = None,
+        heartbeat_interval: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -80,6 +82,7 @@ class Agent:
         self._data_dir = data_dir.resolve()
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
+        self._heartbeat_interval = heartbeat_interval
         self._tasks: dict[str, NodeTask] = {}
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
@@ -238,11 +241,13 @@ class Agent:
                 await self._follow(orders)
 
     async def _poll_until_news(self, body: Poll) -> Orders | None:
-        """The answer to a poll; None: there were news to tell before it came."""
+        """The answer to a poll; None: there is news to report, or it is time for the next heartbeat."""
         asked, news = asyncio.create_task(self._calls.poll(body)), asyncio.create_task(self._news.wait())
         try:
-            await asyncio.wait([asked, news], return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            # The service answers after POLL_SECONDS: a poll is given up only for a shorter interval.
+            limit = self._heartbeat_interval if self._heartbeat_interval < POLL_SECONDS else None
+            await asyncio.wait([asked, news], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done() and news.done():
                 await asyncio.wait([asked], timeout=NEWS)
             return asked.result() if asked.done() else None
         finally:

@@ -54,9 +54,18 @@ class World:
         self.head.blobs[DIGEST] = ROWS
         self.boot_id, self.address = "boot-1", "127.0.0.1"
         self.models: tuple[str, ...] = ()
+        self.heartbeat_interval = 60.0
 
     def agent(self) -> Agent:
-        return Agent(self.head, lambda: self.report(), self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
+        return Agent(
+            self.head,
+            lambda: self.report(),
+            self.data_dir,
+            self.launcher,
+            heartbeat_interval=self.heartbeat_interval,
+            clock=self.clock,
+            sleep=self.sleep,
+        )
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -174,6 +183,16 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
     assert len(world.head.joined) == 1
     assert world.launcher.started == ["job-1"]
     assert world.launcher.tasks["job-1"].cancels == 0
+
+
+def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None:
+    world.heartbeat_interval = 0.01
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: len(head.polls) == 6)  # the service answers none of the waiting ones
+
+    world.run(play)
+    assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
 
 
 def test_an_agent_that_is_started_again_goes_on_where_it_was(world: World) -> None:
