@@ -164,6 +164,8 @@ class TaskReport(_Message):
     """What it is about: `fetches checkpoint-6 (120 of 512 MiB)`."""
     error: str = Field("", max_length=MOST_TEXT)
     """Why the stage failed, as a sentence that says what to do."""
+    lasting: bool = False
+    """The stage fails again for this job until something on the node is changed."""
     port: int | None = Field(None, ge=0, le=65535)
     """Where it listens, once prepared."""
     observation: _SmallJson | None = None

@@ -295,6 +295,8 @@ class Supervisor:
             return
         if decided.state is JobState.failed and self._try_in_smaller_parts(job, decided.reason, decided.message):
             return
+        if decided.reason is Reason.launch_failed and self._try_on_other_nodes(job, decided.message):
+            return
         if decided.state is JobState.failed and self._try_again(job, decided.reason, decided.message):
             return
         self._move(job, *decided)
@@ -344,6 +346,19 @@ class Supervisor:
         assert wait is not None
         log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
+
+    def _try_on_other_nodes(self, job: JobRecord, message: str) -> bool:
+        """Queue a job once more that a node cannot start for a lasting reason. It counts as no retry: the placement
+        leaves that node out."""
+        on = {place.rpartition("/")[0] for place in job.devices}
+        refusing = {"" if node.head else node.name for node in self._nodes() if job.job_uuid in (node.refused or ())}
+        if not on & refusing:
+            return False
+        before = [tried for tried in self._store.attempts(job.job_uuid) if tried.reason is Reason.launch_failed]
+        wait = backoff(Reason.launch_failed, len(before))
+        assert wait is not None
+        log.warning("job %s: attempt %d: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
+        return self._store.retry(job, Reason.launch_failed, message, wait, counts=False)
 
     def _try_again(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job once more, if another try may mend it and it has one left."""

@@ -28,7 +28,7 @@ from ..pull import OtherBytes
 from ..wire import MOST_JSON, MOST_TEXT, Stage, StageProgress, TaskOrder, TaskReport
 from . import uploader
 from .calls import is_gone
-from .inputs import InputCalls, Inputs, check_models
+from .inputs import InputCalls, Inputs, ModelMissing, check_models
 from .localize import PathMap, check_order, sees_the_services_disk
 from .outbox import first_failed
 from .probe import ProbeListener, listen, probe
@@ -79,6 +79,7 @@ class NodeTask:
         self._exited = asyncio.Event()
         self._done: set[Stage] = set()
         self._error = ""
+        self._is_lasting = False
         self._detail = ""
         self._observation: Observation | None = None
         self._failed: dict[str, Any] | None = None
@@ -186,6 +187,7 @@ class NodeTask:
             progress=progress,
             detail=_cut(self._detail or (seen.detail if seen else "")),
             error=_cut(self._error),
+            lasting=self._is_lasting,
             port=self.port,
             observation=None if seen is None else _cut_all(asdict(seen)),
             failed=None if self._failed is None else _cut_all(self._failed),
@@ -212,6 +214,7 @@ class NodeTask:
 
     def _fail(self, error: Exception) -> None:
         self._error = str(error) or type(error).__name__
+        self._is_lasting = isinstance(error, ModelMissing)
         log.warning("task %s: %s", self.order.task_id, self._error)
         self._node.changed()
 

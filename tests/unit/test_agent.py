@@ -650,6 +650,7 @@ def test_a_model_that_is_not_here_is_said(world: World, changes: Any, said: str)
         report = head.report()
         assert report is not None
         assert said in report.error
+        assert report.lasting
         head.order(world.order(Stage.stop, **changes))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
 
@@ -670,6 +671,7 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
         report = head.report()
         assert report is not None
         assert "node b cannot reach node a at 127.0.0.1 port 1" in report.error
+        assert not report.lasting
 
     world.run(play)
 

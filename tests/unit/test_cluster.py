@@ -92,6 +92,7 @@ class World:
             )
             self.store.join(name, report.machine_id, report.boot_id, report.model_dump_json())
             self.presence.note_call(name)
+            self.cluster.allow_again(name)
 
     def add(self, name: str = "a", nodes: int = 2, min_nodes: int | None = None, **changes: Any) -> None:
         resources = ResourcesSpec(nodes=nodes, min_nodes=min_nodes or nodes, **changes.pop("resources", {}))
@@ -325,6 +326,28 @@ def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> No
         world.gone(node, task_id=f"a-{attempt}")
         world.pass_time(40, node, other)
     assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
+
+
+def test_a_node_that_cannot_start_a_job_is_left_out_for_it_until_its_agent_joins_anew(world: World) -> None:
+    world.join("b", "c", labels={"kind": "worker"})
+    world.add(nodes=1, retries=1, resources={"labels": {"kind": "worker"}})
+    world.tick()
+    for attempt, node in enumerate("bc", 1):
+        assert world.job().device == f"{node}/cpu"
+        error = f"the model /m is not on node {node}"
+        world.report(node, "prepare", "failed", task_id=f"a-{attempt}", error=error, lasting=True)
+        world.tick()
+        world.gone(node, task_id=f"a-{attempt}")
+        world.pass_time(60, "b", "c")
+    job = world.job()
+    assert (job.state, job.attempt, job.retries_used) == (JobState.scheduled, 2, 0)
+    assert "b cannot start it until its agent joins again: the model /m is not on node b" in job.detail
+    world.add("other", nodes=1, resources={"labels": {"kind": "worker"}})
+    world.pass_time(1, "b", "c")
+    assert world.job("other").device == "b/cpu"  # it is that job alone which cannot start there
+    world.join("c", labels={"kind": "worker"})
+    world.pass_time(1, "b", "c")
+    assert (world.job().attempt, world.job().device) == (3, "c/cpu")
 
 
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:

@@ -47,6 +47,7 @@ class World:
             versions=lambda: VERSION,
             store=self.store,
             presence=self.presence,
+            cluster=SimpleNamespace(allow_again=lambda node: None),
             removed={},
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once

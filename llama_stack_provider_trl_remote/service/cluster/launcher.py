@@ -190,6 +190,9 @@ class ClusterLauncher:
             return combined([part for part in parts if part.has_exited], self._exited[task.task_id])
         part = parts[observed.part]
         if observed.event is AttemptEvent.stage_failed:
+            for other in parts:
+                if other.has_failed and other.report is not None and other.report.lasting:
+                    self._cluster.leave_out(other.node, other.record.job_uuid, other.error)
             return Observation(TaskState.exited, launch_error=f"node {part.node}: {part.error}")
         if observed.event is AttemptEvent.task_lost:
             return Observation(TaskState.exited, detail=f"node {part.node} has lost it: was it restarted?")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llama_stack_provider_trl.jobs.placement import Node
@@ -32,6 +32,8 @@ class Cluster:
         self.presence = presence
         self.head = head
         self._unreadable: set[str] = set()
+        self._refused: dict[str, dict[str, str]] = {}
+        """Node -> job that it cannot start -> why."""
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
 
     def nodes(self) -> list[Node]:
@@ -45,14 +47,14 @@ class Cluster:
                 why = "" if record.mode == "open" else record.mode
                 joins = self.presence.has_called(record.name) and not self.presence.is_absent(record.name)
                 head = replace(
-                    _node(record, report, why),
+                    _node(record, report, why, self._refused.get(record.name)),
                     devices=self._head.devices,
                     machine=self._head.machine,
                     head=True,
                     joins=joins,
                 )
             else:
-                others.append(_node(record, report, self.why_closed(record)))
+                others.append(_node(record, report, self.why_closed(record), self._refused.get(record.name)))
         return [head, *others]
 
     def _report(self, record: NodeRecord) -> NodeReport | None:
@@ -66,6 +68,15 @@ class Cluster:
             self._unreadable.add(record.name)
             return None
 
+    def leave_out(self, node: str, job_uuid: str, why: str) -> None:
+        """Give a node no further attempt of a job, until its agent joins anew or the service is started again."""
+        jobs = self._refused.get(node, {})
+        self._refused[node] = {**jobs, job_uuid: why}  # replaced, since a placement may read it in another thread
+
+    def allow_again(self, node: str) -> None:
+        """Let a node whose agent has joined anew start any job."""
+        self._refused.pop(node, None)
+
     def why_closed(self, record: NodeRecord) -> str:
         """Why a node takes no jobs; empty: it does."""
         if self.presence.is_absent(record.name):
@@ -75,7 +86,7 @@ class Cluster:
         return "" if record.mode == "open" else record.mode
 
 
-def _node(record: NodeRecord, report: NodeReport, why_closed: str) -> Node:
+def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapping[str, str] | None) -> Node:
     return Node(
         name=record.name,
         devices=tuple(device.name for device in report.devices),
@@ -87,4 +98,5 @@ def _node(record: NodeRecord, report: NodeReport, why_closed: str) -> Node:
         memory_bytes=report.memory_bytes,
         labels=report.labels,
         models=frozenset(report.models),
+        refused=refused,
     )

@@ -278,6 +278,7 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
         service.removed.pop(report.name, None)
         service.store.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
         service.presence.note_call(report.name)
+        service.cluster.allow_again(report.name)
     service.supervisor.wake()
     if known is None:
         log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
