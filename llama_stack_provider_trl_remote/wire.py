@@ -28,6 +28,8 @@ VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
+MOST_KEPT = 20
+"""Jobs that a poll names (`?kept=`): those of which the node has files and no task."""
 MOST_TEXT = 8192
 """Characters of a sentence in a report."""
 MOST_JSON = 1 << 18
@@ -191,6 +193,9 @@ class Orders(_Message):
 
     revision: int
     tasks: tuple[TaskOrder, ...] = ()
+    over: tuple[str, ...] = ()
+    """Of the jobs that the poll named as kept, those that have ended. Sent only where there are any: an agent that
+    names none may not know this field."""
 
 
 class CheckpointFileReport(_Message):

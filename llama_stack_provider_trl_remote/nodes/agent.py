@@ -10,9 +10,10 @@ import asyncio
 import logging
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,10 +22,23 @@ from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, Serv
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
+from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.process import FileLock
 
-from ..wire import LEASE, POLL_SECONDS, Joined, NodeReport, Orders, Poll, Stage, StageProgress, TaskOrder, TaskReport
+from ..wire import (
+    LEASE,
+    MOST_KEPT,
+    POLL_SECONDS,
+    Joined,
+    NodeReport,
+    Orders,
+    Poll,
+    Stage,
+    StageProgress,
+    TaskOrder,
+    TaskReport,
+)
 from . import task
 from .calls import GONE, is_gone
 from .credential import CredentialFile
@@ -53,7 +67,7 @@ class AgentCalls(task.TaskCalls, Protocol):
 
     def authenticate(self, credential: str | None) -> None: ...
     async def join(self, report: NodeReport) -> Joined: ...
-    async def poll(self, poll: Poll) -> Orders: ...
+    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders: ...
 
 
 class Agent:
@@ -219,8 +233,9 @@ class Agent:
         # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
         seen = -1 if self._interrupted else self._seen
         body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
+        kept = await asyncio.to_thread(self._kept)
         try:
-            orders = await (self._calls.poll(body) if self._interrupted else self._poll_until_news(body))
+            orders = await (self._calls.poll(body, kept) if self._interrupted else self._poll_until_news(body, kept))
         except ServiceUnreachable as error:
             await self._wait(error)
         except ServiceRefusal as refusal:
@@ -239,10 +254,11 @@ class Agent:
             if orders is not None:
                 self._note_answer()
                 await self._follow(orders)
+                await asyncio.to_thread(self._remove, set(kept) & set(orders.over))
 
-    async def _poll_until_news(self, body: Poll) -> Orders | None:
+    async def _poll_until_news(self, body: Poll, kept: Collection[str]) -> Orders | None:
         """The answer to a poll; None: there is news to report, or it is time for the next heartbeat."""
-        asked, news = asyncio.create_task(self._calls.poll(body)), asyncio.create_task(self._news.wait())
+        asked, news = asyncio.create_task(self._calls.poll(body, kept)), asyncio.create_task(self._news.wait())
         try:
             # The service answers after POLL_SECONDS: a poll is given up only for a shorter interval.
             limit = self._heartbeat_interval if self._heartbeat_interval < POLL_SECONDS else None
@@ -336,6 +352,19 @@ class Agent:
             for known in self._tasks.values():
                 known.end(f"the service has not answered for {LEASE:.0f} s")
         await self._sleep(RETRY)
+
+    def _kept(self) -> list[str]:
+        """Jobs that have files and no task here: their next attempt may come here again."""
+        ours = {known.paths.home.name for known in self._tasks.values()}
+        names = (path.name for path in (self._data_dir / "jobs").glob("*"))
+        return sorted(name for name in names if name not in ours and re.fullmatch(JOB_UUID_PATTERN, name))[:MOST_KEPT]
+
+    def _remove(self, over: Collection[str]) -> None:
+        """Remove the files of jobs that have ended."""
+        ours = {known.paths.home.name for known in self._tasks.values()}
+        for job_uuid in set(over) - ours:
+            log.info("job %s is over: its files on this node are removed", job_uuid)
+            shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
     def _clean(self) -> None:
         """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -85,12 +85,17 @@ class NodeClient(ServiceClient):
         """Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
         return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
 
-    async def poll(self, poll: Poll) -> Orders:
-        """What should run here; waits for news, up to POLL_SECONDS."""
+    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
+        """The orders of this node; waits for new ones, up to POLL_SECONDS.
+
+        Args:
+            kept: jobs of which files and no task are here, at most MOST_KEPT.
+        """
         # Little more than that: after a cut link, the sooner the next one goes out the better.
         limit = POLL_SECONDS + 2.0
         body = poll.model_dump(mode="json")
-        answer = await self._json("POST", f"{self._home}/poll", body, limit)
+        query = "&".join(f"kept={quote(job_uuid, safe='')}" for job_uuid in kept)
+        answer = await self._json("POST", f"{self._home}/poll{'?' * bool(query)}{query}", body, limit)
         return Orders.model_validate(answer)
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:

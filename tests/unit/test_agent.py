@@ -185,6 +185,26 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
     assert world.launcher.tasks["job-1"].cancels == 0
 
 
+def test_what_a_job_has_left_here_is_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"))
+        world.launcher.exit("job-1", 1)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+        assert head.kept == []  # a task is here
+        head.order()
+        await head.until(lambda: head.kept == ["job"])
+        assert (world.home / "checkpoints" / "checkpoint-1").exists()  # its next attempt may come here
+        head.over = {"job", "other", ".."}
+        head.let_go()
+        await head.until(lambda: not world.home.exists())
+        assert world.data_dir.exists()
+        await head.until(lambda: head.kept == [])
+
+    world.run(play)
+
+
 def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None:
     world.heartbeat_interval = 0.01
 

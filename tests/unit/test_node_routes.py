@@ -91,6 +91,12 @@ class World:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
         asyncio.run(routes_nodes.poll(self.service, caller, name, body))
 
+    def over(self, *kept: str) -> dict[str, Any]:
+        """The answer to a poll of a node that keeps files of these jobs."""
+        body = Poll(boot_id="1", agent_id="one", tasks=(), seen=-1)
+        answer = asyncio.run(routes_nodes.poll(self.service, JOINS, "a", body, list(kept)))
+        return dict(json.loads(bytes(answer.body)))
+
     def remove(self, name: str = "a") -> None:
         asyncio.run(routes_nodes.remove(self.service, name))
 
@@ -112,6 +118,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(tmp_path, monkeypatch)
     yield world
     world.store.close()
+
+
+def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> None:
+    world.join()
+    for name in ("waits", "cancelled"):
+        world.store.add_job(job_spec(name, checkpoint_dir=world.root / name), "digest")
+    assert "over" not in world.over("waits", "cancelled")  # an agent of an earlier release refuses the field
+    world.store.request_cancel("cancelled")
+    assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
+    assert "over" not in world.over()
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -19,12 +19,14 @@ import psutil
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+from llama_stack_provider_trl.jobs.states import TERMINAL
 from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import (
+    MOST_KEPT,
     NAME,
     POLL_SECONDS,
     SILENCE,
@@ -71,6 +73,8 @@ RECHECK = 1.0
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
+Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
+_NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
 _MOST_NODES = 1024
 """That tokens of agents may add; each is a row, and a part of every placement."""
@@ -102,15 +106,16 @@ async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Res
 
 
 @router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
-async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll) -> Response:
-    """What the node is to do, as soon as that is something new."""
+async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
+    """What the node is to do, as soon as that is something new; and which of its kept jobs are over."""
     if await asyncio.to_thread(_take_in, service, caller, name, body):
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
     while True:
         record = _welcome(service, name, body)
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
-            return as_json(await asyncio.to_thread(_orders, service, record))
+            orders = await asyncio.to_thread(_orders, service, record, kept)
+            return as_json(orders, without=set() if orders.over else {"over"})
         await asyncio.sleep(LOOK)
 
 
@@ -386,12 +391,21 @@ def _is_over(report: TaskReport | None) -> bool:
     return report is None or (report.stage is Stage.stop and report.progress is StageProgress.done)
 
 
-def _orders(service: Service, record: NodeRecord) -> Orders:
+def _orders(service: Service, record: NodeRecord, kept: Sequence[str]) -> Orders:
     orders = []
     for task in service.store.tasks_of(record.name):
         order = TaskOrder.model_validate_json(task.order)
         orders.append(order.model_copy(update={"stage": Stage(task.stage)}))
-    return Orders(revision=record.revision, tasks=tuple(orders))
+    over = tuple(job_uuid for job_uuid in kept if _has_ended(service, job_uuid))
+    return Orders(revision=record.revision, tasks=tuple(orders), over=over)
+
+
+def _has_ended(service: Service, job_uuid: str) -> bool:
+    """Whether a job has ended. An unknown one has not: the database may be another one than before."""
+    try:
+        return service.store.get(job_uuid).state in TERMINAL
+    except (JobNotFound, StoreError):
+        return False
 
 
 async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
