@@ -1,7 +1,7 @@
-"""The agent of a worker node: joins a service, asks what should run here, and does it.
+"""The agent of a worker node: joins a service, polls it for orders, and follows them.
 
-It always calls and is never called. Trainings outlive it: one that is started again on the same data directory takes
-them up. Without an answer from the service for LEASE seconds it ends them, for the service has given them to others.
+It always calls and is never called. Trainings outlive it, and an agent that is started again on the same data
+directory restores their tasks. Without an answer for LEASE seconds it ends them: the service has given them to others.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from .task import NodeContext, NodeTask, kept_tasks
 log = logging.getLogger(__name__)
 LOCK = "agent.lock"
 NEWS = 0.1
-"""Seconds for which news are gathered before they are told."""
+"""Seconds for which news are gathered before they are reported."""
 RETRY = 1.0
 """Seconds after which a service that is away is called again."""
 REPORT = 60.0
-"""Seconds between two looks at what this machine is."""
+"""Seconds between two reports of this machine."""
 ROTATION = 24 * 3600.0
 """Seconds after which a node joins anew for another credential, if it had no other reason to."""
 KEEP = 24 * 3600.0
@@ -74,7 +74,7 @@ class Agent:
     """The agent of one node. `run` it.
 
     Args:
-        report: looks at this machine; called again and again.
+        report: makes the report of this machine; called at every REPORT.
         data_dir: the node's own. One agent at a time uses it.
         python: interpreter that trains; None: this process's own.
         heartbeat_interval: seconds after which a poll without an answer is given up for the next one.
@@ -112,12 +112,12 @@ class Agent:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Serve until cancelled; trainings go on then.
+        """Serve until cancelled; trainings continue then.
 
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
-            ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
-                token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
+            ServiceRefusal: the service does not accept this node: its name belongs to another one, its versions differ,
+                its token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
@@ -208,10 +208,10 @@ class Agent:
         return CredentialFile(self._data_dir, self._calls.url, report.name)
 
     async def _restore_tasks(self, report: NodeReport) -> None:
-        """Find what an agent before us has begun, and end what nobody knows."""
+        """Restore the tasks of the agent before this one, and end processes that belong to no task."""
         node = self._node(report)
         for kept in await asyncio.to_thread(kept_tasks, node):
-            log.info("task %s: taken up again", kept.order.task_id)
+            log.info("task %s: restored", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
         known = [kept.paths.run_dir for kept in self._tasks.values()]
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
@@ -219,7 +219,7 @@ class Agent:
         await asyncio.to_thread(self._clean)
 
     async def _poll_once(self) -> None:
-        """Tell what is new, and hear what is wanted."""
+        """Report what is new, and follow the answer."""
         now, (reported, before) = self._clock(), self._reported
         if now - reported > REPORT:
             self._reported = (now, before)
@@ -306,7 +306,7 @@ class Agent:
         self._news.set()
 
     async def _forget(self) -> None:
-        """Let go of what has ended and is not asked for."""
+        """Forget tasks that have ended and are no longer ordered."""
         for task_id, known in list(self._tasks.items()):
             if known.forgotten and known.gone:
                 await known.leave()
@@ -367,7 +367,7 @@ class Agent:
             shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""
+        """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise."""
         ours = {known.paths.home for known in self._tasks.values()}
         rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:

@@ -1,4 +1,4 @@
-"""What an agent asks the service and tells it: one method per route."""
+"""An agent's calls of the service: one method per route."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class NodeClient(ServiceClient):
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the service says that a task is no longer this node's."""
+    """Whether the service answers that a task is no longer this node's."""
     return isinstance(error, ServiceRefusal) and error.status == GONE
 
 

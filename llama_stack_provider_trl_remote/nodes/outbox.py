@@ -1,9 +1,9 @@
-"""What a training says, on its way to the service: every event once, in one order, whoever is killed meanwhile.
+"""The queue of a training's events to the service: every event once, in one order, across restarts of both ends.
 
 The training's own event file is the queue, and the size of the service's file is how far it got. Between them only an
 order has to be kept, for an event may overtake others: a checkpoint is announced when its files are with the service,
-and what was said after it does not wait. `shipped.order` has one line for each event that may go, where in the event
-file it is. It is written before the event is sent; so what the service has is always a beginning of what it says.
+and later events do not wait. `shipped.order` has one line for each event that may go, where in the event
+file it is. It is written before the event is sent; so the service's file is always a beginning of this order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLO
 
 @dataclass(frozen=True)
 class PendingEvent:
-    """An event that waits: a checkpoint for its files, a last word for the checkpoints before it."""
+    """An event that waits: a checkpoint for its files, a final event for the checkpoints before it."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ class PendingEvent:
 
 
 class Outbox:
-    """The events of one task. Made anew after a restart it goes on where the one before it was.
+    """The events of one task. Made anew after a restart, it continues where the one before it was.
 
     Args:
         paths: which paths an event gets. They must be the same after a restart.
@@ -97,7 +97,7 @@ class Outbox:
         self._read = read
 
     def release(self, checkpoint: PendingEvent) -> None:
-        """A checkpoint is with the service: its event may go, and a last word that waited for nothing else.
+        """Release the event of an uploaded checkpoint, and a final event that waited for nothing else.
 
         Raises:
             OSError: as `read_events`.
@@ -167,7 +167,7 @@ class Outbox:
                 self._ends.append(self.size + len(line))
 
     def _recover(self) -> None:
-        """Take up what was released before, and drop the half of a line with which the one before us died."""
+        """Restore what was released before, and drop an incomplete last line."""
         try:
             data = read_regular(self._order, _ORDER_BYTES)
         except FileNotFoundError:

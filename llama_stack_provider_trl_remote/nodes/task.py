@@ -1,4 +1,4 @@
-"""One task on this node, from the order to the last byte that it leaves."""
+"""One task on this node, from its order to the upload of its last result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .uploader import Damaged, Uploader
 log = logging.getLogger(__name__)
 RECORD = "order.json"
 POLL_INTERVAL = 0.25
-"""Seconds between two looks at the processes of a task."""
+"""Seconds between two polls of the processes of a task."""
 _FAILURES = 30
 """A minute of nothing but 500: other numbers say that it is away or full, which passes."""
 _STAGES = list(Stage)
@@ -49,7 +49,7 @@ class TaskCalls(uploader.UploadCalls, InputCalls, Protocol):
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What a task has to know of the node that it is on."""
+    """The node that a task is on, as the task needs it."""
 
     name: str
     address: str
@@ -103,7 +103,7 @@ class NodeTask:
 
     @property
     def begun(self) -> bool:
-        """Whether this agent has taken it up, or ended it."""
+        """Whether this agent has begun to drive it, or has ended it."""
         return self._work is not None
 
     @property
@@ -111,7 +111,7 @@ class NodeTask:
         return self._has_finished
 
     def begin(self) -> None:
-        """Take it up, or take it up again."""
+        """Start to drive it, or continue after a restart of the agent."""
         try:
             self._keep()
         except OSError as error:  # a full disk
@@ -120,7 +120,7 @@ class NodeTask:
         self._work = asyncio.create_task(self._end() if self.order.stage is Stage.stop else self._drive())
 
     def follow(self, order: TaskOrder) -> None:
-        """Go on to what the service wants now. Stages are gone through forward only."""
+        """Follow a newer order. A stage is never followed by an earlier one."""
         if self.order.stage is Stage.stop or order == self.order:
             return
         if _STAGES.index(order.stage) < _STAGES.index(self.order.stage):
@@ -130,13 +130,13 @@ class NodeTask:
             self._cancel_work()
             self._work = asyncio.create_task(self._end())
         else:
-            with suppress(OSError):  # a full disk: after a restart the service says it again
+            with suppress(OSError):  # a full disk: after a restart the service sends the order again
                 self._keep()
         self._told.set()
         self._node.changed()
 
     def end(self, why: str) -> None:
-        """End it without being told to: it is no longer ours, or nobody has asked for it for too long."""
+        """End it without an order: the service has given it to another node, or has not answered for too long."""
         if self.order.stage is not Stage.stop:
             log.info("task %s: %s", self.order.task_id, why)
             self.follow(self.order.model_copy(update={"stage": Stage.stop}))
@@ -148,7 +148,7 @@ class NodeTask:
             await asyncio.wait([self._work])
 
     async def leave(self) -> None:
-        """Stop looking after it; its processes go on."""
+        """Stop driving it; its processes continue."""
         self._cancel_work()
         with suppress(asyncio.CancelledError):
             await self.settle()
@@ -263,7 +263,7 @@ class NodeTask:
         self._finish(Stage.prepare)
 
     async def _open_listener(self) -> None:
-        """Listen; after a restart where the other nodes have been told."""
+        """Listen for the probes of the other nodes, after a restart at the port that they know."""
         ports = self.order.ports if self._port is None else (self._port, 1)
         others = [port for port in self._node.ports_given() if port != self._port]
         self._listener = ProbeListener(listen(self._node.address, ports, others), self.order.task_id)
@@ -276,7 +276,7 @@ class NodeTask:
         self._finish(Stage.probe)
 
     async def _supervise(self) -> None:
-        """Watch the processes, and ship what they say, until neither has anything left."""
+        """Watch the processes and upload their results until neither has anything left."""
         gone: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -359,7 +359,7 @@ class NodeTask:
         )
 
     async def _until(self, stage: Stage) -> None:
-        """Wait until the service wants at least this."""
+        """Wait until the service orders this stage or a later one."""
         while _STAGES.index(self.order.stage) < _STAGES.index(stage):
             self._told.clear()
             await self._told.wait()

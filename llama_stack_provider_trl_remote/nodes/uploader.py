@@ -1,7 +1,7 @@
-"""What a task leaves behind, on its way to the service beside the training: events, logs, checkpoints.
+"""Uploads the results of a task beside its training: events, logs, checkpoints.
 
-Each of the three goes on until the task has exited and all of it is there. A service that is away is asked again until
-it is back; what it says of a task that is no longer this node's (410) ends the shipping.
+Each of the three continues until the task has exited and the service has all of it. A call that fails is repeated. An
+answer of 410 (the task is no longer this node's) ends the upload.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .outbox import Outbox, PendingEvent
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL = 0.25
-"""Seconds between two looks at the event file."""
+"""Seconds between two reads of the event file."""
 LOG_POLL_INTERVAL = 2.0
 RETRY = 2.0
 """Seconds after which a service that was away, or a full disk, is tried again."""
@@ -67,7 +67,7 @@ class Uploader:
 
     Args:
         exited: set once no process of the task is left.
-        note_detail: told what is being uploaded, or what is in the way; "" when that is over.
+        note_detail: called with what is being uploaded, or with the error; with "" when that is over.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Uploader:
         self._sent = 0
         self._all_read = False
         self._waiting: int | None = None
-        """Checkpoints that wait here, as the training was told."""
+        """Checkpoints that wait here, as last written for the training."""
         self._log_sent: dict[str, int] = {}
         """Log -> up to which byte of it the service has it."""
 
@@ -103,7 +103,7 @@ class Uploader:
         """Ship until nothing is left.
 
         Raises:
-            ServiceRefusal: 410, the task is somebody else's now.
+            ServiceRefusal: 410, the task belongs to another node now.
             Damaged: a checkpoint is.
         """
         async with asyncio.TaskGroup() as group:
@@ -115,7 +115,7 @@ class Uploader:
     async def _until_done(self, ship: Callable[[bool], Awaitable[bool]], pause: float) -> None:
         trouble = ""
         while True:
-            over = self._exited.is_set()  # before it looks: what has exited says nothing more
+            over = self._exited.is_set()  # read first: processes that have exited write nothing more
             try:
                 if await ship(over):
                     return

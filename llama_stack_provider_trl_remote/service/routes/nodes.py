@@ -66,8 +66,8 @@ from .jobs import as_json
 log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
 
-LOOK = 0.1
-"""Seconds between two looks at whether there is something new for a node that waits: a point read of 20 us."""
+POLL_INTERVAL = 0.1
+"""Seconds between two checks whether there are new orders for a node that waits: a point read of 20 us."""
 RECHECK = 1.0
 """Seconds between two checks that the task of an upload is current still."""
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
@@ -108,7 +108,7 @@ async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Res
 @router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
     """What the node is to do, as soon as that is something new; and which of its kept jobs are over."""
-    if await asyncio.to_thread(_take_in, service, caller, name, body):
+    if await asyncio.to_thread(_store_reports, service, caller, name, body):
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
     while True:
@@ -116,7 +116,7 @@ async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, 
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
             orders = await asyncio.to_thread(_orders, service, record, kept)
             return as_json(orders, without=set() if orders.over else {"over"})
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
@@ -345,7 +345,7 @@ def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
     return record
 
 
-def _take_in(service: Service, caller: Caller, name: str, body: Poll) -> bool:
+def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> bool:
     """Record what a node reports. Returns whether any of it is new. Raises InvalidRequest, and as `_welcome`."""
     record = _welcome(service, name, body)
     for report in body.tasks:
