@@ -22,7 +22,7 @@ from starlette.requests import Request
 from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.requests.checks import nearest_choice
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
-from llama_stack_provider_trl_remote.service.datasets.registration import Registration, Stored
+from llama_stack_provider_trl_remote.service.datasets.registration import Registration, StoredRows
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http import received as module
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
@@ -149,7 +149,7 @@ def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> Non
     datasets = DatasetRegistry(settings, blobs)
     blobs.prepare()
     datasets.prepare()
-    stored = Stored(tmp_path / "datasets" / "rows", "0" * 64, 1)
+    stored = StoredRows(tmp_path / "datasets" / "rows", "0" * 64, 1)
     stored.path.write_text("{}\n")
     blobs._settings = settings.model_copy(update={"min_free_disk_mb": 1 << 40})
     body = RegisterDataset.model_validate({"dataset_id": "a", "source": {"type": "rows", "rows": []}})
