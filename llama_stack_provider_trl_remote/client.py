@@ -58,7 +58,7 @@ class Timeouts(NamedTuple):
     submit: float = 900.0
 
 
-class Answer(NamedTuple):
+class ServiceAnswer(NamedTuple):
     """What came back, read whole."""
 
     status: int
@@ -176,12 +176,12 @@ class ServiceClient:
                 raise self._refusal(path, await _read(response))
             yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
 
-    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> Answer:
+    async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> ServiceAnswer:
         """One answer that is no error, after as many tries as the request permits."""
         await self._identify()
         return await self._tries(method, path, repeat=repeat, **request)
 
-    async def _tries(self, method: str, path: str, *, repeat: bool, **request: Any) -> Answer:
+    async def _tries(self, method: str, path: str, *, repeat: bool, **request: Any) -> ServiceAnswer:
         for pause in (*self._pauses, None):
             try:
                 answer = await self._once(method, path, **request)
@@ -198,7 +198,7 @@ class ServiceClient:
             await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> Answer:
+    async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> ServiceAnswer:
         if file is None:
             async with self._open(method, path, **request) as response:
                 return await _read(response)
@@ -263,7 +263,7 @@ class ServiceClient:
             raise self._stranger(f"GET /v1/health gives {str(health)[:80]}")
         self._identified = True
 
-    def _refusal(self, path: str, answer: Answer) -> Exception:
+    def _refusal(self, path: str, answer: ServiceAnswer) -> Exception:
         detail = _detail(answer)
         if answer.status < 400 or (answer.status == 404 and detail == "Not Found"):
             return self._stranger(f"{path} gives {answer.status}")
@@ -298,12 +298,12 @@ def job_path(job_uuid: str, rest: str = "") -> str:
     return f"{JOBS}/{quote(job_uuid)}{rest}"
 
 
-async def _read(response: ClientResponse) -> Answer:
+async def _read(response: ClientResponse) -> ServiceAnswer:
     offset = response.headers.get("Upload-Offset")
-    return Answer(response.status, response.content_type, await response.read(), offset)
+    return ServiceAnswer(response.status, response.content_type, await response.read(), offset)
 
 
-def _json(url: str, answer: Answer) -> Any:
+def _json(url: str, answer: ServiceAnswer) -> Any:
     if not answer.body:
         return None
     try:
@@ -313,7 +313,7 @@ def _json(url: str, answer: Answer) -> Any:
         raise ServiceUnreachable(url, found, "check that TRL_SERVICE_URL is its address") from error
 
 
-def _detail(answer: Answer) -> str:
+def _detail(answer: ServiceAnswer) -> str:
     """The sentence of an error answer; the beginning of its text where there is none."""
     try:
         body = json.loads(answer.body)

@@ -1,9 +1,9 @@
-"""What a worker node and the service say to each other. Plain models; both ends import them and nothing else of the
+"""The messages between a worker node and the service. Plain models; both ends import them and nothing else of the
 other.
 
 The node always calls. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
-and, for a moment, the probe. Events, logs and files of checkpoints are sent in pieces that name their offset; the
-answer says in the header Upload-Offset what there is then, with 409 where a piece did not fit.
+and, for a moment, the probe. Events, logs and files of checkpoints are sent in pieces that name their offset. The
+answer's header Upload-Offset has the size that the service has then, with 409 where a piece did not fit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 """A node's name: what a host name may be."""
 POLL_SECONDS = 5.0
-"""How long the service keeps a poll that has nothing new to tell."""
+"""How long the service keeps a poll for which it has nothing new."""
 SILENCE = 15.0
-"""Seconds without a word after which a node counts as lost, and what ran on it starts elsewhere."""
+"""Seconds without a call after which a node counts as absent, and its tasks start elsewhere."""
 LEASE = 600.0
 """Seconds without an answer after which a node ends its tasks by itself and frees their devices."""
 GIVEN = "resume-from"
@@ -28,6 +28,8 @@ VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
+MOST_KEPT = 20
+"""Jobs that a poll names (`?kept=`): those of which the node has files and no task."""
 MOST_TEXT = 8192
 """Characters of a sentence in a report."""
 MOST_JSON = 1 << 18
@@ -106,16 +108,16 @@ class Peer(_Message):
 
 
 class Stage(StrEnum):
-    """How far the service wants a task to be; a node goes through them in this order, and only when told to."""
+    """How far the service wants a task to be. A node enters them in this order, and only when ordered to."""
 
     prepare = "prepare"
-    """Fetch rows and the checkpoint to go on from; then listen at a port of the range."""
+    """Fetch rows and the checkpoint to resume from, then listen at a port of the range."""
     probe = "probe"
     """Try to reach every peer (3 s each)."""
     run = "run"
     pause = "pause"
     stop = "stop"
-    """End it and forget it; the answer to everything of it from now on is 410."""
+    """End it and forget it. Every later call about it is answered with 410."""
 
 
 class TaskOrder(_Message):
@@ -137,7 +139,7 @@ class TaskOrder(_Message):
     master: Peer | None = None
     """Rank 0's node; known from `probe` on."""
     peers: tuple[Peer, ...] = ()
-    """Everybody else; known from `probe` on."""
+    """The other nodes; known from `probe` on."""
     time_limit: float | None = None
     hang_timeout: float | None = None
     shared_mark: str = ""
@@ -145,8 +147,8 @@ class TaskOrder(_Message):
     task id as its text, sees the same file system: checkpoints go straight there."""
 
 
-class Progress(StrEnum):
-    """What a node says of a stage."""
+class StageProgress(StrEnum):
+    """A node's progress in a stage."""
 
     working = "working"
     done = "done"
@@ -158,12 +160,14 @@ class TaskReport(_Message):
 
     task_id: _Id
     stage: Stage
-    """The last one that it was told."""
-    progress: Progress
+    """The last one that was ordered."""
+    progress: StageProgress
     detail: str = Field("", max_length=MOST_TEXT)
-    """What it is about: `fetches checkpoint-6 (120 of 512 MiB)`."""
+    """What it does at the moment: `fetches checkpoint-6 (120 of 512 MiB)`."""
     error: str = Field("", max_length=MOST_TEXT)
-    """Why the stage failed, as a sentence that says what to do."""
+    """Why the stage failed, and what to do about it."""
+    lasting: bool = False
+    """The stage fails again for this job until something on the node is changed."""
     port: int | None = Field(None, ge=0, le=65535)
     """Where it listens, once prepared."""
     observation: _SmallJson | None = None
@@ -185,10 +189,13 @@ class Poll(_Message):
 
 
 class Orders(_Message):
-    """The answer: every task that the node is to know. What is not among them has ended or is somebody else's."""
+    """The answer: every task that the node is to know. A task that is missing has ended or belongs to another node."""
 
     revision: int
     tasks: tuple[TaskOrder, ...] = ()
+    over: tuple[str, ...] = ()
+    """Of the jobs that the poll named as kept, those that have ended. Sent only where there are any: an agent that
+    names none may not know this field."""
 
 
 class CheckpointFileReport(_Message):

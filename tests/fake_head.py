@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class FakeHead:
         self.polls: list[Poll] = []
         self.wanted: dict[str, TaskOrder] = {}
         self.revision = 0
+        self.over: set[str] = set()
+        """Jobs that have ended."""
+        self.kept: list[str] = []
+        """Jobs that the last poll named."""
         self.events = bytearray()
         self.logs: dict[str, bytearray] = {}
         self.skipped: dict[str, int] = {}
@@ -91,8 +95,9 @@ class FakeHead:
         self.issued += 1
         return Joined(node=report.name, head="head", version="0", credential=f"credential-{self.issued}")
 
-    async def poll(self, poll: Poll) -> Orders:
+    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
         self._meet("poll")
+        self.kept = list(kept)
         if self.cut:
             await asyncio.sleep(0.2)
             raise away()
@@ -100,7 +105,7 @@ class FakeHead:
         while poll.seen >= self.revision:
             self._news.clear()
             await self._news.wait()
-        return Orders(revision=self.revision, tasks=tuple(self.wanted.values()))
+        return Orders(revision=self.revision, tasks=tuple(self.wanted.values()), over=tuple(self.over))
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:
         self._meet(f"events {offset}")

@@ -87,6 +87,8 @@ class Node:
     memory_bytes: int = 0
     labels: Mapping[str, str] | None = None
     models: frozenset[str] = frozenset()
+    refused: Mapping[str, str] | None = None
+    """Job that it cannot start for a lasting reason -> the reason."""
 
     def place(self, device: str) -> str:
         """The device as an attempt's record names it."""
@@ -99,7 +101,7 @@ class Node:
 
 
 Placed = dict[str, tuple[str, ...]]
-_Kind = tuple[str, int, str, bool]
+_Kind = tuple[str, int, str, bool, frozenset[str]]
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
 _GIB = 1 << 30
@@ -140,7 +142,8 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     unserved: set[_Kind] = set()
     served: set[_Kind] = set()
     for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
-        kind = (job.device, job.ranks, job.demand, job.tried)
+        refused = frozenset(node.name for node in nodes if node.refused and job.job_uuid in node.refused)
+        kind = (job.device, job.ranks, job.demand, job.tried, refused)
         patient = now - job.scheduled_at <= PATIENCE
         if kind in unserved and (patient or kind in served):
             continue  # nothing has become free since a job with the same demand found too little
@@ -232,6 +235,8 @@ def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
 def unsuited(job: Queued, node: Node, auto: str) -> str:
     """Why a node can never serve a job as it is, in a few words; empty: it can."""
     asked, resources = demand(job.demand), demand(job.demand).resources
+    if node.refused and (why := node.refused.get(job.job_uuid)):
+        return f"cannot start it until its agent joins again: {why}"
     if asked.home and not node.head:
         return "the job runs on the service's machine only"
     if resources.nodes > 1 and not node.joins:
@@ -372,7 +377,9 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
         there = f"{len(machines)} of the {len(nodes)} that there are can serve it"
         return f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}"
     if held or closed:
-        return f"waiting for {what}{_listed(closed)}{_listed(held)}"
+        # Jobs of one kind share a detail: the refusals of one job keep it apart from the others.
+        refused = [f"{node.name} {why_not[node.name]}" for node in nodes if job.job_uuid in (node.refused or ())]
+        return f"waiting for {what}{_listed(closed)}{_listed(held)}{_listed(refused)}"
     return f"waiting for {what}: older jobs come first" if count > 1 else ""
 
 

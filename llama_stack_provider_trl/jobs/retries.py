@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 from ..specs.events import Reason
-from .placement import is_remote
+from .placement import Node, is_remote
 from .records import JobRecord
 from .states import JobState, backoff
 from .store import Store
@@ -17,10 +18,14 @@ LOSSES_IN_A_ROW = 5
 
 
 class Retries:
-    """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued."""
+    """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    Args:
+        nodes: the machines that there are, this one first.
+    """
+
+    def __init__(self, store: Store, nodes: Callable[[], Sequence[Node]]) -> None:
+        self._store, self._nodes = store, nodes
 
     def after(self, job: JobRecord, decided: Verdict) -> bool:
         """Queue a job again after any failure of a whole attempt: without a lost node, with a smaller batch, or as it
@@ -29,6 +34,8 @@ class Retries:
             return True
         if decided.state is not JobState.failed:
             return False
+        if decided.reason is Reason.launch_failed and self._on_other_nodes(job, decided.message):
+            return True
         return self._with_smaller_batch(job, decided) or self.same(job, decided.reason, decided.message)
 
     def same(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
@@ -77,3 +84,16 @@ class Retries:
         assert wait is not None
         log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
+
+    def _on_other_nodes(self, job: JobRecord, message: str) -> bool:
+        """Queue a job again that a node cannot start for a lasting reason. It counts as no retry: the placement leaves
+        that node out."""
+        on = {place.rpartition("/")[0] for place in job.devices}
+        refusing = {"" if node.head else node.name for node in self._nodes() if job.job_uuid in (node.refused or ())}
+        if not on & refusing:
+            return False
+        before = [tried for tried in self._store.attempts(job.job_uuid) if tried.reason is Reason.launch_failed]
+        wait = backoff(Reason.launch_failed, len(before))
+        assert wait is not None
+        log.warning("job %s: attempt %d: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
+        return self._store.retry(job, Reason.launch_failed, message, wait, counts=False)

@@ -80,7 +80,7 @@ class Supervisor:
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
-        self._retries = Retries(store)
+        self._retries = Retries(store, self._nodes)
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
         self._last_without_start: tuple[Sequence[Node], Mapping[str, str], Sequence[Queued]] | None = None
@@ -273,7 +273,7 @@ class Supervisor:
         paths = RunDir(task.run_dir)
         log_tail = tail(paths.rank_log(seen.rank or 0)) or tail(paths.launcher_log)
         node = self._node_of(job, outcome.failed.rank) if outcome.failed else ""
-        decided = verdict(job.state, outcome, seen, log_tail, node)
+        decided = verdict(job.state, outcome, seen, log_tail, node, str(paths.rank_log(seen.rank or 0)))
         self._attempts.remove_leftovers(job)
         faults.reach("supervisor-concluding")
         if decided.state is JobState.paused and job.state is not JobState.pausing:

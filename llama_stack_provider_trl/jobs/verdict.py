@@ -12,6 +12,8 @@ from .records import AttemptRecord, JobRecord, Outcome
 from .states import REASONS, JobState
 
 _TRACEBACK_LINES = 12
+_LOST_LINES = 3
+"""Lines of the log in the message of a lost node: the log does not tell why the node is gone."""
 
 
 class Verdict(NamedTuple):
@@ -20,7 +22,9 @@ class Verdict(NamedTuple):
     message: str = ""
 
 
-def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str, node: str = "") -> Verdict:
+def verdict(
+    state: JobState, outcome: Outcome, seen: Observation, log_tail: str, node: str = "", log_file: str = ""
+) -> Verdict:
     """Decide on a job all of whose processes are gone and all of whose events are read.
 
     The event file comes first, since an exit code is ambiguous: a trainer may crash during its exit after it has
@@ -30,13 +34,14 @@ def verdict(state: JobState, outcome: Outcome, seen: Observation, log_tail: str,
         state: the job's state; `cancelling` makes everything but `finished` a cancel, `pausing` everything that
             another attempt can repair a pause.
         log_tail: the last lines that the training process printed.
+        log_file: the file that has all of them.
         node: of the rank that reported the failure; empty: the job ran on the service's machine only.
     """
     if outcome.finished:
         return Verdict(JobState.completed)
     if state is JobState.cancelling:
         return Verdict(JobState.cancelled)
-    failure = _failure(outcome, seen, log_tail, node)
+    failure = _failure(outcome, seen, log_tail, node, log_file)
     if state is JobState.pausing and (failure.reason is None or REASONS[failure.reason].retryable):
         return Verdict(JobState.paused)  # however it ended: it resumes from its last checkpoint
     return failure
@@ -62,7 +67,7 @@ def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
     return any(tried.reason is Reason.out_of_memory for tried in attempts)
 
 
-def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> Verdict:
+def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str, log_file: str) -> Verdict:
     if outcome.failed is not None:
         return Verdict(JobState.failed, outcome.failed.reason, _reported(outcome.failed, node))
     if seen.ended is Ended.timed_out:
@@ -80,6 +85,10 @@ def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str) -> V
     if seen.launch_error:
         return Verdict(JobState.failed, Reason.launch_failed, seen.launch_error)
     reason, message = _unexplained(seen)
+    if reason is Reason.node_lost:
+        lines = "\n".join(log_tail.splitlines()[-_LOST_LINES:])
+        title = f"Last lines of its log ({log_file})" if log_file else "Last lines of its log"
+        return Verdict(JobState.failed, reason, _with_lines(message, title, lines))
     return Verdict(JobState.failed, reason, _with_lines(message, "Last lines of its log", log_tail))
 
 

@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace) -> int:
 def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from ..nodes.start import serve, worker_settings
 
-    given = {name: getattr(options, name) for name in ("name", "data_dir", "device", "upload_mb_per_s", "isolation")}
+    names = ("name", "data_dir", "device", "upload_mb_per_s", "isolation", "heartbeat_interval")
+    given = {name: getattr(options, name) for name in names}
     return serve(worker_settings(url, environ, labels=dict(options.label), **given))
 
 
@@ -141,6 +142,11 @@ def _agent_options(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="for `labels` of a job; repeat it",
+    )
+    command.add_argument(
+        "--heartbeat-interval",
+        metavar="SECONDS",
+        help="seconds between two calls of the service, 0.5 to 5 (TRL_NODE_HEARTBEAT_INTERVAL; 5)",
     )
     command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"

@@ -15,7 +15,7 @@ from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 
 from ..service.datasets.blobs import Blobs
-from ..service.datasets.registry import Datasets
+from ..service.datasets.registry import DatasetRegistry
 from ..service.http.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
 from ..service.settings import ServiceSettings
 
@@ -44,7 +44,7 @@ class ExternalTrl(TrlPostTraining):
             min_free_disk_mb=config.min_free_disk_mb,
         )
         self.blobs = Blobs(settings, self.isolation)
-        self.registered = Datasets(settings, self.blobs)
+        self.registered = DatasetRegistry(settings, self.blobs)
 
     async def initialize(self) -> None:
         """Make the directories, then start supervising."""

@@ -1,7 +1,7 @@
-"""The agent of a worker node: joins a service, asks what should run here, and does it.
+"""The agent of a worker node: joins a service, polls it for orders, and follows them.
 
-It always calls and is never called. Trainings outlive it: one that is started again on the same data directory takes
-them up. Without an answer from the service for LEASE seconds it ends them, for the service has given them to others.
+It always calls and is never called. Trainings outlive it, and an agent that is started again on the same data
+directory restores their tasks. Without an answer for LEASE seconds it ends them: the service has given them to others.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import asyncio
 import logging
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,58 +22,73 @@ from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, Serv
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
+from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.process import FileLock
 
-from ..wire import LEASE, Joined, NodeReport, Orders, Poll, Progress, Stage, TaskOrder, TaskReport
+from ..wire import (
+    LEASE,
+    MOST_KEPT,
+    POLL_SECONDS,
+    Joined,
+    NodeReport,
+    Orders,
+    Poll,
+    Stage,
+    StageProgress,
+    TaskOrder,
+    TaskReport,
+)
 from . import task
 from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
-from .task import Node, NodeTask, kept_tasks
+from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
 LOCK = "agent.lock"
 NEWS = 0.1
-"""Seconds for which news are gathered before they are told."""
+"""Seconds for which news are gathered before they are reported."""
 RETRY = 1.0
 """Seconds after which a service that is away is called again."""
 REPORT = 60.0
-"""Seconds between two looks at what this machine is."""
+"""Seconds between two reports of this machine."""
 ROTATION = 24 * 3600.0
 """Seconds after which a node joins anew for another credential, if it had no other reason to."""
 KEEP = 24 * 3600.0
 """Seconds for which what a job has left here is kept: its next attempt may come here again."""
 
 
-class Calls(task.Calls, Protocol):
+class AgentCalls(task.TaskCalls, Protocol):
     """`calls.NodeClient`, or what a test plays."""
 
     url: str
 
     def authenticate(self, credential: str | None) -> None: ...
     async def join(self, report: NodeReport) -> Joined: ...
-    async def poll(self, poll: Poll) -> Orders: ...
+    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders: ...
 
 
 class Agent:
     """The agent of one node. `run` it.
 
     Args:
-        report: looks at this machine; called again and again.
+        report: makes the report of this machine; called at every REPORT.
         data_dir: the node's own. One agent at a time uses it.
         python: interpreter that trains; None: this process's own.
+        heartbeat_interval: seconds after which a poll without an answer is given up for the next one.
     """
 
     def __init__(
         self,
-        calls: Calls,
+        calls: AgentCalls,
         report: Callable[[], NodeReport],
         data_dir: Path,
         launcher: Launcher | None = None,
         *,
         python: str | None = None,
+        heartbeat_interval: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -80,6 +96,7 @@ class Agent:
         self._data_dir = data_dir.resolve()
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
+        self._heartbeat_interval = heartbeat_interval
         self._tasks: dict[str, NodeTask] = {}
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
@@ -87,7 +104,7 @@ class Agent:
         self._seen = 0
         self._interrupted = False
         """The last poll was given up for news: whether the service is there, the next one finds out."""
-        self._heard = -math.inf
+        self._answered_at = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._joined_at = -math.inf
         self._credential: str | None = None
@@ -95,12 +112,12 @@ class Agent:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Serve until cancelled; trainings go on then.
+        """Serve until cancelled; trainings continue then.
 
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
-            ServiceRefusal: the service does not take this node: its name is somebody else's, its versions differ, its
-                token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
+            ServiceRefusal: the service does not accept this node: its name belongs to another one, its versions differ,
+                its token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
@@ -111,18 +128,18 @@ class Agent:
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
             )
         try:
-            self._heard = self._clock()
+            self._answered_at = self._clock()
             report = await asyncio.to_thread(self._report)
             await asyncio.to_thread(_check_address, report.address)
             self._credential = self._kept_credential(report).read()
-            await self._take_up(report)
+            await self._restore_tasks(report)
             await self._join(report)
             for kept in self._tasks.values():
                 if not kept.begun:  # else it was ended: the service was away for too long
                     kept.begin()
             try:
                 while True:
-                    await self._turn()
+                    await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
                     known.end(f"the service does not take this node any more: {final}")
@@ -150,7 +167,7 @@ class Agent:
             except ServiceUnreachable as error:
                 await self._wait(error)
                 continue
-            self._hear()
+            self._note_answer()
             if self._reported[1] is None:
                 log.info("node %s (%s) has joined the service on %s", report.name, report.address, joined.head)
             self._joined_at = self._clock()
@@ -190,19 +207,19 @@ class Agent:
     def _kept_credential(self, report: NodeReport) -> CredentialFile:
         return CredentialFile(self._data_dir, self._calls.url, report.name)
 
-    async def _take_up(self, report: NodeReport) -> None:
-        """Find what an agent before us has begun, and end what nobody knows."""
+    async def _restore_tasks(self, report: NodeReport) -> None:
+        """Restore the tasks of the agent before this one, and end processes that belong to no task."""
         node = self._node(report)
         for kept in await asyncio.to_thread(kept_tasks, node):
-            log.info("task %s: taken up again", kept.order.task_id)
+            log.info("task %s: restored", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
-        known = [kept.places.run_dir for kept in self._tasks.values()]
+        known = [kept.paths.run_dir for kept in self._tasks.values()]
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
             log.warning("ended what was left running of %s: no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
 
-    async def _turn(self) -> None:
-        """Tell what is new, and hear what is wanted."""
+    async def _poll_once(self) -> None:
+        """Report what is new, and follow the answer."""
         now, (reported, before) = self._clock(), self._reported
         if now - reported > REPORT:
             self._reported = (now, before)
@@ -216,8 +233,9 @@ class Agent:
         # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
         seen = -1 if self._interrupted else self._seen
         body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
+        kept = await asyncio.to_thread(self._kept)
         try:
-            orders = await (self._calls.poll(body) if self._interrupted else self._ask(body))
+            orders = await (self._calls.poll(body, kept) if self._interrupted else self._poll_until_news(body, kept))
         except ServiceUnreachable as error:
             await self._wait(error)
         except ServiceRefusal as refusal:
@@ -234,15 +252,18 @@ class Agent:
         else:
             self._interrupted = orders is None
             if orders is not None:
-                self._hear()
+                self._note_answer()
                 await self._follow(orders)
+                await asyncio.to_thread(self._remove, set(kept) & set(orders.over))
 
-    async def _ask(self, body: Poll) -> Orders | None:
-        """The answer to a poll; None: there were news to tell before it came."""
-        asked, news = asyncio.create_task(self._calls.poll(body)), asyncio.create_task(self._news.wait())
+    async def _poll_until_news(self, body: Poll, kept: Collection[str]) -> Orders | None:
+        """The answer to a poll; None: there is news to report, or it is time for the next heartbeat."""
+        asked, news = asyncio.create_task(self._calls.poll(body, kept)), asyncio.create_task(self._news.wait())
         try:
-            await asyncio.wait([asked, news], return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            # The service answers after POLL_SECONDS: a poll is given up only for a shorter interval.
+            limit = self._heartbeat_interval if self._heartbeat_interval < POLL_SECONDS else None
+            await asyncio.wait([asked, news], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done() and news.done():
                 await asyncio.wait([asked], timeout=NEWS)
             return asked.result() if asked.done() else None
         finally:
@@ -276,7 +297,7 @@ class Agent:
     def _refuse(self, order: TaskOrder, why: str) -> None:
         """Answer an order that is not followed: nothing of the task is here, or it stays as it is."""
         is_over = order.stage is Stage.stop
-        progress = Progress.done if is_over else Progress.failed
+        progress = StageProgress.done if is_over else StageProgress.failed
         if order.task_id not in self._refused:
             log.error("task %s is refused: %s", order.task_id[:200], why)
         self._refused[order.task_id] = TaskReport(
@@ -285,20 +306,20 @@ class Agent:
         self._news.set()
 
     async def _forget(self) -> None:
-        """Let go of what has ended and is not asked for."""
+        """Forget tasks that have ended and are no longer ordered."""
         for task_id, known in list(self._tasks.items()):
             if known.forgotten and known.gone:
                 await known.leave()
                 del self._tasks[task_id]
-                others = {other.places.home for other in self._tasks.values()}
-                await asyncio.to_thread(known.forget, known.places.home not in others)
+                others = {other.paths.home for other in self._tasks.values()}
+                await asyncio.to_thread(known.forget, known.paths.home not in others)
 
     def _reports(self) -> tuple[TaskReport, ...]:
         refused = [report for task_id, report in self._refused.items() if task_id not in self._tasks]
         return (*(known.report() for known in self._tasks.values()), *refused)
 
-    def _node(self, report: NodeReport) -> Node:
-        return Node(
+    def _node(self, report: NodeReport) -> NodeContext:
+        return NodeContext(
             name=report.name,
             address=report.address,
             boot_id=report.boot_id,
@@ -311,33 +332,44 @@ class Agent:
             sleep=self._sleep,
         )
 
-    def _hear(self) -> None:
-        self._heard = self._clock()
+    def _note_answer(self) -> None:
+        self._answered_at = self._clock()
         if self._trouble:
             log.info("the service answers again")
         self._trouble = ""
 
-    def _say(self, trouble: str) -> None:
+    def _note_trouble(self, trouble: str) -> None:
         if trouble != self._trouble:
             log.warning("%s; trainings go on, and the service is called again", trouble.removesuffix("."))
         self._trouble = trouble
 
     async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
         """Until the service is called again. After LEASE the tasks are ended, and with a refusal so is the agent."""
-        self._say(str(error))
-        if self._clock() - self._heard > LEASE:
+        self._note_trouble(str(error))
+        if self._clock() - self._answered_at > LEASE:
             if isinstance(error, ServiceRefusal) and error.status < 500:
                 raise error
             for known in self._tasks.values():
                 known.end(f"the service has not answered for {LEASE:.0f} s")
         await self._sleep(RETRY)
 
+    def _kept(self) -> list[str]:
+        """Jobs that have files and no task here: their next attempt may come here again."""
+        ours = {known.paths.home.name for known in self._tasks.values()}
+        names = (path.name for path in (self._data_dir / "jobs").glob("*"))
+        return sorted(name for name in names if name not in ours and re.fullmatch(JOB_UUID_PATTERN, name))[:MOST_KEPT]
+
+    def _remove(self, over: Collection[str]) -> None:
+        """Remove the files of jobs that have ended."""
+        ours = {known.paths.home.name for known in self._tasks.values()}
+        for job_uuid in set(over) - ours:
+            log.info("job %s is over: its files on this node are removed", job_uuid)
+            shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
+
     def _clean(self) -> None:
-        """Remove what jobs have left here that nobody has come back for, and rows that no task has used for long."""
-        ours = {known.places.home for known in self._tasks.values()}
-        rows = {
-            known.places.rows(found["sha256"]) for known in self._tasks.values() for found in known.places.datasets()
-        }
+        """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise."""
+        ours = {known.paths.home for known in self._tasks.values()}
+        rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:

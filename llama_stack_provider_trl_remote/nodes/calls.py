@@ -1,4 +1,4 @@
-"""What an agent asks the service and tells it: one method per route."""
+"""An agent's calls of the service: one method per route."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.system.files import open_in
 
-from ..client import SLOWEST_DISK, Answer, ServiceClient, Timeouts, job_path
+from ..client import SLOWEST_DISK, ServiceAnswer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
 from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
 
@@ -85,12 +85,17 @@ class NodeClient(ServiceClient):
         """Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
         return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
 
-    async def poll(self, poll: Poll) -> Orders:
-        """What should run here; waits for news, up to POLL_SECONDS."""
+    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
+        """The orders of this node; waits for new ones, up to POLL_SECONDS.
+
+        Args:
+            kept: jobs of which files and no task are here, at most MOST_KEPT.
+        """
         # Little more than that: after a cut link, the sooner the next one goes out the better.
         limit = POLL_SECONDS + 2.0
         body = poll.model_dump(mode="json")
-        answer = await self._json("POST", f"{self._home}/poll", body, limit)
+        query = "&".join(f"kept={quote(job_uuid, safe='')}" for job_uuid in kept)
+        answer = await self._json("POST", f"{self._home}/poll{'?' * bool(query)}{query}", body, limit)
         return Orders.model_validate(answer)
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:
@@ -204,7 +209,7 @@ class NodeClient(ServiceClient):
                 size -= len(chunk)
                 yield chunk
 
-    def _refusal(self, path: str, answer: Answer) -> Exception:
+    def _refusal(self, path: str, answer: ServiceAnswer) -> Exception:
         error = super()._refusal(path, answer)
         if not isinstance(error, ServiceRefusal):
             return error
@@ -216,7 +221,7 @@ class NodeClient(ServiceClient):
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the service says that a task is no longer this node's."""
+    """Whether the service answers that a task is no longer this node's."""
     return isinstance(error, ServiceRefusal) and error.status == GONE
 
 

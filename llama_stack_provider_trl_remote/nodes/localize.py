@@ -29,7 +29,7 @@ BORROWED = "borrowed"
 
 
 @dataclass(frozen=True)
-class Places:
+class PathMap:
     """Where the files of one task are: on the service, and here.
 
     Args:

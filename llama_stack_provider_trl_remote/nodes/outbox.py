@@ -1,9 +1,9 @@
-"""What a training says, on its way to the service: every event once, in one order, whoever is killed meanwhile.
+"""The queue of a training's events to the service: every event once, in one order, across restarts of both ends.
 
 The training's own event file is the queue, and the size of the service's file is how far it got. Between them only an
 order has to be kept, for an event may overtake others: a checkpoint is announced when its files are with the service,
-and what was said after it does not wait. `shipped.order` has one line for each event that may go, where in the event
-file it is. It is written before the event is sent; so what the service has is always a beginning of what it says.
+and later events do not wait. `shipped.order` has one line for each event that may go, where in the event
+file it is. It is written before the event is sent; so the service's file is always a beginning of this order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from llama_stack_provider_trl.system.beneath import NotAFile
 from llama_stack_provider_trl.system.files import open_regular, read_regular
 
-from .localize import Places
+from .localize import PathMap
 
 ORDER = "shipped.order"
 _FINAL = ("finished", "failed", "paused")
@@ -31,8 +31,8 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLO
 
 
 @dataclass(frozen=True)
-class Held:
-    """An event that waits: a checkpoint for its files, a last word for the checkpoints before it."""
+class PendingEvent:
+    """An event that waits: a checkpoint for its files, a final event for the checkpoints before it."""
 
     start: int
     length: int
@@ -44,22 +44,22 @@ class Held:
 
 
 class Outbox:
-    """The events of one task. Made anew after a restart it goes on where the one before it was.
+    """The events of one task. Made anew after a restart, it continues where the one before it was.
 
     Args:
-        places: which paths an event gets. They must be the same after a restart.
+        paths: which paths an event gets. They must be the same after a restart.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._events = places.files.events
-        self._order = places.run_dir / ORDER
+    def __init__(self, paths: PathMap) -> None:
+        self._paths = paths
+        self._events = paths.files.events
+        self._order = paths.run_dir / ORDER
         self._starts, self._lengths, self._ends = array("q"), array("q"), array("q")
         """Of each event that may go: where it is in the event file, and where it ends in what is sent."""
         self._read = 0
         self._known: set[int] = set()
-        self._held: list[Held] = []
-        self.said_finished = False
+        self._pending: list[PendingEvent] = []
+        self.has_finished = False
         self._recover()
 
     @property
@@ -68,17 +68,17 @@ class Outbox:
         return self._ends[-1] if self._ends else 0
 
     @property
-    def held(self) -> tuple[Held, ...]:
-        return tuple(self._held)
+    def pending(self) -> tuple[PendingEvent, ...]:
+        return tuple(self._pending)
 
-    def take_in(self) -> None:
+    def read_events(self) -> None:
         """Read on in the event file: whole lines only.
 
         Raises:
             OSError: the order cannot be kept (a full disk); what was read is read again the next time.
         """
         ready: list[tuple[int, int]] = []
-        held: list[Held] = []
+        pending: list[PendingEvent] = []
         read = self._read
         for start, line in self._lines(read):
             read = start + len(line)
@@ -86,29 +86,29 @@ class Outbox:
                 self._notice(json.loads(line))
                 continue
             event = json.loads(line)
-            if self._waits(event, [*self._held, *held]):
-                held.append(Held(start, len(line), event))
+            if self._waits(event, [*self._pending, *pending]):
+                pending.append(PendingEvent(start, len(line), event))
             else:
                 ready.append((start, len(line)))
                 self._notice(event)
         self._append(ready)
         self._known = {start for start in self._known if start >= read}
-        self._held += held
+        self._pending += pending
         self._read = read
 
-    def release(self, checkpoint: Held) -> None:
-        """A checkpoint is with the service: its event may go, and a last word that waited for nothing else.
+    def release(self, checkpoint: PendingEvent) -> None:
+        """Release the event of an uploaded checkpoint, and a final event that waited for nothing else.
 
         Raises:
-            OSError: as `take_in`.
+            OSError: as `read_events`.
         """
-        ready, left = [checkpoint], [held for held in self._held if held is not checkpoint]
+        ready, left = [checkpoint], [pending for pending in self._pending if pending is not checkpoint]
         while left and not left[0].is_checkpoint:
             ready.append(left.pop(0))
-        self._append([(held.start, held.length) for held in ready])
-        self._held = left
-        for held in ready:
-            self._notice(held.event)
+        self._append([(pending.start, pending.length) for pending in ready])
+        self._pending = left
+        for pending in ready:
+            self._notice(pending.event)
 
     def piece(self, offset: int, limit: int = _PIECE) -> bytes:
         """What the service's file lacks from byte `offset` on: about `limit` bytes, up to the end of an event."""
@@ -116,20 +116,20 @@ class Outbox:
         found = bytearray()
         with open_regular(self._events) as file:
             while index < len(self._starts) and len(found) < limit:
-                line = self._places.event(os.pread(file.fileno(), self._lengths[index], self._starts[index]))
+                line = self._paths.event(os.pread(file.fileno(), self._lengths[index], self._starts[index]))
                 begin = self._ends[index] - len(line)
                 found += line[max(0, offset - begin) :]
                 index += 1
         return bytes(found)
 
-    def _waits(self, event: dict[str, Any], held: list[Held]) -> bool:
+    def _waits(self, event: dict[str, Any], pending: list[PendingEvent]) -> bool:
         kind = event.get("type")
         if kind == "checkpoint":
-            return not self._places.shared
-        return kind in _FINAL and any(other.is_checkpoint for other in held)
+            return not self._paths.shared
+        return kind in _FINAL and any(other.is_checkpoint for other in pending)
 
     def _notice(self, event: dict[str, Any]) -> None:
-        self.said_finished = self.said_finished or event.get("type") == "finished"
+        self.has_finished = self.has_finished or event.get("type") == "finished"
 
     def _lines(self, offset: int) -> list[tuple[int, bytes]]:
         try:
@@ -161,13 +161,13 @@ class Outbox:
     def _add(self, spans: list[tuple[int, int]]) -> None:
         with open_regular(self._events) as file:
             for start, length in spans:
-                line = self._places.event(os.pread(file.fileno(), length, start))
+                line = self._paths.event(os.pread(file.fileno(), length, start))
                 self._starts.append(start)
                 self._lengths.append(length)
                 self._ends.append(self.size + len(line))
 
     def _recover(self) -> None:
-        """Take up what was released before, and drop the half of a line with which the one before us died."""
+        """Restore what was released before, and drop an incomplete last line."""
         try:
             data = read_regular(self._order, _ORDER_BYTES)
         except FileNotFoundError:

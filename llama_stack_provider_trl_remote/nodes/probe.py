@@ -19,11 +19,11 @@ class Unreachable(OSError):
     """Raised when a peer does not answer; names both nodes and the ports to open."""
 
 
-class Door:
+class ProbeListener:
     """A port at which this node answers its peers, until the ranks take it.
 
     Args:
-        word: what a peer is told, so that it knows whom it has reached.
+        word: sent to a peer, which recognizes the task by it.
     """
 
     def __init__(self, listener: socket.socket, word: str) -> None:

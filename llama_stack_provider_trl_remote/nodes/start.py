@@ -22,11 +22,14 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.system.process import hide_from_other_processes
 
+from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
 from .identity import NodeError, node_name, node_report, reachable_address
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
+SHORTEST_INTERVAL = 0.5
+"""Seconds between two heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class NodeSettings:
     devices: tuple[str, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
     upload_mb_per_s: float | None = None
+    heartbeat_interval: float = POLL_SECONDS
+    """Seconds between two calls of the service."""
     python: str | None = None
     """Interpreter that trains; None: this process's own."""
     isolation: Isolation | None = None
@@ -73,7 +78,14 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
     if settings.isolation_mode != "off" and not isolation.how:
         hide_from_other_processes()
     launcher = LocalLauncher(isolation=isolation, limits=settings.limits)
-    return Agent(client, report, settings.data_dir, launcher, python=settings.python)
+    return Agent(
+        client,
+        report,
+        settings.data_dir,
+        launcher,
+        python=settings.python,
+        heartbeat_interval=settings.heartbeat_interval,
+    )
 
 
 def worker_settings(
@@ -86,6 +98,7 @@ def worker_settings(
     labels: Mapping[str, str] | None = None,
     upload_mb_per_s: float | None = None,
     isolation: str | None = None,
+    heartbeat_interval: str | None = None,
 ) -> NodeSettings:
     """Of a worker, from its command line and its environment.
 
@@ -112,9 +125,26 @@ def worker_settings(
         devices=tuple(usable_devices(device or environ.get("TRL_NODE_DEVICE") or "auto")),
         labels=labels or {},
         upload_mb_per_s=upload_mb_per_s,
+        heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
         limits=Limits(processes=4096),
     )
+
+
+def _interval(text: str | None) -> float:
+    """Of two heartbeats. A longer one than POLL_SECONDS would be taken for a lost node when one call fails."""
+    if not text:
+        return POLL_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not SHORTEST_INTERVAL <= seconds <= POLL_SECONDS:
+        raise NodeError(
+            f"heartbeat_interval={text!r}: expected seconds from {SHORTEST_INTERVAL:g} to {POLL_SECONDS:g} "
+            "(--heartbeat-interval, TRL_NODE_HEARTBEAT_INTERVAL)"
+        )
+    return seconds
 
 
 def _mode(text: str) -> Mode:

@@ -1,4 +1,4 @@
-"""One task on this node, from the order to the last byte that it leaves."""
+"""One task on this node, from its order to the upload of its last result."""
 
 from __future__ import annotations
 
@@ -19,53 +19,43 @@ from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, 
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.ports import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
-from llama_stack_provider_trl.specs.checkpoint_files import check_names
 from llama_stack_provider_trl.system.files import (
     atomic_write_json,
-    damage,
-    put_in_place,
     read_regular,
-    resolve_under,
-    sha256_in,
-    sha256_of,
-    touched,
 )
 
 from ..pull import OtherBytes
-from ..wire import GIVEN, MOST_JSON, MOST_TEXT, Progress, Stage, TaskOrder, TaskReport
-from . import shipping
+from ..wire import MOST_JSON, MOST_TEXT, Stage, StageProgress, TaskOrder, TaskReport
+from . import uploader
 from .calls import is_gone
-from .localize import Places, check_order, sees_the_services_disk
+from .inputs import InputCalls, Inputs, ModelMissing, check_models
+from .localize import PathMap, check_order, sees_the_services_disk
 from .outbox import first_failed
-from .probe import Door, listen, probe
-from .shipping import Damaged, Shipping
+from .probe import ProbeListener, listen, probe
+from .uploader import Damaged, Uploader
 
 log = logging.getLogger(__name__)
 RECORD = "order.json"
-LOOK = 0.25
-"""Seconds between two looks at the processes of a task."""
+POLL_INTERVAL = 0.25
+"""Seconds between two polls of the processes of a task."""
 _FAILURES = 30
 """A minute of nothing but 500: other numbers say that it is away or full, which passes."""
 _STAGES = list(Stage)
 
 
-class Calls(shipping.Calls, Protocol):
+class TaskCalls(uploader.UploadCalls, InputCalls, Protocol):
     """The part of `calls.NodeClient` that a task needs."""
-
-    async def rows(self, sha256: str, path: Path) -> None: ...
-    async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]: ...
-    async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Node:
-    """What a task has to know of the node that it is on."""
+class NodeContext:
+    """The node that a task is on, as the task needs it."""
 
     name: str
     address: str
     boot_id: str
     data_dir: Path
-    calls: Calls
+    calls: TaskCalls
     launcher: Launcher
     changed: Callable[[], None]
     """Called when there is something new to report."""
@@ -80,19 +70,22 @@ class NodeTask:
     """A task as the service wants it, and as it is here. Everything that must survive the agent is in `order.json`,
     beside the runner's own files."""
 
-    def __init__(self, node: Node, order: TaskOrder, shared: bool | None = None, port: int | None = None) -> None:
+    def __init__(
+        self, node: NodeContext, order: TaskOrder, shared: bool | None = None, port: int | None = None
+    ) -> None:
         self._node, self.order = node, order
         self._shared, self._port = shared, port
         self._told = asyncio.Event()
         self._exited = asyncio.Event()
         self._done: set[Stage] = set()
         self._error = ""
+        self._is_lasting = False
         self._detail = ""
         self._observation: Observation | None = None
         self._failed: dict[str, Any] | None = None
         self._shipped = False
-        self._door: Door | None = None
-        self._said_finished = False
+        self._listener: ProbeListener | None = None
+        self._has_finished = False
         self._work: asyncio.Task[None] | None = None
         self.gone = False
         """No process of it is left, and it was ordered to stop."""
@@ -100,25 +93,25 @@ class NodeTask:
         """The service no longer names it."""
 
     @property
-    def places(self) -> Places:
-        return Places(self.order, self._node.data_dir, bool(self._shared))
+    def paths(self) -> PathMap:
+        return PathMap(self.order, self._node.data_dir, bool(self._shared))
 
     @property
     def port(self) -> int | None:
         """Where it listens for its peers, and then, on rank 0's node, its ranks do."""
-        return given_port(self.places.run_dir) if self._port is None else self._port
+        return given_port(self.paths.run_dir) if self._port is None else self._port
 
     @property
     def begun(self) -> bool:
-        """Whether this agent has taken it up, or ended it."""
+        """Whether this agent has begun to drive it, or has ended it."""
         return self._work is not None
 
     @property
-    def said_finished(self) -> bool:
-        return self._said_finished
+    def has_finished(self) -> bool:
+        return self._has_finished
 
     def begin(self) -> None:
-        """Take it up, or take it up again."""
+        """Start to drive it, or continue after a restart of the agent."""
         try:
             self._keep()
         except OSError as error:  # a full disk
@@ -127,7 +120,7 @@ class NodeTask:
         self._work = asyncio.create_task(self._end() if self.order.stage is Stage.stop else self._drive())
 
     def follow(self, order: TaskOrder) -> None:
-        """Go on to what the service wants now. Stages are gone through forward only."""
+        """Follow a newer order. A stage is never followed by an earlier one."""
         if self.order.stage is Stage.stop or order == self.order:
             return
         if _STAGES.index(order.stage) < _STAGES.index(self.order.stage):
@@ -137,13 +130,13 @@ class NodeTask:
             self._cancel_work()
             self._work = asyncio.create_task(self._end())
         else:
-            with suppress(OSError):  # a full disk: after a restart the service says it again
+            with suppress(OSError):  # a full disk: after a restart the service sends the order again
                 self._keep()
         self._told.set()
         self._node.changed()
 
     def end(self, why: str) -> None:
-        """End it without being told to: it is no longer ours, or nobody has asked for it for too long."""
+        """End it without an order: the service has given it to another node, or has not answered for too long."""
         if self.order.stage is not Stage.stop:
             log.info("task %s: %s", self.order.task_id, why)
             self.follow(self.order.model_copy(update={"stage": Stage.stop}))
@@ -155,11 +148,11 @@ class NodeTask:
             await asyncio.wait([self._work])
 
     async def leave(self) -> None:
-        """Stop looking after it; its processes go on."""
+        """Stop driving it; its processes continue."""
         self._cancel_work()
         with suppress(asyncio.CancelledError):
             await self.settle()
-        await self._close_door()
+        await self._close_listener()
 
     def forget(self, last: bool) -> None:
         """Remove its files, and those of its job where nothing needs them any more.
@@ -167,9 +160,9 @@ class NodeTask:
         Args:
             last: no other task of the job is here.
         """
-        home = self.places.home
-        shutil.rmtree(self.places.run_dir, ignore_errors=True)
-        if self._said_finished:
+        home = self.paths.home
+        shutil.rmtree(self.paths.run_dir, ignore_errors=True)
+        if self._has_finished:
             shutil.rmtree(home, ignore_errors=True)
             return
         # Of a node without rank 0 often nothing but these is left. Another task may be about to fill them.
@@ -182,18 +175,19 @@ class NodeTask:
     def report(self) -> TaskReport:
         stage, seen = self.order.stage, self._observation
         if stage is Stage.stop:
-            progress = Progress.done if self.gone else Progress.working
+            progress = StageProgress.done if self.gone else StageProgress.working
         elif self._error:
-            progress = Progress.failed
+            progress = StageProgress.failed
         else:
             over = stage in self._done or (seen is not None and seen.state is TaskState.exited)
-            progress = Progress.done if over else Progress.working
+            progress = StageProgress.done if over else StageProgress.working
         return TaskReport(
             task_id=self.order.task_id,
             stage=stage,
             progress=progress,
             detail=_cut(self._detail or (seen.detail if seen else "")),
             error=_cut(self._error),
+            lasting=self._is_lasting,
             port=self.port,
             observation=None if seen is None else _cut_all(asdict(seen)),
             failed=None if self._failed is None else _cut_all(self._failed),
@@ -209,9 +203,9 @@ class NodeTask:
                 if self.order.stage is Stage.probe:
                     await self._probe()
                     await self._until(Stage.run)
-                await self._close_door()
+                await self._close_listener()
                 await asyncio.to_thread(self._node.launcher.start, self._spec())
-            await self._look_after()
+            await self._supervise()
         except (TrlError, OSError, ValidationError) as error:
             self._fail(error)
         except Exception as error:
@@ -220,13 +214,14 @@ class NodeTask:
 
     def _fail(self, error: Exception) -> None:
         self._error = str(error) or type(error).__name__
+        self._is_lasting = isinstance(error, ModelMissing)
         log.warning("task %s: %s", self.order.task_id, self._error)
         self._node.changed()
 
     async def _prepare_patiently(self) -> None:
         """Prepare, again and again while the service is away: it costs no attempt. Who waits for too long is told to
         stop, by the service or by the agent. A service that is there and fails at it fails for good, after a while."""
-        self._say("looks for its files")
+        self._note_detail("looks for its files")
         trouble, failures = "", 0
         while True:
             try:
@@ -241,50 +236,47 @@ class NodeTask:
                 if str(error) != trouble:
                     log.warning("task %s: %s", self.order.task_id, error)
                 trouble = str(error)
-                self._say(trouble)
-                await self._node.sleep(shipping.RETRY)
+                self._note_detail(trouble)
+                await self._node.sleep(uploader.RETRY)
 
     async def _prepare(self) -> None:
         """Have all that the ranks will read, then be there for the other nodes."""
-        await asyncio.to_thread(self._look_at_models)
+        await asyncio.to_thread(check_models, self.order, self._node.name)
         if self._shared is None:
             self._shared = await asyncio.to_thread(sees_the_services_disk, self.order)
             self._keep()
-        places = self.places
-        for rows in places.datasets():
-            target = places.rows(rows["sha256"])
-            if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
-                self._say(f"fetches {rows['num_rows']} rows")
-                await self._node.calls.rows(rows["sha256"], target)
-        spec = places.spec(await self._fetch_checkpoints())
-        if places.shared:
-            if not places.checkpoint_dir.is_dir():
+        paths = self.paths
+        inputs = Inputs(paths, self._node.calls, self._note_detail)
+        await inputs.fetch_rows()
+        spec = paths.spec(await inputs.fetch_checkpoints())
+        if paths.shared:
+            if not paths.checkpoint_dir.is_dir():
                 raise FileNotFoundError(
-                    f"the shared checkpoint directory {places.checkpoint_dir} is gone from this node"
+                    f"the shared checkpoint directory {paths.checkpoint_dir} is gone from this node"
                 )
         else:
-            places.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(places.files.spec, spec)
+            paths.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(paths.files.spec, spec)
         if _STAGES.index(self.order.stage) < _STAGES.index(Stage.run):
-            await self._open_door()
-        self._say("")
+            await self._open_listener()
+        self._note_detail("")
         self._finish(Stage.prepare)
 
-    async def _open_door(self) -> None:
-        """Listen; after a restart where the other nodes have been told."""
+    async def _open_listener(self) -> None:
+        """Listen for the probes of the other nodes, after a restart at the port that they know."""
         ports = self.order.ports if self._port is None else (self._port, 1)
         others = [port for port in self._node.ports_given() if port != self._port]
-        self._door = Door(listen(self._node.address, ports, others), self.order.task_id)
-        self._port = self._door.port
+        self._listener = ProbeListener(listen(self._node.address, ports, others), self.order.task_id)
+        self._port = self._listener.port
         self._keep()
-        await self._door.open()
+        await self._listener.open()
 
     async def _probe(self) -> None:
         await probe(self._node.name, self.order)
         self._finish(Stage.probe)
 
-    async def _look_after(self) -> None:
-        """Watch the processes, and ship what they say, until neither has anything left."""
+    async def _supervise(self) -> None:
+        """Watch the processes and upload their results until neither has anything left."""
         gone: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -307,9 +299,9 @@ class NodeTask:
         while True:
             seen = await asyncio.to_thread(self._node.launcher.poll, self._spec())
             if seen.state is TaskState.unknown:
-                seen = Observation(TaskState.exited, detail=f"{self.places.run_dir} was removed")
+                seen = Observation(TaskState.exited, detail=f"{self.paths.run_dir} was removed")
             if self.order.node_rank:
-                self._failed = first_failed(self.places.files.events)
+                self._failed = first_failed(self.paths.files.events)
             if seen != self._observation:
                 self._observation = seen
                 self._node.changed()
@@ -319,28 +311,28 @@ class NodeTask:
                 try:
                     await asyncio.to_thread(self._node.launcher.pause, self._spec())
                 except OSError as error:  # a full disk, which gets free again
-                    self._say(f"it cannot be told to pause: {error}")
-            await self._node.sleep(LOOK)
+                    self._note_detail(f"it cannot be told to pause: {error}")
+            await self._node.sleep(POLL_INTERVAL)
 
     async def _ship(self) -> None:
-        work = Shipping(self.places, self._node.calls, self._exited, self._say, self._node.sleep)
+        work = Uploader(self.paths, self._node.calls, self._exited, self._note_detail, self._node.sleep)
         try:
             await work.run()
         finally:
-            self._said_finished = work.said_finished
+            self._has_finished = work.has_finished
 
     async def _end(self) -> None:
         """No process of it is left when this is over."""
-        await self._close_door()
+        await self._close_listener()
         task = self._spec()
         while (seen := await asyncio.to_thread(self._node.launcher.poll, task)).state is not TaskState.exited:
             try:
                 await asyncio.to_thread(self._node.launcher.cancel, task)
             except OSError as error:
-                self._say(f"it cannot be ended: {error}")
+                self._note_detail(f"it cannot be ended: {error}")
                 if seen.state is TaskState.unknown:
                     break  # nor could it be started: there is nothing of it
-            await self._node.sleep(LOOK)
+            await self._node.sleep(POLL_INTERVAL)
         self._observation = seen
         self.gone = True
         self._node.changed()
@@ -352,7 +344,7 @@ class NodeTask:
         leads = order.node_rank == 0
         return TaskSpec(
             task_id=order.task_id,
-            run_dir=self.places.run_dir,
+            run_dir=self.paths.run_dir,
             devices=order.devices,
             python=self._node.python,
             ranks=order.ranks,
@@ -366,54 +358,8 @@ class NodeTask:
             hang_timeout=order.hang_timeout if leads else None,
         )
 
-    async def _fetch_checkpoints(self) -> list[str]:
-        """The service's names of the checkpoints that are here to go on from: the first one that is whole, which is the
-        same on every node, for all get the same bytes."""
-        for path in self.places.resumed_from():
-            target = self.places.here(path)
-            if not (self._shared and target == Path(path)):
-                await self._pull(Path(path), target)
-            if (wrong := await asyncio.to_thread(damage, target)) is None:
-                return [path]
-            log.warning("task %s: %s is damaged: %s", self.order.task_id, path, wrong)
-        return []
-
-    async def _pull(self, path: Path, target: Path) -> None:
-        """Have a checkpoint of the service here, as it is there.
-
-        Raises:
-            InvalidRequest: it holds more than data.
-        """
-        job_uuid = self.order.job_uuid
-        # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
-        identifier = path.name if path.is_relative_to(self.places.theirs) else GIVEN
-        files = await self._node.calls.checkpoint_files(job_uuid, identifier)
-        code = bool(self.order.spec["job"].get("trust_remote_code"))
-        check_names([file["path"] for file in files], "checkpoint file", code=code, legacy=True)
-        if await asyncio.to_thread(_is_the_same, target, files):
-            return
-        staging = target.with_name(f"{target.name}.tmp")
-        if staging.is_symlink():  # left by the job's earlier training: what is fetched would go where it leads
-            staging.unlink()
-        for number, file in enumerate(files, 1):
-            size = f"{file['size'] / (1 << 20):.1f} MiB"
-            self._say(f"fetches {path.name}, file {number} of {len(files)}: {file['path']}, {size}")
-            place = resolve_under(staging, file["path"], "checkpoint file")
-            await self._node.calls.checkpoint_file(job_uuid, identifier, place, file)
-        await asyncio.to_thread(put_in_place, staging, target)
-
-    def _look_at_models(self) -> None:
-        job = self.order.spec["job"]
-        reference = ((job.get("dpo") or {}).get("reference") or {}).get("model")
-        for model in (job["model"], reference):
-            if model and Path(model).is_absolute() and not Path(model).exists():
-                raise FileNotFoundError(
-                    f"the model {model} is not on node {self._node.name}: put it there under the same path (shared "
-                    "storage, or a copy), or name a model id, which every node takes from its cache or the hub"
-                )
-
     async def _until(self, stage: Stage) -> None:
-        """Wait until the service wants at least this."""
+        """Wait until the service orders this stage or a later one."""
         while _STAGES.index(self.order.stage) < _STAGES.index(stage):
             self._told.clear()
             await self._told.wait()
@@ -422,32 +368,32 @@ class NodeTask:
         self._done.add(stage)
         self._node.changed()
 
-    def _say(self, detail: str) -> None:
+    def _note_detail(self, detail: str) -> None:
         if detail != self._detail:
             self._detail = detail
             self._node.changed()
 
     def _keep(self) -> None:
-        self.places.run_dir.mkdir(parents=True, exist_ok=True)
+        self.paths.run_dir.mkdir(parents=True, exist_ok=True)
         record = {
             "boot_id": self._node.boot_id,
             "shared": self._shared,
             "port": self._port,
             "order": self.order.model_dump(mode="json"),
         }
-        atomic_write_json(self.places.run_dir / RECORD, record, mode=0o600)
+        atomic_write_json(self.paths.run_dir / RECORD, record, mode=0o600)
 
     def _cancel_work(self) -> None:
         if self._work is not None:
             self._work.cancel()
 
-    async def _close_door(self) -> None:
-        if self._door is not None:
-            door, self._door = self._door, None
-            await door.close()
+    async def _close_listener(self) -> None:
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            await listener.close()
 
 
-def kept_tasks(node: Node) -> list[NodeTask]:
+def kept_tasks(node: NodeContext) -> list[NodeTask]:
     """The tasks that an agent before us has left on this node; those of an earlier boot are gone, and so is their
     directory."""
     found = []
@@ -456,7 +402,7 @@ def kept_tasks(node: Node) -> list[NodeTask]:
             kept = json.loads(read_regular(record))
             order = TaskOrder.model_validate(kept["order"])
             check_order(order)  # its training can write it
-            if Places(order, node.data_dir).run_dir != record.parent:
+            if PathMap(order, node.data_dir).run_dir != record.parent:
                 raise ValueError("it is the order of another task")
         except (OSError, ValueError, KeyError, TypeError, TrlError) as error:
             log.warning("%s cannot be read, and is left alone: %s", record, error)
@@ -478,17 +424,6 @@ def _cut_all(values: dict[str, Any]) -> dict[str, Any]:
     if len(json.dumps(values)) <= MOST_JSON:
         return values
     return {name: _cut(value) if isinstance(value, str) else value for name, value in values.items()}
-
-
-def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:
-    """Whether a checkpoint is here with exactly these bytes."""
-    try:
-        return bool(files) and all(
-            (target / file["path"]).stat().st_size == file["size"] and sha256_in(target, file["path"]) == file["sha256"]
-            for file in files
-        )
-    except OSError:
-        return False
 
 
 def _flat(errors: BaseExceptionGroup[Any]) -> list[BaseException]:

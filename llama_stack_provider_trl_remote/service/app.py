@@ -45,7 +45,8 @@ def make_app(service: Service) -> FastAPI:
     _include(app, nodes.router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
-    _include(app, service_router, "/v1")
+    for prefix in ("/v1", ""):
+        _include(app, service_router, prefix)
     _include(app, pages, "")
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}

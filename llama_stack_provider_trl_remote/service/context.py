@@ -37,11 +37,13 @@ from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusRespon
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
 from ..nodes.identity import machine_id, usable_cpus, versions
-from .cluster.launcher import Cluster, ClusterLauncher, Presence
-from .cluster.uploads import Shipping
+from .cluster.launcher import ClusterLauncher
+from .cluster.membership import Cluster
+from .cluster.presence import Presence
+from .cluster.uploads import UploadReceiver
 from .datasets.blobs import Blobs
 from .datasets.registration import Registration
-from .datasets.registry import Datasets
+from .datasets.registry import DatasetRegistry
 from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .http.received import Bodies
 from .security.access import Caller
@@ -76,7 +78,7 @@ class Service:
         self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
         self.refusals = Refusals(self.audit)
         self.blobs = Blobs(settings, self.isolation)
-        self.datasets = Datasets(settings, self.blobs)
+        self.datasets = DatasetRegistry(settings, self.blobs)
         registration = Registration(
             self.blobs.directory, settings.max_rows, settings.convert_timeout, self.blobs.check_space
         )
@@ -94,9 +96,9 @@ class Service:
         self.removed: dict[str, str] = {}
         """Nodes that were removed, and in which life: their agents are to end."""
         self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices, usable_cpus())
-        self.shipping = Shipping(self.store, self.digests)
+        self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
-        launcher = ClusterLauncher(local, self.store, self.cluster, self.shipping, ports)
+        launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
         self.supervisor = Supervisor(

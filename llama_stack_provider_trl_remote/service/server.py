@@ -21,8 +21,8 @@ from llama_stack_provider_trl.jobs.database import private_data_dir
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from .app import make_app
-from .as_node import be_a_node
 from .context import Service
+from .head_agent import run_head_agent
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .settings import ServiceSettings, SettingsError
 
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
         if not settings.on_loopback:
-            self._node = asyncio.create_task(be_a_node(self._service, sockets[0].getsockname()[1]))
+            self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Nothing new is accepted from here on: a stream that ends now is not asked for again in vain."""

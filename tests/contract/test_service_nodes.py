@@ -219,7 +219,7 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
         ({"devices": []}, 400, "devices"),
     ],
 )
-def test_a_machine_that_cannot_be_a_node_is_told_why(
+def test_a_machine_that_cannot_run_head_agent_is_told_why(
     service: TrainingService, agents: list[FakeAgent], changes: Json, status: int, expected: str
 ) -> None:
     report = {**agents[0].report, "name": "c", "machine_id": "c", **changes}

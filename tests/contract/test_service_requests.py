@@ -169,6 +169,10 @@ def test_a_method_that_a_path_has_not_is_answered_with_those_that_it_has(
         assert answer.headers["Allow"] == has
 
 
+def test_health_is_served_beside_the_versioned_calls_too(service: TrainingService) -> None:
+    assert service.get("/health", prefix="").json() == service.get("/health").json()
+
+
 def test_no_answer_waits_for_the_acknowledgement_of_its_head(service: TrainingService) -> None:
     assert service.get("/health").status_code == 200  # opens the connection; with Nagle's algorithm each takes 40 ms
     assert min(service.get("/health").elapsed for _ in range(10)).total_seconds() < 0.03

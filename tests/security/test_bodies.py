@@ -22,11 +22,11 @@ from starlette.requests import Request
 from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.requests.checks import nearest_choice
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
-from llama_stack_provider_trl_remote.service.datasets.registration import Registration, Stored
-from llama_stack_provider_trl_remote.service.datasets.registry import Datasets
+from llama_stack_provider_trl_remote.service.datasets.registration import Registration, StoredRows
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http import received as module
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
-from llama_stack_provider_trl_remote.service.http.received import Memory, Received, parse
+from llama_stack_provider_trl_remote.service.http.received import BodyMemory, Received, parse
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running_service
@@ -66,7 +66,7 @@ def test_an_error_shows_the_beginning_of_what_it_is_about() -> None:
 
 def test_bodies_wait_for_room_and_are_refused_when_there_is_none_in_time() -> None:
     async def run() -> list[str]:
-        memory, seen = Memory(10, patience=0.2), []
+        memory, seen = BodyMemory(10, patience=0.2), []
 
         async def hold(name: str, size: int, seconds: float) -> None:
             try:
@@ -85,7 +85,7 @@ def test_bodies_wait_for_room_and_are_refused_when_there_is_none_in_time() -> No
 
 def test_one_caller_holds_a_quarter_of_the_room_and_of_the_places_of_those_that_wait() -> None:
     async def run() -> list[str]:
-        memory, seen = Memory(32, patience=0.2), []
+        memory, seen = BodyMemory(32, patience=0.2), []
 
         async def hold(caller: str) -> None:
             try:
@@ -111,7 +111,7 @@ def received(pieces: list[bytes], pause: float, announced: int, rows: Registrati
         return {"type": "http.request", "body": coming.pop(0), "more_body": bool(coming)}
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"%d" % announced)]}
-    return Received(Request(scope, receive), "ci", 32 * MIB, Memory(), ThreadPoolExecutor(1), rows)
+    return Received(Request(scope, receive), "ci", 32 * MIB, BodyMemory(), ThreadPoolExecutor(1), rows)
 
 
 def test_a_body_that_trickles_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -
 def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> None:
     settings = ServiceSettings.model_validate({"data_dir": tmp_path})
     blobs = Blobs(settings)
-    datasets = Datasets(settings, blobs)
+    datasets = DatasetRegistry(settings, blobs)
     blobs.prepare()
     datasets.prepare()
-    stored = Stored(tmp_path / "datasets" / "rows", "0" * 64, 1)
+    stored = StoredRows(tmp_path / "datasets" / "rows", "0" * 64, 1)
     stored.path.write_text("{}\n")
     blobs._settings = settings.model_copy(update={"min_free_disk_mb": 1 << 40})
     body = RegisterDataset.model_validate({"dataset_id": "a", "source": {"type": "rows", "rows": []}})

@@ -1,4 +1,4 @@
-"""Datasets named by a uri: nothing outside the roots is read, and no file costs more memory than its limit."""
+"""DatasetRegistry named by a uri: nothing outside the roots is read, and no file costs more memory than its limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.system import beneath
 from llama_stack_provider_trl_remote.service.datasets import blobs as blobs_module
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
-from llama_stack_provider_trl_remote.service.datasets.registry import Datasets
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
@@ -37,7 +37,7 @@ class Service:
         )
         self.blobs = Blobs(self.settings)
         self.blobs.prepare()
-        self.datasets = Datasets(self.settings, self.blobs)
+        self.datasets = DatasetRegistry(self.settings, self.blobs)
         self.datasets.prepare()
 
     def register(self, path: Path | str) -> str:

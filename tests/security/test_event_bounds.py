@@ -30,8 +30,8 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.stack.responses import status_response
 from llama_stack_provider_trl.system.files import RunDir
-from llama_stack_provider_trl_remote.service.cluster.launcher import observation
-from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.cluster.reports import observation
+from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.service.views.events import Cursor, parsed, read_page
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -221,7 +221,7 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
         store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out"), "digest")
         store.launch("a", 1, "b/cpu", run_dir)
         store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
-        shipping = Shipping(store, Digests())
+        shipping = UploadReceiver(store, Digests())
         good = STARTED.model_dump_json().encode() + b"\n"
         with pytest.raises(InvalidRequest, match="it is no event"):
             shipping.add_events("a-1", "b", 0, good + line(event))

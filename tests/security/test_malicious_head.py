@@ -12,7 +12,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.nodes import localize
-from llama_stack_provider_trl_remote.nodes.task import Node, NodeTask
+from llama_stack_provider_trl_remote.nodes.task import NodeContext, NodeTask
 from llama_stack_provider_trl_remote.wire import TaskOrder
 from tests.fake_head import FakeHead
 from tests.orders import AA, BB, order, spec, write
@@ -131,7 +131,7 @@ def test_a_shared_directory_that_has_gone_is_not_made_again(world: World) -> Non
 
     real = NodeTask.__init__
 
-    def remembers(task: NodeTask, node: Node, order: TaskOrder, *_: Any) -> None:
+    def remembers(task: NodeTask, node: NodeContext, order: TaskOrder, *_: Any) -> None:
         real(task, node, order, True)  # an agent that was started again
 
     with pytest.MonkeyPatch.context() as patched:

@@ -10,7 +10,7 @@ import pytest
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.cluster import uploads as shipping_module
-from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from tests.fakes import job_spec
@@ -26,18 +26,20 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shipping(tmp_path: Path, run_dir: Path) -> Iterator[Shipping]:
+def shipping(tmp_path: Path, run_dir: Path) -> Iterator[UploadReceiver]:
     """Of a service with one task, of one rank, on node b."""
     store, digests = Store(tmp_path / "jobs.db"), Digests()
     store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out", min_free_bytes=1 << 20), "digest")
     store.launch("a", 1, "b/cpu", run_dir)
     store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
-    yield Shipping(store, digests)
+    yield UploadReceiver(store, digests)
     digests.close()
     store.close()
 
 
-def test_a_log_that_goes_on_at_four_tebibytes_makes_no_file_of_that_size(shipping: Shipping, run_dir: Path) -> None:
+def test_a_log_that_goes_on_at_four_tebibytes_makes_no_file_of_that_size(
+    shipping: UploadReceiver, run_dir: Path
+) -> None:
     assert shipping.add_log("a-1", "b", "rank-0.log", 0, b"one\n") == 4
     assert shipping.add_log("a-1", "b", "rank-0.log", FAR, b"later\n") == FAR + 6
     assert shipping.add_log("a-1", "b", "rank-0.log", FAR + 6, b"more\n") == FAR + 11
@@ -47,9 +49,9 @@ def test_a_log_that_goes_on_at_four_tebibytes_makes_no_file_of_that_size(shippin
     assert text.endswith("later\nmore\n")
 
 
-def test_what_the_service_has_is_known_after_its_restart(shipping: Shipping) -> None:
+def test_what_the_service_has_is_known_after_its_restart(shipping: UploadReceiver) -> None:
     shipping.add_log("a-1", "b", "rank-0.log", FAR, b"later\n")
-    again = Shipping(shipping._store, shipping._digests)
+    again = UploadReceiver(shipping._store, shipping._digests)
     assert again.add_log("a-1", "b", "rank-0.log", FAR + 6, b"") == FAR + 6
     with pytest.raises(WrongOffset) as wrong:
         again.add_log("a-1", "b", "rank-0.log", 0, b"")
@@ -57,7 +59,7 @@ def test_what_the_service_has_is_known_after_its_restart(shipping: Shipping) -> 
 
 
 def test_a_log_without_end_is_kept_within_a_bound(
-    shipping: Shipping, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shipping: UploadReceiver, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llama_stack_provider_trl_remote.service.cluster import logs as node_logs
 
@@ -71,14 +73,14 @@ def test_a_log_without_end_is_kept_within_a_bound(
     assert (run_dir / "rank-0.log").read_text().endswith("line 99\n")
 
 
-def test_a_node_has_no_more_logs_than_ranks(shipping: Shipping, run_dir: Path) -> None:
+def test_a_node_has_no_more_logs_than_ranks(shipping: UploadReceiver, run_dir: Path) -> None:
     with pytest.raises(NotFound, match="it has 1 ranks"):
         shipping.add_log("a-1", "b", "rank-1.log", 0, b"x")
     assert not list(run_dir.iterdir())
 
 
 def test_logs_and_events_leave_room_on_the_disk(
-    shipping: Shipping, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shipping: UploadReceiver, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipping_module, "free_bytes", lambda path: 1 << 18)
     with pytest.raises(OSError, match="are free where events and logs of a go"):

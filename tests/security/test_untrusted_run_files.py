@@ -26,7 +26,7 @@ from llama_stack_provider_trl.system.beneath import NotAFile
 from llama_stack_provider_trl.system.files import MANIFEST, RunDir, damage, point_latest, tail, write_manifest
 from llama_stack_provider_trl.system.process import myself
 from llama_stack_provider_trl_remote.nodes.outbox import first_failed
-from llama_stack_provider_trl_remote.nodes.shipping import _part
+from llama_stack_provider_trl_remote.nodes.uploader import _part
 from llama_stack_provider_trl_remote.service.http.errors import NotFound
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests, find_file, list_files
 from llama_stack_provider_trl_remote.service.views.events import _read

@@ -24,18 +24,18 @@ from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl_remote.nodes import agent as agents
-from llama_stack_provider_trl_remote.nodes import shipping
 from llama_stack_provider_trl_remote.nodes import task as tasks
+from llama_stack_provider_trl_remote.nodes import uploader
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.credential import CredentialFile
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
-from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from llama_stack_provider_trl_remote.nodes.outbox import Outbox
-from llama_stack_provider_trl_remote.nodes.shipping import Shipping
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
+from llama_stack_provider_trl_remote.nodes.uploader import Uploader
 from llama_stack_provider_trl_remote.pull import OtherBytes
 from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
-from llama_stack_provider_trl_remote.wire import Progress as Going
+from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from tests.fake_head import FakeHead, away, refusal
 from tests.fakes import FakeClock, FakeLauncher
 from tests.orders import order, spec, write
@@ -54,9 +54,18 @@ class World:
         self.head.blobs[DIGEST] = ROWS
         self.boot_id, self.address = "boot-1", "127.0.0.1"
         self.models: tuple[str, ...] = ()
+        self.heartbeat_interval = 60.0
 
     def agent(self) -> Agent:
-        return Agent(self.head, lambda: self.report(), self.data_dir, self.launcher, clock=self.clock, sleep=self.sleep)
+        return Agent(
+            self.head,
+            lambda: self.report(),
+            self.data_dir,
+            self.launcher,
+            heartbeat_interval=self.heartbeat_interval,
+            clock=self.clock,
+            sleep=self.sleep,
+        )
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -174,6 +183,36 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
     assert len(world.head.joined) == 1
     assert world.launcher.started == ["job-1"]
     assert world.launcher.tasks["job-1"].cancels == 0
+
+
+def test_what_a_job_has_left_here_is_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        world.say(world.save("checkpoint-1"))
+        world.launcher.exit("job-1", 1)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+        assert head.kept == []  # a task is here
+        head.order()
+        await head.until(lambda: head.kept == ["job"])
+        assert (world.home / "checkpoints" / "checkpoint-1").exists()  # its next attempt may come here
+        head.over = {"job", "other", ".."}
+        head.let_go()
+        await head.until(lambda: not world.home.exists())
+        assert world.data_dir.exists()
+        await head.until(lambda: head.kept == [])
+
+    world.run(play)
+
+
+def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None:
+    world.heartbeat_interval = 0.01
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: len(head.polls) == 6)  # the service answers none of the waiting ones
+
+    world.run(play)
+    assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
 
 
 def test_an_agent_that_is_started_again_goes_on_where_it_was(world: World) -> None:
@@ -631,6 +670,7 @@ def test_a_model_that_is_not_here_is_said(world: World, changes: Any, said: str)
         report = head.report()
         assert report is not None
         assert said in report.error
+        assert report.lasting
         head.order(world.order(Stage.stop, **changes))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
 
@@ -651,6 +691,7 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
         report = head.report()
         assert report is not None
         assert "node b cannot reach node a at 127.0.0.1 port 1" in report.error
+        assert not report.lasting
 
     world.run(play)
 
@@ -769,7 +810,7 @@ def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
 
 def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
-        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
         head.order(world.order(Stage.prepare))
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
@@ -787,7 +828,7 @@ def test_a_disk_that_fills_up_later_keeps_nothing_from_going_on(world: World, mo
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.places.run_dir))
+        monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
         head.order(world.order(Stage.pause))
         await head.until(lambda: world.launcher.tasks["job-1"].pauses)
 
@@ -992,7 +1033,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
         await sleep(seconds)
 
     monkeypatch.setattr(world, "sleep", noted)
-    monkeypatch.setattr(shipping, "RETRY", 7.0)
+    monkeypatch.setattr(uploader, "RETRY", 7.0)
     upload, lost = world.head.upload, ["additional_chat_templates/a.jinja"] * 3
 
     async def losing(task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
@@ -1314,14 +1355,14 @@ def test_limits_of_time_are_for_the_node_with_rank_0(world: World) -> None:
 
 
 def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_in, full = Outbox.take_in, [OSError(28, "No space left on device")] * 5
+    read_events, full = Outbox.read_events, [OSError(28, "No space left on device")] * 5
 
     def once(outbox: Outbox) -> None:
         if full:
             raise full.pop()
-        take_in(outbox)
+        read_events(outbox)
 
-    monkeypatch.setattr(Outbox, "take_in", once)
+    monkeypatch.setattr(Outbox, "read_events", once)
 
     async def play(head: FakeHead) -> None:
         head.order(world.order())
@@ -1335,11 +1376,11 @@ def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, mon
 
 
 def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_read(world: World) -> None:
-    places = Places(world.order(), world.data_dir)
+    places = PathMap(world.order(), world.data_dir)
     places.run_dir.mkdir(parents=True)
 
     async def run() -> None:
-        work = Shipping(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
+        work = Uploader(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
         assert not await work._ship_events(False)
         assert not await work._ship_checkpoints(True)  # it exited since
         assert await work._ship_events(True)

@@ -14,7 +14,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl_remote import pull
-from llama_stack_provider_trl_remote.client import SLOWEST_DISK, Answer, ServiceClient
+from llama_stack_provider_trl_remote.client import SLOWEST_DISK, ServiceAnswer, ServiceClient
 from llama_stack_provider_trl_remote.nodes import calls
 from llama_stack_provider_trl_remote.nodes.calls import Behind, NodeClient, Pace, is_gone
 from llama_stack_provider_trl_remote.wire import POLL_SECONDS, Poll
@@ -40,22 +40,22 @@ class PlayedClient(NodeClient):
         """Of the next pieces only so many bytes arrive, and no answer comes back."""
         self.answer: Any = {}
 
-    async def _once(self, method: str, path: str, **request: Any) -> Answer:
+    async def _once(self, method: str, path: str, **request: Any) -> ServiceAnswer:
         self.limits.append((request.get("read"), request.get("total")))
         if "params" not in request:
-            return Answer(200, "application/json", json.dumps(self.answer).encode())
+            return ServiceAnswer(200, "application/json", json.dumps(self.answer).encode())
         offset, data = int(request["params"]["offset"]), request["data"]
         if not isinstance(data, bytes):
             data = b"".join([chunk async for chunk in data])
         self.sent.append((offset, len(data)))
         if offset != len(self.have):
-            return Answer(409, "application/json", b'{"detail": "it does not fit"}', str(len(self.have)))
+            return ServiceAnswer(409, "application/json", b'{"detail": "it does not fit"}', str(len(self.have)))
         if self.cut:
             self.have += data[: self.cut.pop()]
             raise ServiceUnreachable(self.url, "broke off")
         self.have += data
         self.whole = hashlib.sha256(self.have).hexdigest() == request["params"].get("sha256")
-        return Answer(204, "", b"", str(len(self.have)))
+        return ServiceAnswer(204, "", b"", str(len(self.have)))
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +110,9 @@ def test_a_service_that_has_more_than_the_file_is_an_error(tmp_path: Path) -> No
 
 def test_a_service_that_contradicts_itself_is_not_asked_for_ever(tmp_path: Path) -> None:
     class Stubborn(PlayedClient):
-        async def _once(self, method: str, path: str, **request: Any) -> Answer:
+        async def _once(self, method: str, path: str, **request: Any) -> ServiceAnswer:
             self.sent.append((int(request["params"]["offset"]), 0))
-            return Answer(409, "application/json", b'{"detail": "no"}', str(len(self.have)))
+            return ServiceAnswer(409, "application/json", b'{"detail": "no"}', str(len(self.have)))
 
     client = Stubborn(FILE)
     with pytest.raises(Behind):
@@ -128,10 +128,10 @@ def test_events_and_logs_that_do_not_fit_bring_back_where_the_service_is() -> No
 
 def test_a_conflict_that_names_no_offset_is_none_of_a_file() -> None:
     client = PlayedClient()
-    found = client._refusal("/v1/nodes", Answer(409, "application/json", b'{"detail": "the name is taken"}'))
+    found = client._refusal("/v1/nodes", ServiceAnswer(409, "application/json", b'{"detail": "the name is taken"}'))
     assert isinstance(found, ServiceRefusal)
     assert not isinstance(found, Behind)
-    full = client._refusal("/v1/nodes", Answer(507, "application/json", b'{"detail": "full"}', "4"))
+    full = client._refusal("/v1/nodes", ServiceAnswer(507, "application/json", b'{"detail": "full"}', "4"))
     assert not isinstance(full, Behind)
     assert is_gone(ServiceRefusal("", 410, ""))
     assert not is_gone(full)
@@ -250,7 +250,7 @@ def test_an_upload_is_paced(tmp_path: Path) -> None:
     ],
 )
 def test_an_agent_whose_token_is_refused_is_told_of_its_own_variable(status: int, detail: str, end: str) -> None:
-    answer = Answer(status, "application/json", json.dumps({"detail": detail}).encode())
+    answer = ServiceAnswer(status, "application/json", json.dumps({"detail": detail}).encode())
     error = PlayedClient()._refusal("/v1/nodes", answer)
     assert isinstance(error, ServiceRefusal)
     assert (error.status, error.detail) == (status, detail)

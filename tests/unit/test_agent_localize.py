@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from tests.orders import AA, BB, order, spec
 
 RESUMED = spec(
@@ -23,7 +23,7 @@ RESUMED = spec(
 
 
 def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
-    places = Places(order(spec=RESUMED, shared_mark="/service/checkpoints/job/.shared"), Path("/node"))
+    places = PathMap(order(spec=RESUMED, shared_mark="/service/checkpoints/job/.shared"), Path("/node"))
     found = places.spec()
     assert found["turn"] is None  # a mark that is not seen here would end the attempt
     assert "/service" not in json.dumps(found)
@@ -40,7 +40,7 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
 
 
 def test_a_spec_goes_on_from_what_is_here_only() -> None:
-    places = Places(order(spec=RESUMED), Path("/node"))
+    places = PathMap(order(spec=RESUMED), Path("/node"))
     found = places.spec(["/service/checkpoints/job/checkpoint-3"])
     assert (found["resume_from"], found["fall_back_to"]) == ("/node/jobs/job/checkpoints/checkpoint-3", [])
     found = places.spec([])
@@ -48,7 +48,7 @@ def test_a_spec_goes_on_from_what_is_here_only() -> None:
 
 
 def test_with_a_shared_file_system_checkpoints_stay_where_they_are() -> None:
-    places = Places(order(spec=RESUMED), Path("/node"), shared=True)
+    places = PathMap(order(spec=RESUMED), Path("/node"), shared=True)
     found = places.spec()
     assert found["job"]["checkpoint_dir"] == "/service/checkpoints/job"
     assert found["resume_from"] == "/service/checkpoints/job/checkpoint-6"
@@ -65,7 +65,7 @@ def test_with_a_shared_file_system_checkpoints_stay_where_they_are() -> None:
     ],
 )
 def test_the_path_in_an_event_becomes_the_services(kind: str, field: str, here: str, there: str) -> None:
-    places = Places(order(spec=RESUMED), Path("/node"))
+    places = PathMap(order(spec=RESUMED), Path("/node"))
     line = json.dumps({"type": kind, field: here, "message": "größer"}).encode() + b"\n"
     found = places.event(line)
     assert json.loads(found) == {"type": kind, field: there, "message": "größer"}
@@ -73,11 +73,11 @@ def test_the_path_in_an_event_becomes_the_services(kind: str, field: str, here: 
 
 
 def test_an_event_without_a_path_stays_as_it_is() -> None:
-    places = Places(order(), Path("/node"))
+    places = PathMap(order(), Path("/node"))
     for line in (b'{"type":"progress", "path":"/node/jobs/job/checkpoints/x"}\n', b'{"type": "prepared"}\n'):
         assert places.event(line) is line
 
 
 def test_a_job_cannot_leave_the_data_directory() -> None:
     with pytest.raises(InvalidRequest):
-        _ = Places(order(job_uuid="../outside"), Path("/node")).run_dir
+        _ = PathMap(order(job_uuid="../outside"), Path("/node")).run_dir

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl_remote.nodes.localize import Places
+from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from llama_stack_provider_trl_remote.nodes.outbox import ORDER, Outbox, first_failed
 from tests.orders import order
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    found = Places(order(), tmp_path)
+def places(tmp_path: Path) -> PathMap:
+    found = PathMap(order(), tmp_path)
     found.run_dir.mkdir(parents=True)
     return found
 
 
-def say(places: Places, *events: dict[str, Any]) -> None:
+def say(places: PathMap, *events: dict[str, Any]) -> None:
     with open(places.files.events, "ab") as file:
         for event in events:
             file.write(json.dumps(event).encode() + b"\n")
@@ -31,7 +31,7 @@ def progress(step: int) -> dict[str, Any]:
     return {"type": "progress", "step": step, "note": "é"}
 
 
-def saved(places: Places, step: int) -> dict[str, Any]:
+def saved(places: PathMap, step: int) -> dict[str, Any]:
     return {
         "type": "checkpoint",
         "kind": "step",
@@ -55,90 +55,90 @@ def kinds(events: list[dict[str, Any]]) -> list[Any]:
     return [event.get("step", event["type"]) if event["type"] == "progress" else event["type"] for event in events]
 
 
-def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: Places) -> None:
+def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: PathMap) -> None:
     say(places, progress(1), saved(places, 1), progress(2), {"type": "finished", "step": 2})
     outbox = Outbox(places)
-    outbox.take_in()
+    outbox.read_events()
     assert kinds(shipped(outbox)) == [1, 2]
-    assert not outbox.said_finished
-    (checkpoint, finished) = outbox.held
+    assert not outbox.has_finished
+    (checkpoint, finished) = outbox.pending
     assert (checkpoint.is_checkpoint, finished.is_checkpoint) == (True, False)
     outbox.release(checkpoint)
     events = shipped(outbox)
     assert kinds(events) == [1, 2, "checkpoint", "finished"]
     assert events[2]["path"] == "/service/checkpoints/job/checkpoint-1"
-    assert outbox.held == ()
-    assert outbox.said_finished
+    assert outbox.pending == ()
+    assert outbox.has_finished
 
 
 @pytest.mark.parametrize("word", ["finished", "failed", "paused"])
 @pytest.mark.parametrize("later", [True, False])
-def test_a_last_word_waits_for_every_checkpoint_before_it(places: Places, word: str, later: bool) -> None:
+def test_a_last_word_waits_for_every_checkpoint_before_it(places: PathMap, word: str, later: bool) -> None:
     outbox = Outbox(places)
     say(places, saved(places, 1), saved(places, 2))
     if later:
-        outbox.take_in()
+        outbox.read_events()
     say(places, {"type": word, "step": 2})
-    outbox.take_in()
-    outbox.release(outbox.held[0])
+    outbox.read_events()
+    outbox.release(outbox.pending[0])
     assert kinds(shipped(outbox)) == ["checkpoint"]
-    outbox.release(outbox.held[0])
+    outbox.release(outbox.pending[0])
     assert kinds(shipped(outbox)) == ["checkpoint", "checkpoint", word]
 
 
 def test_with_a_shared_file_system_a_checkpoint_waits_for_nothing(tmp_path: Path) -> None:
-    places = Places(order(), tmp_path, shared=True)
+    places = PathMap(order(), tmp_path, shared=True)
     places.run_dir.mkdir(parents=True)
     say(places, saved(places, 1), {"type": "finished", "step": 1})
     outbox = Outbox(places)
-    outbox.take_in()
+    outbox.read_events()
     assert shipped(outbox)[0]["path"] == "/service/checkpoints/job/checkpoint-1"
-    assert outbox.held == ()
+    assert outbox.pending == ()
 
 
-def test_half_a_line_is_left_for_later(places: Places) -> None:
+def test_half_a_line_is_left_for_later(places: PathMap) -> None:
     say(places, progress(1))
     with open(places.files.events, "ab") as file:
         file.write(b'{"type": "prog')
     outbox = Outbox(places)
-    outbox.take_in()
+    outbox.read_events()
     assert kinds(shipped(outbox)) == [1]
     with open(places.files.events, "ab") as file:
         file.write(b'ress", "step": 2}\n')
-    outbox.take_in()
+    outbox.read_events()
     assert kinds(shipped(outbox)) == [1, 2]
 
 
 @pytest.mark.parametrize("torn", ["", "12", "1 3"])
-def test_after_a_restart_the_order_is_the_one_before_it(places: Places, torn: str) -> None:
+def test_after_a_restart_the_order_is_the_one_before_it(places: PathMap, torn: str) -> None:
     """The service has what overtook a checkpoint; the new agent must not send it in another order."""
     say(places, saved(places, 1), progress(2))
     first = Outbox(places)
-    first.take_in()
-    first.release(first.held[0])
+    first.read_events()
+    first.release(first.pending[0])
     say(places, progress(3), saved(places, 3))
-    first.take_in()
+    first.read_events()
     before = first.piece(0)
     with open(places.run_dir / ORDER, "a") as file:
         file.write(torn)
     say(places, progress(4), {"type": "finished", "step": 4})
     again = Outbox(places)
     assert again.piece(0) == before
-    again.take_in()
+    again.read_events()
     assert kinds(shipped(again)) == [2, "checkpoint", 3, 4]
-    assert [held.event["type"] for held in again.held] == ["checkpoint", "finished"]
-    again.release(again.held[0])
+    assert [pending.event["type"] for pending in again.pending] == ["checkpoint", "finished"]
+    again.release(again.pending[0])
     third = Outbox(places)
-    third.take_in()
+    third.read_events()
     assert kinds(shipped(third)) == [2, "checkpoint", 3, 4, "checkpoint", "finished"]
-    assert third.said_finished
+    assert third.has_finished
 
 
 @pytest.mark.parametrize("limit", [1, 50, 1 << 20])
-def test_the_service_gets_the_rest_wherever_it_stands(places: Places, limit: int) -> None:
+def test_the_service_gets_the_rest_wherever_it_stands(places: PathMap, limit: int) -> None:
     say(places, *(progress(step) for step in range(5)), {"type": "prepared", "resumed_from": None})
     outbox = Outbox(places)
-    outbox.take_in()
+    outbox.read_events()
     whole = outbox.piece(0)
     assert len(whole) == outbox.size
     for have in range(outbox.size):
@@ -149,16 +149,16 @@ def test_the_service_gets_the_rest_wherever_it_stands(places: Places, limit: int
     assert outbox.piece(outbox.size) == b""
 
 
-def test_what_cannot_be_noted_is_not_sent_and_read_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_noted_is_not_sent_and_read_again(places: PathMap, monkeypatch: pytest.MonkeyPatch) -> None:
     say(places, progress(1))
     outbox = Outbox(places)
     write = os.write
     with monkeypatch.context() as full:
         full.setattr("os.write", lambda fd, data: write(fd, data[:1]))
         with pytest.raises(OSError, match="no space"):
-            outbox.take_in()
+            outbox.read_events()
     assert outbox.size == 0
-    outbox.take_in()
+    outbox.read_events()
     assert kinds(shipped(outbox)) == [1]
     assert kinds(shipped(Outbox(places))) == [1]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_stack_provider_trl_remote.nodes.probe import Door, Unreachable, listen, probe
+from llama_stack_provider_trl_remote.nodes.probe import ProbeListener, Unreachable, listen, probe
 from llama_stack_provider_trl_remote.wire import Peer, TaskOrder
 from tests.orders import order
 
@@ -26,7 +26,7 @@ def asks(*ports: int) -> TaskOrder:
 
 
 async def visited(word: str, asking: TaskOrder | None = None) -> None:
-    door = Door(listen("127.0.0.1", (0, 1)), word)
+    door = ProbeListener(listen("127.0.0.1", (0, 1)), word)
     await door.open()
     try:
         await probe("here", asking or asks(door.port, door.port), limit=5)
@@ -63,7 +63,7 @@ def test_every_peer_has_to_answer(taken: int) -> None:
         port = closed.getsockname()[1]
 
     async def run() -> None:
-        door = Door(listen("127.0.0.1", (0, 1)), "job-1")
+        door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
         await door.open()
         try:
             await probe("here", asks(door.port, port), limit=5)
@@ -81,7 +81,7 @@ def test_a_node_with_an_ipv6_address_listens_there() -> None:
 
 
 def test_a_door_that_was_never_opened_frees_its_port_too() -> None:
-    door = Door(listen("127.0.0.1", (0, 1)), "job-1")
+    door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
     asyncio.run(door.close())
     with socket.create_server(("127.0.0.1", door.port)):
         pass
@@ -89,7 +89,7 @@ def test_a_door_that_was_never_opened_frees_its_port_too() -> None:
 
 def test_a_closed_door_leaves_its_port_to_the_ranks() -> None:
     async def run() -> int:
-        door = Door(listen("127.0.0.1", (0, 1)), "job-1")
+        door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
         await door.open()
         await probe("here", asks(door.port), limit=5)
         await door.close()

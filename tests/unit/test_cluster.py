@@ -32,14 +32,11 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, ResourcesSpec
 from llama_stack_provider_trl.system.files import RunDir, write_manifest
-from llama_stack_provider_trl_remote.service.cluster.launcher import (
-    GRACE_DONE,
-    GRACE_FAILED,
-    Cluster,
-    ClusterLauncher,
-    Presence,
-)
-from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.cluster.launcher import ClusterLauncher
+from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
+from llama_stack_provider_trl_remote.service.cluster.presence import Presence
+from llama_stack_provider_trl_remote.service.cluster.states import GRACE_DONE, GRACE_FAILED
+from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import (
@@ -79,8 +76,8 @@ class World:
         self.cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"], 4)
         digests = Digests()
         digests.close()
-        self.shipping = Shipping(self.store, digests)
-        self.launcher = ClusterLauncher(self.local, self.store, self.cluster, self.shipping, (29500, 100), self.clock)
+        self.uploads = UploadReceiver(self.store, digests)
+        self.launcher = ClusterLauncher(self.local, self.store, self.cluster, self.uploads, (29500, 100), self.clock)
         self.supervisor = Supervisor(
             self.store,
             self.launcher,
@@ -102,7 +99,8 @@ class World:
                 }
             )
             self.store.nodes.join(name, report.machine_id, report.boot_id, report.model_dump_json())
-            self.presence.heard(name)
+            self.presence.note_call(name)
+            self.cluster.allow_again(name)
 
     def add(self, name: str = "a", nodes: int = 2, min_nodes: int | None = None, **changes: Any) -> None:
         resources = ResourcesSpec(nodes=nodes, min_nodes=min_nodes or nodes, **changes.pop("resources", {}))
@@ -115,7 +113,7 @@ class World:
         while self.clock.now < end:
             self.clock.advance(min(4.0, end - self.clock.now))
             for name in heard:
-                self.presence.heard(name)
+                self.presence.note_call(name)
             self.supervisor.tick()
 
     def tick(self) -> None:
@@ -336,6 +334,28 @@ def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> No
         world.gone(node, task_id=f"a-{attempt}")
         world.pass_time(40, node, other)
     assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
+
+
+def test_a_node_that_cannot_start_a_job_is_left_out_for_it_until_its_agent_joins_anew(world: World) -> None:
+    world.join("b", "c", labels={"kind": "worker"})
+    world.add(nodes=1, retries=1, resources={"labels": {"kind": "worker"}})
+    world.tick()
+    for attempt, node in enumerate("bc", 1):
+        assert world.job().device == f"{node}/cpu"
+        error = f"the model /m is not on node {node}"
+        world.report(node, "prepare", "failed", task_id=f"a-{attempt}", error=error, lasting=True)
+        world.tick()
+        world.gone(node, task_id=f"a-{attempt}")
+        world.pass_time(60, "b", "c")
+    job = world.job()
+    assert (job.state, job.attempt, job.retries_used) == (JobState.scheduled, 2, 0)
+    assert "b cannot start it until its agent joins again: the model /m is not on node b" in job.detail
+    world.add("other", nodes=1, resources={"labels": {"kind": "worker"}})
+    world.pass_time(1, "b", "c")
+    assert world.job("other").device == "b/cpu"  # it is that job alone which cannot start there
+    world.join("c", labels={"kind": "worker"})
+    world.pass_time(1, "b", "c")
+    assert (world.job().attempt, world.job().device) == (3, "c/cpu")
 
 
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:
@@ -672,17 +692,17 @@ def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> N
 def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None:
     size = RunDir(pair.job().run_dir or Path()).events.stat().st_size
     line = STEP.model_dump_json().encode() + b"\n"
-    assert pair.shipping.add_events("a-1", "b", size, line) == size + len(line)
+    assert pair.uploads.add_events("a-1", "b", size, line) == size + len(line)
     with pytest.raises(Gone, match="no rank 0"):
-        pair.shipping.add_events("a-1", "c", 0, line)
+        pair.uploads.add_events("a-1", "c", 0, line)
     with pytest.raises(Gone, match="no rank 0"):
-        pair.shipping.ask("a-1", "c", "checkpoint-2", CheckpointReport(kind="step", files=()))
+        pair.uploads.ask("a-1", "c", "checkpoint-2", CheckpointReport(kind="step", files=()))
     with pytest.raises(Gone):
-        pair.shipping.add_events("a-1", "d", size + len(line), line)
+        pair.uploads.add_events("a-1", "d", size + len(line), line)
     pair.store.request_cancel("a")
     pair.tick()
     with pytest.raises(Gone, match="told to stop"):
-        pair.shipping.add_events("a-1", "b", size + len(line), line)
+        pair.uploads.add_events("a-1", "b", size + len(line), line)
 
 
 def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:
@@ -690,19 +710,19 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     staged.mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(b"late")
     write_manifest(staged)
-    task = pair.shipping.current("a-1", "b")
+    task = pair.uploads.current("a-1", "b")
     pair.pass_time(SILENCE + 2, "b")
     pair.gone("b")
     pair.pass_time(1, "b")
     with pytest.raises(Gone):
-        pair.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=()))
+        pair.uploads.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=()))
     staged.mkdir(parents=True, exist_ok=True)
     (staged / "model.safetensors").write_bytes(b"late")
     write_manifest(staged)
     files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.safetensors")]
     report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended while checkpoint-2 came"):
-        pair.shipping._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
+        pair.uploads._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
     assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
 
 
@@ -814,7 +834,7 @@ def test_a_node_that_lost_its_task_and_then_fell_silent_has_lost_it(pair: World)
     pair.gone("c")
     while pair.presence.silence("c") <= SILENCE:
         pair.clock.advance(4)
-        pair.presence.heard("b")
+        pair.presence.note_call("b")
     pair.tick()
     pair.gone("b")
     pair.tick()
@@ -931,17 +951,17 @@ def test_a_node_that_was_removed_was_never_heard_of() -> None:
     clock = FakeClock()
     presence = Presence(clock)
     clock.advance(1)
-    presence.heard("b")
+    presence.note_call("b")
     clock.advance(1)
-    assert (presence.was_heard("b"), presence.silence("b"), presence.silence("c")) == (True, 1, 2)
+    assert (presence.has_called("b"), presence.silence("b"), presence.silence("c")) == (True, 1, 2)
     presence.forget("b")
-    assert (presence.was_heard("b"), presence.silence("b")) == (False, 2)
+    assert (presence.has_called("b"), presence.silence("b")) == (False, 2)
 
 
 def test_what_was_missed_while_the_service_stood_still_is_nobodys_silence() -> None:
     clock = FakeClock()
     presence = Presence(clock)
-    presence.heard("b")
+    presence.note_call("b")
     for seconds, silence in ((5, 5), (5.5, 0), (4, 4), (3600, 0)):
         clock.advance(seconds)
         assert presence.silence("b") == silence

@@ -15,7 +15,7 @@ from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
-from llama_stack_provider_trl_remote.service.cluster.launcher import Presence
+from llama_stack_provider_trl_remote.service.cluster.presence import Presence
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
@@ -47,10 +47,11 @@ class World:
             versions=lambda: VERSION,
             store=self.store,
             presence=self.presence,
+            cluster=SimpleNamespace(allow_again=lambda node: None),
             removed={},
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
-            shipping=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
+            uploads=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
         )
 
     def current(self, task_id: str, node: str) -> None:
@@ -60,7 +61,7 @@ class World:
     async def receive(self, *about: Any) -> int:
         *_, coming = about
         async for _ in coming:
-            self.received.append("lost" if self.presence.is_lost("a") else "there")
+            self.received.append("lost" if self.presence.is_absent("a") else "there")
         return len(self.received)
 
     def join(
@@ -90,6 +91,12 @@ class World:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
         asyncio.run(routes_nodes.poll(self.service, caller, name, body))
 
+    def over(self, *kept: str) -> dict[str, Any]:
+        """The answer to a poll of a node that keeps files of these jobs."""
+        body = Poll(boot_id="1", agent_id="one", tasks=(), seen=-1)
+        answer = asyncio.run(routes_nodes.poll(self.service, JOINS, "a", body, list(kept)))
+        return dict(json.loads(bytes(answer.body)))
+
     def remove(self, name: str = "a") -> None:
         asyncio.run(routes_nodes.remove(self.service, name))
 
@@ -111,6 +118,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(tmp_path, monkeypatch)
     yield world
     world.store.close()
+
+
+def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> None:
+    world.join()
+    for name in ("waits", "cancelled"):
+        world.store.add_job(job_spec(name, checkpoint_dir=world.root / name), "digest")
+    assert "over" not in world.over("waits", "cancelled")  # an agent of an earlier release refuses the field
+    world.store.request_cancel("cancelled")
+    assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
+    assert "over" not in world.over()
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
@@ -155,7 +172,7 @@ def test_a_node_with_a_job_has_time_to_be_heard_of_after_the_service_was_away(wo
 def test_a_node_without_a_job_can_be_removed_and_its_agent_ends_until_it_joins_again(world: World) -> None:
     world.join()
     world.remove()
-    assert not world.presence.was_heard("a")
+    assert not world.presence.has_called("a")
     with pytest.raises(Gone, match="was removed"):
         world.poll()
     world.join()
@@ -320,7 +337,7 @@ def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
         }
         with pytest.raises(Gone):
             asyncio.run(calls[call]())
-    assert world.presence.is_lost("a")
+    assert world.presence.is_absent("a")
 
 
 def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,4 +386,4 @@ def test_a_node_that_uploads_for_longer_than_its_silence_is_not_lost(world: Worl
     about = ("a", "job-1", "checkpoint-2", "model.safetensors", "0" * 64, request)
     asyncio.run(routes_nodes.add_checkpoint_file(world.service, *about))
     assert world.received == ["there"] * 6
-    assert not world.presence.is_lost("a")
+    assert not world.presence.is_absent("a")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from llama_stack_provider_trl.jobs.records import NodeMode
-from llama_stack_provider_trl_remote.service.cluster import launcher as cluster
+from llama_stack_provider_trl_remote.service.cluster import membership, presence
 from llama_stack_provider_trl_remote.wire import Stage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,5 +27,5 @@ def test_the_table_of_states_has_each_mode_and_what_the_service_finds_out_itself
     modes, found = first_cells("states")[:3], first_cells("states")[3:]
     assert modes == [*get_args(NodeMode)]
     silent, unheard = found
-    assert re.fullmatch(silent.replace("HH:MM:SS", r"\d\d:\d\d:\d\d"), cluster.silent_since(1.0))
-    assert f'"{unheard}"' in Path(cluster.__file__).read_text()
+    assert re.fullmatch(silent.replace("HH:MM:SS", r"\d\d:\d\d:\d\d"), presence.silent_since(1.0))
+    assert f'"{unheard}"' in Path(membership.__file__).read_text()

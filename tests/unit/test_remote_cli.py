@@ -517,6 +517,30 @@ def test_the_end_of_a_tokens_line_is_not_sent(run: Run, service: FakeService, mo
     assert given == ["node"]
 
 
+def test_an_agent_s_heartbeat_interval_comes_from_its_option_or_its_environment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float | None] = []
+
+    def serve(settings: start.NodeSettings) -> int:
+        given.append(settings.heartbeat_interval)
+        return 0
+
+    monkeypatch.setattr(start, "serve", serve)
+    for name, value in {"TRL_NODE_ADDRESS": "10.0.0.1", "TRL_NODE_NAME": "b", "TRL_SERVICE_NODE_TOKEN": "t"}.items():
+        monkeypatch.setenv(name, value)
+    assert run("agent", "--device", "cpu")[0] == 0
+    monkeypatch.setenv("TRL_NODE_HEARTBEAT_INTERVAL", "3")
+    assert run("agent", "--device", "cpu")[0] == 0
+    assert run("agent", "--device", "cpu", "--heartbeat-interval", "0.5")[0] == 0
+    assert given == [5.0, 3.0, 0.5]
+    for wrong in ("0.4", "5.1", "nan", "often"):
+        monkeypatch.setenv("TRL_NODE_HEARTBEAT_INTERVAL", wrong)
+        errors = run("agent", "--device", "cpu")[2]
+        assert f"heartbeat_interval={wrong!r}: expected seconds from 0.5 to 5" in errors
+    assert len(given) == 3
+
+
 def test_a_wrong_address_is_named_with_its_option(run: Run) -> None:
     assert run("agent", "--service", "8322")[2].startswith("trl-remote: --service or TRL_SERVICE_URL: ")
     assert run("nodes", "--url", "8322")[2].startswith("trl-remote: --url or TRL_SERVICE_URL: ")

@@ -67,6 +67,10 @@ def test_a_kill_names_the_signal_and_its_likely_cause() -> None:
 
 
 def test_an_end_that_nobody_saw_is_a_lost_node() -> None:
+    log = "\n".join(f"line {number}" for number in range(20))
+    seen = ended(None, detail="node c is silent since 12:00:03 UTC")
+    lost = verdict(JobState.in_progress, NOTHING, seen, log, log_file="/jobs/a/rank-0.log").message
+    assert lost.splitlines()[1:] == ["Last lines of its log (/jobs/a/rank-0.log):", "line 17", "line 18", "line 19"]
     found = verdict(JobState.in_progress, NOTHING, ended(None, detail="the runner was killed"), "")
     assert found.reason is Reason.node_lost
     assert "the runner was killed" in found.message

@@ -43,13 +43,13 @@ from ..views.checkpoints import Digests
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
-_LOOK_BYTES = 8 << 20
+_CHECK_BYTES = 8 << 20
 """Bytes of an upload between two checks of the free space."""
 _LONGEST = 240
 """Bytes of a file's name; file systems take 255."""
 
 
-class Shipping:
+class UploadReceiver:
     """Takes in what nodes bring. Safe to share between threads."""
 
     def __init__(self, store: Store, digests: Digests) -> None:
@@ -93,7 +93,7 @@ class Shipping:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
-            self.current(task_id, node)  # once more: whoever concludes the attempt writes here under the same lock
+            self.current(task_id, node)  # once more: a conclusion of the attempt writes here under the same lock
             write_all(file, size, lines)
             return size + len(lines)
 
@@ -112,7 +112,7 @@ class Shipping:
                 raise InvalidRequest("path", str(event.path), "it is not there: bring its files before its event")
 
     def append_event(self, path: Path, event: BaseModel) -> None:
-        """A last word of the service's own."""
+        """Append a final event of the service's own."""
         with self._lock:
             writer = EventWriter(path)
             writer.write(event)
@@ -182,7 +182,7 @@ class Shipping:
 
         Raises:
             Gone.
-            NotFound: `ask` was not told of such a file.
+            NotFound: no report to `ask` has named such a file.
             InvalidRequest: the file has another digest: what was kept of it is dropped.
             WrongOffset: it does not begin where what is here ends.
         """
@@ -216,7 +216,7 @@ class Shipping:
                 if size + len(piece) > wanted.size:
                     raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
                 unchecked += len(piece)
-                if unchecked >= _LOOK_BYTES:  # other uploads take from the same disk
+                if unchecked >= _CHECK_BYTES:  # other uploads take from the same disk
                     _check_free(job, part.parent, 0)
                     unchecked = 0
                 write_all(file, size, piece)
@@ -229,7 +229,7 @@ class Shipping:
             if found != sha256:
                 part.unlink()
                 raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
-            # Whoever comes first: a sender that got no answer in time asks again, and waits for the same digest.
+            # The first one counts: a sender without an answer in time sends again, and waits for the same digest.
             whole.parent.mkdir(parents=True, exist_ok=True)
             os.replace(part, whole)
         except FileNotFoundError as error:

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.system.process import child_environment
 from ..http.errors import TooLarge
 from ..settings import ServiceSettings
 from .children import run
-from .reader import Verdict, check_file, too_much_memory
+from .reader import RowsVerdict, check_file, too_much_memory
 
 READING = "llama_stack_provider_trl_remote.service.datasets.reader"
 _STAGING = ".incoming-"
@@ -135,13 +135,13 @@ class Blobs:
         if num_rows > self._settings.max_rows:
             raise self._too_many()
 
-    async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
+    async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> RowsVerdict:
         if await asyncio.to_thread(_is_light, path):
             return await asyncio.to_thread(check_file, path, algorithm, data_format)
         answer = await self._child(Path("/"), "check", str(path), algorithm, data_format or "", read=[path])
         if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
             raise InvalidRows(answer["error"])
-        return Verdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
+        return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
 
     async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes]) -> str:
         digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
@@ -239,12 +239,12 @@ def _is_light(path: Path) -> bool:
         return all(len(line) <= _SHORT for line in file)
 
 
-def _read_verdict(path: Path) -> Verdict | None:
+def _read_verdict(path: Path) -> RowsVerdict | None:
     """None: there is none, or another release gave it."""
     try:
         found = json.loads(path.read_text())
         if found["version"] != __version__:
             return None
-        return Verdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])
+        return RowsVerdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])
     except (OSError, ValueError, KeyError):
         return None

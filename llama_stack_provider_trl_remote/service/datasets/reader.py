@@ -4,8 +4,8 @@
     python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MIN_FREE_MB \
         MEMORY_MB [FD]
 
-prints one JSON object: a `Verdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is the
-open file that the URI named when it was checked: the path is not opened again.
+prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
+the open file that the URI named when it was checked: the path is not opened again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROWS_PER_LOOK = 16
 Row = dict[str, Any]
 
 
-class Verdict(TypedDict):
+class RowsVerdict(TypedDict):
     """Whether an algorithm can train on a file of rows."""
 
     num_rows: int
@@ -47,7 +47,7 @@ class Verdict(TypedDict):
     """What is wrong with which row; None: nothing is."""
 
 
-def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> Verdict:
+def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> RowsVerdict:
     """Check an NDJSON file in constant memory.
 
     Raises:
@@ -57,8 +57,8 @@ def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None)
         with open(path, "rb") as file:
             report = check_rows(read_ndjson(file), algorithm, data_format)
     except InvalidRows as error:
-        return Verdict(num_rows=0, warnings=[], error=str(error))
-    return Verdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
+        return RowsVerdict(num_rows=0, warnings=[], error=str(error))
+    return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:

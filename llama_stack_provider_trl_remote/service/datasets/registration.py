@@ -30,7 +30,7 @@ from llama_stack_provider_trl.system.process import child_environment, die_with_
 
 from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
-from ..http.received import Memory, disk_full
+from ..http.received import BodyMemory, disk_full
 from .children import run
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _BYTES_PER_BYTE = 24
 _SHOWN = 300
 
 
-class Stored(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows that a child has stored beside the body, not yet among the others."""
 
     path: Path
@@ -67,7 +67,7 @@ class Registration:
         self._directory, self._max_rows, self._timeout = directory, max_rows, timeout
         self._check_space = check_space
         self._children = asyncio.Semaphore(_CHILDREN)
-        self._spools = Memory(_SPOOLED)
+        self._spools = BodyMemory(_SPOOLED)
 
     @asynccontextmanager
     async def spool(self, size: int, caller: str) -> AsyncIterator[BinaryIO]:
@@ -85,7 +85,7 @@ class Registration:
             with staging as home, open(Path(home) / "body", "wb") as file:
                 yield file
 
-    async def parse(self, file: Path) -> tuple[Any, Stored]:
+    async def parse(self, file: Path) -> tuple[Any, StoredRows]:
         """Parse a spooled body. Returns it without its rows, and these.
 
         Raises:
@@ -99,7 +99,7 @@ class Registration:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
         if "detail" in found:
             raise HTTPException(found["status"], found["detail"])
-        stored = Stored(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
+        stored = StoredRows(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
         return found["body"], stored
 
     def _require_space(self, size: int) -> None:

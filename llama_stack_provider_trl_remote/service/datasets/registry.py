@@ -27,7 +27,7 @@ from ..http.errors import Conflict, NotFound
 from ..settings import ServiceSettings
 from .blobs import Blobs
 from .reader import HUB, READERS
-from .registration import Stored
+from .registration import StoredRows
 
 FIELD = "training_config.data_config.dataset_id"
 _HUB_OPTIONS = ("split", "name", "revision")
@@ -66,7 +66,7 @@ class Readable:
             os.close(self.file)
 
 
-class Datasets:
+class DatasetRegistry:
     """Registered datasets, and how a job gets the rows of one."""
 
     def __init__(self, settings: ServiceSettings, blobs: Blobs) -> None:
@@ -79,7 +79,7 @@ class Datasets:
     def prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    async def register(self, body: RegisterDataset, stored: Stored | None = None, created_by: str = "") -> Dataset:
+    async def register(self, body: RegisterDataset, stored: StoredRows | None = None, created_by: str = "") -> Dataset:
         """Register a dataset; the same again changes nothing.
 
         Args:
@@ -159,7 +159,7 @@ class Datasets:
             raise InvalidRequest(FIELD, dataset_id, hint)
         return await self._blobs.checked(dataset_id, sha256, algorithm, data_format)
 
-    async def _entry(self, body: RegisterDataset, stored: Stored | None) -> Entry:
+    async def _entry(self, body: RegisterDataset, stored: StoredRows | None) -> Entry:
         assert body.dataset_id is not None
         metadata = {**(body.metadata or {}), **({"dataset_type": body.dataset_type} if body.dataset_type else {})}
         sha256 = num_rows = None
@@ -189,7 +189,7 @@ class Datasets:
         )
         return Entry(dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=num_rows)
 
-    def _keep(self, dataset_id: str, stored: Stored) -> None:
+    def _keep(self, dataset_id: str, stored: StoredRows) -> None:
         try:
             self._blobs.check_space(0)
             self._blobs.keep(stored.path, stored.sha256)

@@ -144,29 +144,29 @@ class PreflightResponse(BaseModel):
     warnings: list[str]
 
 
-class _Body(Documented):
+class _RequestBody(Documented):
     model_config = ConfigDict(extra="forbid")
 
 
-class JobName(_Body):
+class JobName(_RequestBody):
     job_uuid: str
     """The job that is meant."""
 
 
-class RowsSource(_Body):
+class RowsSource(_RequestBody):
     type: Literal["rows"]
     rows: Annotated[list[dict[str, Any]], FailFast()]
     """One object per row. Answers leave them out."""
 
 
-class UriSource(_Body):
+class UriSource(_RequestBody):
     type: Literal["uri"]
     uri: str = Field(max_length=4096)
     """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .json, .parquet), or
     huggingface://datasets/ORG/NAME?split=train."""
 
 
-class BlobSource(_Body):
+class BlobSource(_RequestBody):
     type: Literal["blob"]
     sha256: Sha256
     """Digest of rows that were uploaded to the training service (PUT /v1/blobs/{sha256})."""
@@ -188,7 +188,7 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-class RegisterDataset(_Body):
+class RegisterDataset(_RequestBody):
     dataset_id: str | None = Field(None, min_length=1, max_length=512)
     """Name to refer to it by; made up where it is left out."""
     purpose: Purpose = "post-training/messages"
@@ -286,7 +286,7 @@ class CheckpointFiles(BaseModel):
     files: list[CheckpointFile]
 
 
-class CreateToken(_Body):
+class CreateToken(_RequestBody):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(pattern=NAME)
@@ -376,7 +376,7 @@ class Health(BaseModel):
     """false: another process supervises this data directory, and this one only takes requests."""
 
 
-class Node(BaseModel):
+class NodeRow(BaseModel):
     node: str
     devices: list[str]
     jobs: dict[str, str]
@@ -402,4 +402,4 @@ class Node(BaseModel):
 
 
 class ListNodesResponse(BaseModel):
-    data: list[Node]
+    data: list[NodeRow]

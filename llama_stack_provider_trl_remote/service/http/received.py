@@ -41,7 +41,7 @@ _BUSY = (
 )
 
 
-class Memory:
+class BodyMemory:
     """Bytes of bodies that may be held at a time, and a quarter of them by one caller.
 
     Args:
@@ -98,7 +98,7 @@ def _subtract(counts: Counter[str], key: str, count: int) -> None:
         del counts[key]
 
 
-class Rows(Protocol):
+class RowParser(Protocol):
     """Takes bodies that hold too many rows to be parsed here."""
 
     def spool(self, size: int, caller: str) -> AbstractAsyncContextManager[BinaryIO]:
@@ -119,7 +119,13 @@ class Received(Request):
     """
 
     def __init__(
-        self, request: Request, caller: str, limit: int, memory: Memory, parser: ThreadPoolExecutor, rows: Rows | None
+        self,
+        request: Request,
+        caller: str,
+        limit: int,
+        memory: BodyMemory,
+        parser: ThreadPoolExecutor,
+        rows: RowParser | None,
     ) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._caller = caller
@@ -220,10 +226,10 @@ class Bodies:
         rows: takes those with many rows.
     """
 
-    def __init__(self, rows: Rows | None = None) -> None:
+    def __init__(self, rows: RowParser | None = None) -> None:
         self._rows = rows
         # Apart, so that clients cannot keep nodes from reporting.
-        self._of_users, self._of_nodes = Memory(), Memory()
+        self._of_users, self._of_nodes = BodyMemory(), BodyMemory()
         self._parser = ThreadPoolExecutor(1, "trl-json")
 
     def receive(self, request: Request, caller: str, limit: int, *, of_node: bool, has_rows: bool) -> Received:

@@ -178,9 +178,9 @@ async def delete_job(
     return Response(status_code=204)
 
 
-def as_json(model: BaseModel) -> Response:
+def as_json(model: BaseModel, without: set[str] | None = None) -> Response:
     """A model as it is: FastAPI would validate it once more, which for a status costs more than making it."""
-    return Response(model.model_dump_json(), media_type="application/json")
+    return Response(model.model_dump_json(exclude=without), media_type="application/json")
 
 
 async def _cancel(service: Service, job_uuid: str) -> Response:

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -19,12 +19,14 @@ import psutil
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+from llama_stack_provider_trl.jobs.states import TERMINAL
 from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import (
+    MOST_KEPT,
     NAME,
     POLL_SECONDS,
     SILENCE,
@@ -35,15 +37,15 @@ from ...wire import (
     NodeReport,
     Orders,
     Poll,
-    Progress,
     Stage,
+    StageProgress,
     TaskOrder,
     TaskReport,
 )
 from ..cluster.credentials import new_credential, removed
-from ..cluster.launcher import observation
+from ..cluster.reports import observation
 from ..context import Context, Service
-from ..http.bodies import ListNodesResponse, Node, Sha256
+from ..http.bodies import ListNodesResponse, NodeRow, Sha256
 from ..http.errors import Conflict, Gone, NotFound, declared
 from ..security.access import (
     ADMINS,
@@ -64,13 +66,15 @@ from .jobs import as_json
 log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
 
-LOOK = 0.1
-"""Seconds between two looks at whether there is something new for a node that waits: a point read of 20 us."""
+POLL_INTERVAL = 0.1
+"""Seconds between two checks whether there are new orders for a node that waits: a point read of 20 us."""
 RECHECK = 1.0
 """Seconds between two checks that the task of an upload is current still."""
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
+Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
+_NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
 _MOST_NODES = 1024
 """That tokens of agents may add; each is a row, and a part of every placement."""
@@ -102,16 +106,17 @@ async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Res
 
 
 @router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
-async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll) -> Response:
-    """What the node is to do, as soon as that is something new."""
-    if await asyncio.to_thread(_take_in, service, caller, name, body):
+async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
+    """What the node is to do, as soon as that is something new; and which of its kept jobs are over."""
+    if await asyncio.to_thread(_store_reports, service, caller, name, body):
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
     while True:
         record = _welcome(service, name, body)
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
-            return as_json(await asyncio.to_thread(_orders, service, record))
-        await asyncio.sleep(LOOK)
+            orders = await asyncio.to_thread(_orders, service, record, kept)
+            return as_json(orders, without=set() if orders.over else {"over"})
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
@@ -149,10 +154,10 @@ async def remove(service: Context, name: Name) -> Response:
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
     """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
-    await asyncio.to_thread(service.shipping.first, task_id, name)  # before the body is read
-    service.presence.heard(name)
+    await asyncio.to_thread(service.uploads.first, task_id, name)  # before the body is read
+    service.presence.note_call(name)
     lines = await request.body()
-    size = await asyncio.to_thread(service.shipping.add_events, task_id, name, offset, lines)
+    size = await asyncio.to_thread(service.uploads.add_events, task_id, name, offset, lines)
     service.supervisor.wake()
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
@@ -170,7 +175,7 @@ async def add_log(
     """Append to a log; an offset behind its end leaves out what is between."""
     _check_task(service, name, task_id)  # before the body is read
     data = await request.body()
-    size = await asyncio.to_thread(service.shipping.add_log, task_id, name, file, offset, data)
+    size = await asyncio.to_thread(service.uploads.add_log, task_id, name, file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
@@ -185,7 +190,7 @@ async def ask_for_checkpoint(
 ) -> Response:
     """Which files of a checkpoint are missing here; once none is, it is in place."""
     _check_task(service, name, task_id)
-    loop, ask = asyncio.get_running_loop(), service.shipping.ask
+    loop, ask = asyncio.get_running_loop(), service.uploads.ask
     # It may read what is in place already: with the other readers, so that calls find a free thread.
     answer = await loop.run_in_executor(service.digests.threads, ask, task_id, name, checkpoint, body)
     return as_json(answer)
@@ -217,18 +222,18 @@ async def add_checkpoint_file(
         async for piece in request.stream():
             if time.monotonic() - checked > RECHECK:
                 checked = time.monotonic()
-                service.shipping.current(task_id, name)
-            service.presence.heard(name)
+                service.uploads.current(task_id, name)
+            service.presence.note_call(name)
             yield piece
 
-    size = await service.shipping.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
+    size = await service.uploads.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
 
 
 def _check_task(service: Service, name: str, task_id: str) -> None:
     """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
-    service.shipping.current(task_id, name)
-    service.presence.heard(name)
+    service.uploads.current(task_id, name)
+    service.presence.note_call(name)
 
 
 def _known(service: Service, name: str) -> NodeRecord:
@@ -277,7 +282,8 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
         _note_used(service, caller)
         service.removed.pop(report.name, None)
         service.store.nodes.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
-        service.presence.heard(report.name)
+        service.presence.note_call(report.name)
+        service.cluster.allow_again(report.name)
     service.supervisor.wake()
     if known is None:
         log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
@@ -318,8 +324,8 @@ def _check_name(service: Service, caller: Caller, report: NodeReport, known: Nod
 
 def _is_live(service: Service, record: NodeRecord) -> bool:
     """Heard of within SILENCE, before the service was started too."""
-    if service.presence.was_heard(record.name):
-        return not service.presence.is_lost(record.name)
+    if service.presence.has_called(record.name):
+        return not service.presence.is_absent(record.name)
     return time.time() - record.seen_at.timestamp() < SILENCE
 
 
@@ -339,12 +345,12 @@ def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
     return record
 
 
-def _take_in(service: Service, caller: Caller, name: str, body: Poll) -> bool:
+def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> bool:
     """Record what a node reports. Returns whether any of it is new. Raises InvalidRequest, and as `_welcome`."""
     record = _welcome(service, name, body)
     for report in body.tasks:
         _check(report)
-    service.presence.heard(name)
+    service.presence.note_call(name)
     _note_used(service, caller)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.nodes.record_heartbeat(name)
@@ -384,15 +390,24 @@ def _check(report: TaskReport) -> None:
 
 def _is_over(report: TaskReport | None) -> bool:
     """Whether nothing of a task that was told to stop is left. None: the node does not know it (any more)."""
-    return report is None or (report.stage is Stage.stop and report.progress is Progress.done)
+    return report is None or (report.stage is Stage.stop and report.progress is StageProgress.done)
 
 
-def _orders(service: Service, record: NodeRecord) -> Orders:
+def _orders(service: Service, record: NodeRecord, kept: Sequence[str]) -> Orders:
     orders = []
     for task in service.store.tasks.of_node(record.name):
         order = TaskOrder.model_validate_json(task.order)
         orders.append(order.model_copy(update={"stage": Stage(task.stage)}))
-    return Orders(revision=record.revision, tasks=tuple(orders))
+    over = tuple(job_uuid for job_uuid in kept if _has_ended(service, job_uuid))
+    return Orders(revision=record.revision, tasks=tuple(orders), over=over)
+
+
+def _has_ended(service: Service, job_uuid: str) -> bool:
+    """Whether a job has ended. An unknown one has not: the database may be another one than before."""
+    try:
+        return service.store.get(job_uuid).state in TERMINAL
+    except (JobNotFound, StoreError):
+        return False
 
 
 async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
@@ -414,7 +429,7 @@ def _remove(service: Service, name: str) -> None:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks.of_node(name)})
     # Not `_is_live`: after the service was away for long nobody has called yet, and the job trains on.
-    if jobs and not service.presence.is_lost(name):
+    if jobs and not service.presence.is_absent(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
     service.removed[name] = _life(record)
     service.store.nodes.remove(name)
@@ -422,11 +437,11 @@ def _remove(service: Service, name: str) -> None:
     log.info("node %s was removed", name)
 
 
-def _nodes(service: Service) -> list[Node]:
+def _nodes(service: Service) -> list[NodeRow]:
     holders = service.store.holders()
     memory = psutil.virtual_memory()
     found = [
-        Node(
+        NodeRow(
             node=service.node_name,
             devices=list(service.devices),
             jobs={place: job for place, job in holders.items() if "/" not in place},
@@ -455,7 +470,7 @@ def _nodes(service: Service) -> list[Node]:
             continue
         begin = f"{record.name}/"
         found.append(
-            Node(
+            NodeRow(
                 node=record.name,
                 devices=[device.name for device in report.devices],
                 jobs={place.removeprefix(begin): job for place, job in holders.items() if place.startswith(begin)},

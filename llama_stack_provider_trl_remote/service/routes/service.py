@@ -15,6 +15,7 @@ from ..security.access import ANYONE, USERS, GuardedRoute
 from .jobs import as_json
 
 router = APIRouter(route_class=GuardedRoute, tags=["service"])
+"""Served with and without the version of the API: probes of load balancers expect `/health`."""
 pages = APIRouter(route_class=GuardedRoute)
 
 

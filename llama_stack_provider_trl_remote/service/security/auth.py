@@ -110,7 +110,7 @@ class Gate:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         scope[BODY] = body = Body(receive, headers)
-        answer = Answer(send)
+        answer = ResponseState(send)
 
         async def draining(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -176,7 +176,7 @@ class Gate:
         return found or Caller(None, presented=bool(given))
 
 
-class Answer:
+class ResponseState:
     """How far the answer to a request is."""
 
     def __init__(self, send: Send) -> None:
@@ -198,7 +198,7 @@ class Answer:
             await self.send({"type": "http.response.body", "body": b""})
 
 
-async def _while_valid(caller: Caller, body: Body, answer: Answer, handled: Awaitable[None]) -> None:
+async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handled: Awaitable[None]) -> None:
     """Handle a request for as long as its token is valid.
 
     Only an answer that is being sent or a body that is being received is broken off: what lies between takes effect as

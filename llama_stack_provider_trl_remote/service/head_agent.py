@@ -24,7 +24,7 @@ _ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses of nobody (RFC 5737, RFC 3849): what leaves for them leaves by the default route."""
 
 
-async def be_a_node(service: Service, port: int) -> None:
+async def run_head_agent(service: Service, port: int) -> None:
     """Take part until cancelled. Where it cannot, why not goes to the log, once, and it tries again."""
     trouble = ""
     while True:

@@ -20,7 +20,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
 from llama_stack_provider_trl.system.files import MANIFEST, RunDir, file_names, write_manifest
 from llama_stack_provider_trl_remote.service.cluster import uploads as module
-from llama_stack_provider_trl_remote.service.cluster.uploads import Shipping
+from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import CheckpointFileReport, CheckpointReport
@@ -39,7 +39,7 @@ class Service:
         self.root, self.run_dir = root, root / "jobs" / "a" / "attempts" / "1"
         self.run_dir.mkdir(parents=True)
         self.store, self.digests = Store(root / "jobs.db"), Digests()
-        self.shipping = Shipping(self.store, self.digests)
+        self.uploads = UploadReceiver(self.store, self.digests)
         self.checkpoints = root / "out"
         self.store.add_job(job_spec("a", checkpoint_dir=self.checkpoints, min_free_bytes=1000, **job), "digest")
         self.store.launch("a", 1, "b/cpu,c/cpu", self.run_dir)
@@ -63,7 +63,7 @@ class Service:
         return CheckpointReport(kind=kind, files=tuple(files))
 
     def ask(self, path: Path, kind: Any = "step") -> tuple[str, ...]:
-        return self.shipping.ask("a-1", "b", path.name, self.reported(path, kind)).missing
+        return self.uploads.ask("a-1", "b", path.name, self.reported(path, kind)).missing
 
     def send(self, path: Path, name: str, offset: int = 0, data: bytes | None = None) -> int:
         data = (path / name).read_bytes()[offset:] if data is None else data
@@ -73,7 +73,7 @@ class Service:
         return await self.begin(path, name, offset, pieces(*data))
 
     async def begin(self, path: Path, name: str, offset: int, coming: AsyncIterator[bytes]) -> int:
-        return await self.shipping.receive("a-1", "b", path.name, name, sha256(path / name), offset, coming)
+        return await self.uploads.receive("a-1", "b", path.name, name, sha256(path / name), offset, coming)
 
 
 async def pieces(*data: bytes) -> AsyncIterator[bytes]:
@@ -141,7 +141,7 @@ def test_a_file_cannot_be_named_twice_nor_the_manifest_left_out(service: Service
     report = service.reported(service.written())
     for files, said in ((report.files * 2, "named twice"), (report.files[:1], "send all files of it")):
         with pytest.raises(InvalidRequest, match=said):
-            service.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
+            service.uploads.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_file_cannot_be_named_twice_nor_the_manifest_left_out(service: Service
 def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, kind: Any, path: str) -> None:
     files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
     with pytest.raises(InvalidRequest):
-        service.shipping.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
+        service.uploads.ask("a-1", "b", name, CheckpointReport(kind=kind, files=files))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_holds_more_than_data_is_refused_before_a_byte_of_it_i
 ) -> None:
     files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
     with pytest.raises(InvalidRequest, match=said) as refused:
-        service.shipping.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
+        service.uploads.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
     assert refused.value.value == path
     assert not service.checkpoints.exists()
 
@@ -190,7 +190,7 @@ def test_code_comes_only_with_a_model_whose_code_the_operator_trusts(tmp_path: P
         files=tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, "modeling_own.py")),
     )
     service = Service(tmp_path, trust_remote_code=True)
-    assert set(service.shipping.ask("a-1", "b", "final", report).missing) == {MANIFEST, "modeling_own.py"}
+    assert set(service.uploads.ask("a-1", "b", "final", report).missing) == {MANIFEST, "modeling_own.py"}
     service.digests.close()
     service.store.close()
 
@@ -199,13 +199,13 @@ def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> Non
     written = service.written()
     service.ask(written)
     with pytest.raises(NotFound, match="is not the name of a checkpoint"):
-        asyncio.run(service.shipping.receive("a-1", "b", "../other", "model.safetensors", SHA256, 0, pieces(WEIGHTS)))
+        asyncio.run(service.uploads.receive("a-1", "b", "../other", "model.safetensors", SHA256, 0, pieces(WEIGHTS)))
     (asked,) = service.checkpoints.glob("*/report.json")
     asked.write_text(
         asked.read_text().replace("additional_chat_templates/a.jinja", "../a.jinja")
     )  # by who sees this disk
     with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
-        asyncio.run(service.shipping.receive("a-1", "b", "checkpoint-2", "../a.jinja", SHA256, 0, pieces(WEIGHTS)))
+        asyncio.run(service.uploads.receive("a-1", "b", "checkpoint-2", "../a.jinja", SHA256, 0, pieces(WEIGHTS)))
     assert list(service.root.rglob("a.jinja")) == [written / "additional_chat_templates" / "a.jinja"]
 
 
@@ -286,7 +286,7 @@ def test_a_file_that_was_not_asked_for_is_not_taken(service: Service) -> None:
 @pytest.mark.parametrize("name", ["é" * 500, "..", "other", "checkpoint-x", ""])
 def test_a_file_of_what_is_not_called_a_checkpoint_is_not_found(service: Service, name: str) -> None:
     with pytest.raises(NotFound, match="is not the name of a checkpoint"):
-        asyncio.run(service.shipping.receive("a-1", "b", name, "dcp/model.bin", SHA256, 0, pieces(WEIGHTS)))
+        asyncio.run(service.uploads.receive("a-1", "b", name, "dcp/model.bin", SHA256, 0, pieces(WEIGHTS)))
 
 
 def test_what_was_all_here_when_the_service_was_stopped_is_finished_without_a_byte(service: Service) -> None:
@@ -338,19 +338,19 @@ def test_one_that_begins_while_the_digest_is_read_may_end_it_first(
 ) -> None:
     written = service.written()
     service.ask(written)
-    digest = service.shipping._digest
+    digest = service.uploads._digest
     found: list[Any] = []
 
     async def slow(path: Path) -> str:
-        monkeypatch.setattr(service.shipping, "_digest", digest)
+        monkeypatch.setattr(service.uploads, "_digest", digest)
         found.append(await service.receive(written, "additional_chat_templates/a.jinja", 100))
         return await digest(path) if path.exists() else SHA256
 
-    monkeypatch.setattr(service.shipping, "_digest", slow)
+    monkeypatch.setattr(service.uploads, "_digest", slow)
     assert service.send(written, "additional_chat_templates/a.jinja") == 100
     assert found == [100]
     assert service.ask(written) == (MANIFEST,)
-    assert service.shipping._senders == {}
+    assert service.uploads._senders == {}
 
 
 # Space
@@ -398,18 +398,18 @@ def test_of_a_write_that_the_disk_breaks_off_nothing_is_left(tmp_path: Path, mon
 
 def test_every_node_has_a_torchrun_log_and_no_other_file_is_one(service: Service) -> None:
     for node in "bc":
-        assert service.shipping.add_log("a-1", node, "torchrun.log", 0, node.encode()) == 1
-    service.shipping.add_log("a-1", "c", "rank-1.log", 0, b"1")
+        assert service.uploads.add_log("a-1", node, "torchrun.log", 0, node.encode()) == 1
+    service.uploads.add_log("a-1", "c", "rank-1.log", 0, b"1")
     found = {path.name: path.read_text() for path in service.run_dir.iterdir()}
     assert found == {"torchrun.log": "b", "torchrun-1.log": "c", "rank-1.log": "1"}
     for name in ("spec.json", "rank-1.log.gz", "../rank-1.log", "rank-x.log"):
         with pytest.raises(NotFound):
-            service.shipping.add_log("a-1", "b", name, 0, b"x")
+            service.uploads.add_log("a-1", "b", name, 0, b"x")
 
 
 @pytest.mark.parametrize("hole", [1, 20, 500])
 def test_what_a_log_left_out_is_said_in_its_place(service: Service, hole: int) -> None:
-    add = service.shipping.add_log
+    add = service.uploads.add_log
     assert add("a-1", "b", "rank-0.log", 0, b"one\n") == 4
     assert add("a-1", "b", "rank-0.log", 4, b"") == 4
     assert add("a-1", "b", "rank-0.log", 4 + hole, b"later\n") == 10 + hole
@@ -422,7 +422,7 @@ def test_what_a_log_left_out_is_said_in_its_place(service: Service, hole: int) -
 
 def test_an_end_that_comes_while_events_do_keeps_them_out(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever concludes the attempt writes its own last word under the same lock."""
-    shipping, current = service.shipping, service.shipping.current
+    shipping, current = service.uploads, service.uploads.current
     events = RunDir(service.run_dir).events
 
     def concluded(task_id: str, node: str) -> NodeTaskRecord:
@@ -440,7 +440,7 @@ def test_an_end_that_comes_while_events_do_keeps_them_out(service: Service, monk
 
 
 def test_events_are_not_taken_after_the_end_though_they_fit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipping, current = service.shipping, service.shipping.current
+    shipping, current = service.uploads, service.uploads.current
 
     def stopped(task_id: str, node: str) -> NodeTaskRecord:
         task = current(task_id, node)
@@ -478,17 +478,17 @@ def test_whoever_writes_a_file_of_an_attempt_is_alone(service: Service, monkeypa
 
         return noting
 
-    monkeypatch.setattr(service.shipping, "_lock", lock)
+    monkeypatch.setattr(service.uploads, "_lock", lock)
     for name in ("write_all", "append_log", "EventWriter"):
         monkeypatch.setattr(module, name, noted(getattr(module, name)))
-    service.shipping.add_events("a-1", "b", 0, EVENT + b"\n")
-    service.shipping.add_log("a-1", "b", "rank-0.log", 0, b"x")
+    service.uploads.add_events("a-1", "b", 0, EVENT + b"\n")
+    service.uploads.add_log("a-1", "b", "rank-0.log", 0, b"x")
     last = Failed(reason=Reason.rank_failed, message="lost", traceback="")
-    service.shipping.append_event(RunDir(service.run_dir).events, last)
+    service.uploads.append_event(RunDir(service.run_dir).events, last)
     assert written == [True] * 3
 
 
 def test_half_a_line_is_no_event(service: Service) -> None:
     with pytest.raises(InvalidRequest, match="send whole lines"):
-        service.shipping.add_events("a-1", "b", 0, EVENT)
-    assert service.shipping.add_events("a-1", "b", 0, b"") == 0
+        service.uploads.add_events("a-1", "b", 0, EVENT)
+    assert service.uploads.add_events("a-1", "b", 0, b"") == 0

@@ -1,7 +1,7 @@
-"""What a task leaves behind, on its way to the service beside the training: events, logs, checkpoints.
+"""Uploads the results of a task beside its training: events, logs, checkpoints.
 
-Each of the three goes on until the task has exited and all of it is there. A service that is away is asked again until
-it is back; what it says of a task that is no longer this node's (410) ends the shipping.
+Each of the three continues until the task has exited and the service has all of it. A call that fails is repeated. An
+answer of 410 (the task is no longer this node's) ends the upload.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from llama_stack_provider_trl.system.files import (
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from .calls import is_gone
-from .localize import Places
-from .outbox import Held, Outbox
+from .localize import PathMap
+from .outbox import Outbox, PendingEvent
 
 log = logging.getLogger(__name__)
-LOOK = 0.25
-"""Seconds between two looks at the event file."""
-LOG_LOOK = 2.0
+POLL_INTERVAL = 0.25
+"""Seconds between two reads of the event file."""
+LOG_POLL_INTERVAL = 2.0
 RETRY = 2.0
 """Seconds after which a service that was away, or a full disk, is tried again."""
 _LOG_PIECE = 1 << 18
@@ -52,7 +52,7 @@ class Damaged(OSError):
     checkpoint or an event. Neither changes with time."""
 
 
-class Calls(Protocol):
+class UploadCalls(Protocol):
     """The part of `calls.NodeClient` that shipping needs."""
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int: ...
@@ -62,54 +62,60 @@ class Calls(Protocol):
     async def listed_checkpoints(self, job_uuid: str) -> set[str]: ...
 
 
-class Shipping:
+class Uploader:
     """Events, logs and checkpoints of one task.
 
     Args:
         exited: set once no process of the task is left.
-        say: told what is being uploaded, or what is in the way; "" when that is over.
+        note_detail: called with what is being uploaded, or with the error; with "" when that is over.
     """
 
     def __init__(
         self,
-        places: Places,
-        calls: Calls,
+        paths: PathMap,
+        calls: UploadCalls,
         exited: asyncio.Event,
-        say: Callable[[str], None],
+        note_detail: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._places, self._calls, self._exited, self._say, self._sleep = places, calls, exited, say, sleep
-        self._task_id = places.order.task_id
-        self._outbox = Outbox(places) if places.order.node_rank == 0 else None
+        self._paths, self._calls, self._exited, self._note_detail, self._sleep = (
+            paths,
+            calls,
+            exited,
+            note_detail,
+            sleep,
+        )
+        self._task_id = paths.order.task_id
+        self._outbox = Outbox(paths) if paths.order.node_rank == 0 else None
         self._sent = 0
         self._all_read = False
         self._waiting: int | None = None
-        """Checkpoints that wait here, as the training was told."""
+        """Checkpoints that wait here, as last written for the training."""
         self._log_sent: dict[str, int] = {}
         """Log -> up to which byte of it the service has it."""
 
     @property
-    def said_finished(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether the job is done: nothing of it is needed here any more."""
-        return self._outbox is not None and self._outbox.said_finished
+        return self._outbox is not None and self._outbox.has_finished
 
     async def run(self) -> None:
         """Ship until nothing is left.
 
         Raises:
-            ServiceRefusal: 410, the task is somebody else's now.
+            ServiceRefusal: 410, the task belongs to another node now.
             Damaged: a checkpoint is.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._until_done(self._ship_logs, LOG_LOOK))
+            group.create_task(self._until_done(self._ship_logs, LOG_POLL_INTERVAL))
             if self._outbox is not None:
-                group.create_task(self._until_done(self._ship_events, LOOK))
-                group.create_task(self._until_done(self._ship_checkpoints, LOOK))
+                group.create_task(self._until_done(self._ship_events, POLL_INTERVAL))
+                group.create_task(self._until_done(self._ship_checkpoints, POLL_INTERVAL))
 
     async def _until_done(self, ship: Callable[[bool], Awaitable[bool]], pause: float) -> None:
         trouble = ""
         while True:
-            over = self._exited.is_set()  # before it looks: what has exited says nothing more
+            over = self._exited.is_set()  # read first: processes that have exited write nothing more
             try:
                 if await ship(over):
                     return
@@ -123,7 +129,7 @@ class Shipping:
 
     def _note(self, trouble: str, before: str) -> str:
         if trouble != before:
-            self._say(trouble)
+            self._note_detail(trouble)
             if trouble:
                 log.warning("task %s: %s", self._task_id, trouble)
         return trouble
@@ -131,8 +137,8 @@ class Shipping:
     async def _ship_events(self, over: bool) -> bool:
         outbox = self._outbox
         assert outbox is not None
-        outbox.take_in()
-        self._tell_waiting()
+        outbox.read_events()
+        self._note_pending()
         self._all_read = over
         while self._sent < outbox.size:
             piece = outbox.piece(self._sent)
@@ -149,34 +155,34 @@ class Shipping:
                     "end the job",
                 )
             self._sent = have
-        return over and not outbox.held
+        return over and not outbox.pending
 
     async def _ship_checkpoints(self, over: bool) -> bool:
         outbox = self._outbox
         assert outbox is not None
         done = self._all_read
-        waiting = next((held for held in outbox.held if held.is_checkpoint), None)
+        waiting = next((pending for pending in outbox.pending if pending.is_checkpoint), None)
         if waiting is None:
             return over and done
         await self._ship_checkpoint(waiting)
-        await self._forget_old_ones(waiting)
+        await self._remove_old_checkpoints(waiting)
         outbox.release(waiting)
         return False
 
-    def _tell_waiting(self) -> None:
+    def _note_pending(self) -> None:
         """Before the disk is full, the training waits for uploads (`checkpoints.need_space`)."""
-        if self._places.shared or self._outbox is None:
+        if self._paths.shared or self._outbox is None:
             return
-        waiting = sum(held.is_checkpoint for held in self._outbox.held)
+        waiting = sum(pending.is_checkpoint for pending in self._outbox.pending)
         if waiting != self._waiting:
-            atomic_write(self._places.files.uploads, str(waiting).encode())
+            atomic_write(self._paths.files.uploads, str(waiting).encode())
             self._waiting = waiting
 
-    async def _ship_checkpoint(self, held: Held) -> None:
-        path = Path(held.event["path"])
-        if (why := misplaced(path, str(held.event["kind"]), self._places.checkpoint_dir)) is not None:
+    async def _ship_checkpoint(self, pending: PendingEvent) -> None:
+        path = Path(pending.event["path"])
+        if (why := misplaced(path, str(pending.event["kind"]), self._paths.checkpoint_dir)) is not None:
             raise Damaged(f"the training announced checkpoint {path}, which is not uploaded: {why}")
-        report = await asyncio.to_thread(_reported, path, held)
+        report = await asyncio.to_thread(_reported, path, pending)
         before: set[str] = set()
         while missing := (await self._offer(path.name, report)).missing:
             if before & set(missing):  # it was sent, and is not there
@@ -184,10 +190,10 @@ class Shipping:
             for number, name in enumerate(missing, 1):
                 file = next(file for file in report.files if file.path == name)
                 size = f"{file.size / (1 << 20):.1f} MiB"
-                self._say(f"uploads {path.name}, file {number} of {len(missing)}: {name}, {size}")
+                self._note_detail(f"uploads {path.name}, file {number} of {len(missing)}: {name}, {size}")
                 await self._calls.upload(self._task_id, path.name, name, file.sha256, path / name)
             before = set(missing)
-        self._say("")
+        self._note_detail("")
 
     async def _offer(self, name: str, report: CheckpointReport) -> CheckpointAnswer:
         try:
@@ -197,12 +203,12 @@ class Shipping:
                 raise Damaged(f"the service does not accept checkpoint {name}: {refusal}") from refusal
             raise
 
-    async def _forget_old_ones(self, shipped: Held) -> None:
+    async def _remove_old_checkpoints(self, shipped: PendingEvent) -> None:
         """Remove the step checkpoints before one that is with the service: it has those too, as far as it keeps them.
         A job that ends with its best one needs that here."""
         directory, newest, kept = Path(shipped.event["path"]).parent, int(shipped.event["step"]), set[str]()
-        if self._places.order.spec["job"].get("best_checkpoint"):
-            kept = await self._calls.listed_checkpoints(self._places.order.job_uuid)
+        if self._paths.order.spec["job"].get("best_checkpoint"):
+            kept = await self._calls.listed_checkpoints(self._paths.order.job_uuid)
             # What came after these the supervisor may not have read of yet.
             newest = max((step for name in kept if (step := _step(name)) is not None), default=0)
         for path in directory.glob("checkpoint-*"):
@@ -211,7 +217,7 @@ class Shipping:
                 await asyncio.to_thread(shutil.rmtree, path, True)
 
     async def _ship_logs(self, over: bool) -> bool:
-        for path in sorted([*self._places.run_dir.glob("rank-*.log"), *self._places.run_dir.glob("torchrun.log")]):
+        for path in sorted([*self._paths.run_dir.glob("rank-*.log"), *self._paths.run_dir.glob("torchrun.log")]):
             if not is_regular(path):
                 continue
             await self._ship_log(path)
@@ -244,7 +250,7 @@ def _size(directory: Path, name: str) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _reported(path: Path, held: Held) -> CheckpointReport:
+def _reported(path: Path, pending: PendingEvent) -> CheckpointReport:
     """The files of a checkpoint with their digests.
 
     Raises:
@@ -258,4 +264,4 @@ def _reported(path: Path, held: Held) -> CheckpointReport:
         CheckpointFileReport(path=name, size=_size(path, name), sha256=checked.get(name) or sha256_in(path, name))
         for name in file_names(path)
     ]
-    return CheckpointReport(kind=held.event["kind"], files=tuple(files))
+    return CheckpointReport(kind=pending.event["kind"], files=tuple(files))

@@ -18,8 +18,8 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.start import NodeSettings
-from llama_stack_provider_trl_remote.service import as_node
-from llama_stack_provider_trl_remote.service.as_node import address_for_ranks
+from llama_stack_provider_trl_remote.service import head_agent
+from llama_stack_provider_trl_remote.service.head_agent import address_for_ranks
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 pytestmark = pytest.mark.timeout(30)
@@ -71,12 +71,12 @@ class Routes:
 def test_ranks_on_other_machines_find_this_one(
     monkeypatch: pytest.MonkeyPatch, host: str, master_addr: str, routes: dict[str, str], expected: str
 ) -> None:
-    monkeypatch.setattr(as_node, "socket", Routes(**routes))
+    monkeypatch.setattr(head_agent, "socket", Routes(**routes))
     assert address_for_ranks(settings(host, master_addr)) == expected
 
 
 def test_a_machine_without_a_network_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(as_node, "socket", Routes())
+    monkeypatch.setattr(head_agent, "socket", Routes())
     with pytest.raises(OSError, match=r"set torch_run_config\.master_addr"):
         address_for_ranks(settings())
 
@@ -93,7 +93,7 @@ def test_a_machine_without_a_network_says_what_to_set(monkeypatch: pytest.Monkey
     ],
 )
 def test_its_agent_calls_the_address_that_the_service_listens_on(host: str, expected: str) -> None:
-    assert as_node._own_url(settings(host), 8322) == expected
+    assert head_agent._own_url(settings(host), 8322) == expected
 
 
 def certificate(root: Path, name: str) -> tuple[Path, Path]:
@@ -113,7 +113,7 @@ def certificate(root: Path, name: str) -> tuple[Path, Path]:
 def test_its_agent_trusts_the_service_s_own_certificate_and_no_other(tmp_path: Path) -> None:
     ours, key = certificate(tmp_path, "head")
     theirs, _ = certificate(tmp_path, "other")
-    assert as_node._own_url(settings(tls_cert=ours, tls_key=key), 8322) == "https://127.0.0.1:8322"
+    assert head_agent._own_url(settings(tls_cert=ours, tls_key=key), 8322) == "https://127.0.0.1:8322"
 
     async def call(trusted: Path) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -125,7 +125,7 @@ def test_its_agent_trusts_the_service_s_own_certificate_and_no_other(tmp_path: P
         server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=as_node._trusting(trusted))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=head_agent._trusting(trusted))
             assert await reader.read() == b""
             writer.close()
 
@@ -158,9 +158,9 @@ def test_a_machine_that_cannot_take_part_says_so_once_and_tries_again(
             made.append(settings)
             return PlayedAgent()
 
-        monkeypatch.setattr(as_node, "make_agent", make_agent)
-        monkeypatch.setattr(as_node, "RETRY", 0.0)
-        node = asyncio.create_task(as_node.be_a_node(service, 8322))
+        monkeypatch.setattr(head_agent, "make_agent", make_agent)
+        monkeypatch.setattr(head_agent, "RETRY", 0.0)
+        node = asyncio.create_task(head_agent.run_head_agent(service, 8322))
         await takes_part.wait()
         node.cancel()
         with pytest.raises(asyncio.CancelledError):

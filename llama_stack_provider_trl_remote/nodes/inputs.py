@@ -1,0 +1,107 @@
+"""What the ranks of a task read, fetched from the service: rows and the checkpoints to resume from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from llama_stack_provider_trl.specs.checkpoint_files import check_names
+from llama_stack_provider_trl.system.files import damage, put_in_place, resolve_under, sha256_in, sha256_of, touched
+
+from ..wire import GIVEN, TaskOrder
+from .localize import PathMap
+
+log = logging.getLogger(__name__)
+
+
+class ModelMissing(FileNotFoundError):
+    """Raised when a model that a job names by its path is not on this node. Another try there finds the same."""
+
+
+class InputCalls(Protocol):
+    """The part of `calls.NodeClient` that fetches the files of a task."""
+
+    async def rows(self, sha256: str, path: Path) -> None: ...
+    async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]: ...
+    async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None: ...
+
+
+class Inputs:
+    """The input files of one task on this node.
+
+    Args:
+        note_detail: called with what is being fetched.
+    """
+
+    def __init__(self, paths: PathMap, calls: InputCalls, note_detail: Callable[[str], None]) -> None:
+        self._paths, self._calls, self._note_detail = paths, calls, note_detail
+
+    async def fetch_rows(self) -> None:
+        """Fetch each dataset that is not here with the right digest."""
+        for rows in self._paths.datasets():
+            target = self._paths.rows(rows["sha256"])
+            if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
+                self._note_detail(f"fetches {rows['num_rows']} rows")
+                await self._calls.rows(rows["sha256"], target)
+
+    async def fetch_checkpoints(self) -> list[str]:
+        """Fetch the checkpoint to resume from: the first one that is whole. All nodes get the same bytes and choose
+        the same one. Returns the service's paths of those that are here: one, or none."""
+        for path in self._paths.resumed_from():
+            target = self._paths.here(path)
+            if not (self._paths.shared and target == Path(path)):
+                await self._pull(Path(path), target)
+            if (wrong := await asyncio.to_thread(damage, target)) is None:
+                return [path]
+            log.warning("task %s: %s is damaged: %s", self._paths.order.task_id, path, wrong)
+        return []
+
+    async def _pull(self, path: Path, target: Path) -> None:
+        """Copy a checkpoint of the service to this node.
+
+        Raises:
+            InvalidRequest: it holds more than data.
+        """
+        job_uuid = self._paths.order.job_uuid
+        # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
+        identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN
+        files = await self._calls.checkpoint_files(job_uuid, identifier)
+        code = bool(self._paths.order.spec["job"].get("trust_remote_code"))
+        check_names([file["path"] for file in files], "checkpoint file", code=code, legacy=True)
+        if await asyncio.to_thread(_is_the_same, target, files):
+            return
+        staging = target.with_name(f"{target.name}.tmp")
+        if staging.is_symlink():  # left by the job's earlier training: what is fetched would go where it leads
+            staging.unlink()
+        for number, file in enumerate(files, 1):
+            size = f"{file['size'] / (1 << 20):.1f} MiB"
+            self._note_detail(f"fetches {path.name}, file {number} of {len(files)}: {file['path']}, {size}")
+            place = resolve_under(staging, file["path"], "checkpoint file")
+            await self._calls.checkpoint_file(job_uuid, identifier, place, file)
+        await asyncio.to_thread(put_in_place, staging, target)
+
+
+def check_models(order: TaskOrder, node: str) -> None:
+    """Check that the models that a job names by their paths are on this node. Raises ModelMissing."""
+    job = order.spec["job"]
+    reference = ((job.get("dpo") or {}).get("reference") or {}).get("model")
+    for model in (job["model"], reference):
+        if model and Path(model).is_absolute() and not Path(model).exists():
+            raise ModelMissing(
+                f"the model {model} is not on node {node}: put it there under the same path (shared storage, or a "
+                "copy), or name a model id, which every node takes from its cache or the hub"
+            )
+
+
+def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:
+    """Whether a checkpoint is here with exactly these bytes."""
+    try:
+        return bool(files) and all(
+            (target / file["path"]).stat().st_size == file["size"] and sha256_in(target, file["path"]) == file["sha256"]
+            for file in files
+        )
+    except OSError:
+        return False

@@ -1,0 +1,102 @@
+"""The machines that jobs may run on, as the placement needs them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.records import NodeRecord
+from llama_stack_provider_trl.jobs.store import Store
+
+from ...wire import NodeReport
+from .presence import Presence, silent_since
+
+log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """The machines that jobs may run on: this one, and those that have joined.
+
+    Args:
+        head: name of this machine; its agent joins under it too.
+        machine_id: of this machine.
+        cpus: of this machine, until its agent has reported them.
+    """
+
+    def __init__(
+        self, store: Store, presence: Presence, head: str, machine_id: str, devices: Sequence[str], cpus: int
+    ) -> None:
+        self._store = store
+        self.presence = presence
+        self.head = head
+        self._unreadable: set[str] = set()
+        self._refused: dict[str, dict[str, str]] = {}
+        """Node -> job that it cannot start -> why."""
+        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
+
+    def nodes(self) -> list[Node]:
+        """This machine first."""
+        head, others = self._head, []
+        for record in self._store.nodes.all():
+            report = self._report(record)
+            if report is None:
+                continue
+            if record.name == self.head:
+                why = "" if record.mode == "open" else record.mode
+                joins = self.presence.has_called(record.name) and not self.presence.is_absent(record.name)
+                head = replace(
+                    _node(record, report, why, self._refused.get(record.name)),
+                    devices=self._head.devices,
+                    machine=self._head.machine,
+                    head=True,
+                    joins=joins,
+                )
+            else:
+                others.append(_node(record, report, self.why_closed(record), self._refused.get(record.name)))
+        return [head, *others]
+
+    def _report(self, record: NodeRecord) -> NodeReport | None:
+        """A node's last report. None: another release stored it and this one cannot read it. The node gets no jobs
+        until its agent has joined again; the other nodes do."""
+        try:
+            return NodeReport.model_validate_json(record.report)
+        except ValueError as error:
+            if record.name not in self._unreadable:
+                log.error("node %s gets no jobs until its agent joins again: its report: %s", record.name, error)
+            self._unreadable.add(record.name)
+            return None
+
+    def leave_out(self, node: str, job_uuid: str, why: str) -> None:
+        """Give a node no further attempt of a job, until its agent joins anew or the service is started again."""
+        jobs = self._refused.get(node, {})
+        self._refused[node] = {**jobs, job_uuid: why}  # replaced, since a placement may read it in another thread
+
+    def allow_again(self, node: str) -> None:
+        """Let a node whose agent has joined anew start any job."""
+        self._refused.pop(node, None)
+
+    def why_closed(self, record: NodeRecord) -> str:
+        """Why a node takes no jobs; empty: it does."""
+        if self.presence.is_absent(record.name):
+            return silent_since(self.presence.silence(record.name))
+        if not self.presence.has_called(record.name):
+            return "not heard of since the service was started"
+        return "" if record.mode == "open" else record.mode
+
+
+def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapping[str, str] | None) -> Node:
+    return Node(
+        name=record.name,
+        devices=tuple(device.name for device in report.devices),
+        machine=record.machine_id,
+        why_closed=why_closed,
+        draining=record.mode == "draining",
+        memory={device.name: device.memory_bytes for device in report.devices if device.memory_bytes},
+        cpus=report.cpus,
+        memory_bytes=report.memory_bytes,
+        labels=report.labels,
+        models=frozenset(report.models),
+        refused=refused,
+    )

@@ -1,0 +1,277 @@
+"""States of a node and of an attempt over several nodes, the observations that change them, and their deadlines. Pure.
+
+A state is computed at every poll from records and clocks. Nothing but the time of a call, and of a first exit, is kept
+in memory, so a service that was started again computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from ...wire import LEASE, POLL_SECONDS, SILENCE, Stage
+
+CALL_DUE = 2 * POLL_SECONDS
+"""Seconds within which every live node calls once."""
+GRACE_FAILED = 10.0
+"""Seconds that the other nodes of an attempt get to end, and to report why, once one has failed."""
+GRACE_DONE = 60.0
+"""The same once one has ended well."""
+
+
+class NodeState(StrEnum):
+    """Whether a node calls."""
+
+    awaited = "awaited"
+    """It has not called since the service was started."""
+    live = "live"
+    unreachable = "unreachable"
+    """It has missed its deadline, and so have all others: the service's own network may be cut off."""
+    lost = "lost"
+    """It has missed its deadline on its own, or its lease is over."""
+
+
+ABSENT = frozenset({NodeState.unreachable, NodeState.lost})
+"""States of a node whose deadline is over. It gets no jobs."""
+
+
+class NodeEvent(StrEnum):
+    """What is observed of a node, in the order in which it applies."""
+
+    called = "called"
+    missed = "missed"
+    """No call for `NODE_DEADLINES[live]`."""
+    missed_alone = "missed_alone"
+    """As `missed`, and another node has called since this one's call was due."""
+    expired = "expired"
+    """No call for `NODE_DEADLINES[unreachable]`: the agent has ended its tasks by itself."""
+
+
+NODE_DEADLINES: dict[NodeState, float] = {
+    NodeState.awaited: SILENCE,
+    NodeState.live: SILENCE,
+    NodeState.unreachable: LEASE,
+}
+"""Seconds without a call after which a node leaves the state."""
+NODE_TRANSITIONS: dict[NodeState, dict[NodeEvent, NodeState]] = {
+    NodeState.awaited: {NodeEvent.called: NodeState.live, NodeEvent.missed: NodeState.unreachable},
+    NodeState.live: {NodeEvent.missed: NodeState.unreachable},
+    NodeState.unreachable: {
+        NodeEvent.called: NodeState.live,
+        NodeEvent.missed_alone: NodeState.lost,
+        NodeEvent.expired: NodeState.lost,
+    },
+    NodeState.lost: {NodeEvent.called: NodeState.live},
+}
+
+
+class Contact(NamedTuple):
+    """The calls of one node, as the service has received them."""
+
+    has_called: bool
+    """Since the service was started."""
+    silence: float
+    """Seconds since its last call, or since the service could receive one."""
+    others_after: float
+    """Seconds from the time at which its call could be expected to the last call of another node."""
+
+
+def node_state(contact: Contact) -> NodeState:
+    """The state that follows from the calls so far."""
+    state = NodeState.awaited
+    for event in _node_events(contact):
+        state = NODE_TRANSITIONS[state].get(event, state)
+    return state
+
+
+def _node_events(contact: Contact) -> Iterable[NodeEvent]:
+    if contact.has_called:
+        yield NodeEvent.called
+    if contact.silence > NODE_DEADLINES[NodeState.live]:
+        yield NodeEvent.missed
+        if contact.others_after > CALL_DUE:
+            yield NodeEvent.missed_alone
+    if contact.silence > NODE_DEADLINES[NodeState.unreachable]:
+        yield NodeEvent.expired
+
+
+class AttemptState(StrEnum):
+    """How far an attempt over several nodes is."""
+
+    preparing = "preparing"
+    """Each node fetches what its ranks read."""
+    probing = "probing"
+    """Each node connects to every other."""
+    training = "training"
+    """The processes run on every node, or are told to save and end."""
+    finishing = "finishing"
+    """A node has ended well, the others have not ended yet."""
+    failing = "failing"
+    """A node has ended with an error, the others have not ended yet."""
+    ending = "ending"
+    """Every node was told to end its part."""
+    ended = "ended"
+    """No reachable node has anything left of it."""
+
+
+class AttemptEvent(StrEnum):
+    """What is observed of an attempt. Exits on nodes apply first; of the others, the first in this order counts, of
+    `node_lost` and `task_lost` that of the lower node rank."""
+
+    exit_failed = "exit_failed"
+    """A node has exited with an error."""
+    exit_done = "exit_done"
+    """A node has exited well."""
+
+    completed = "completed"
+    """All nodes have exited, and rank 0's node has uploaded everything."""
+    node_lost = "node_lost"
+    """A node that is needed is lost."""
+    task_lost = "task_lost"
+    """A node no longer has its part: it was started again, or removed."""
+    stage_failed = "stage_failed"
+    """A node reports that it cannot do its part."""
+    overdue = "overdue"
+    """The state's deadline is over, and no node that is still expected may have gone down."""
+    prepared = "prepared"
+    """All nodes have what they need, and there are others to connect to."""
+    ready = "ready"
+    """All nodes can start their processes."""
+    cleared = "cleared"
+    """Nothing of it is left on any node that can be reached."""
+
+
+ATTEMPT_DEADLINES: dict[AttemptState, float] = {
+    AttemptState.finishing: GRACE_DONE,
+    AttemptState.failing: GRACE_FAILED,
+}
+"""Seconds from the first exit on a node after which the attempt is ended on the others."""
+_ENDINGS = dict.fromkeys(
+    (
+        *(AttemptEvent.completed, AttemptEvent.node_lost, AttemptEvent.task_lost),
+        *(AttemptEvent.stage_failed, AttemptEvent.overdue),
+    ),
+    AttemptState.ending,
+)
+_EXITS = {AttemptEvent.exit_failed: AttemptState.failing, AttemptEvent.exit_done: AttemptState.finishing}
+ATTEMPT_TRANSITIONS: dict[AttemptState, dict[AttemptEvent, AttemptState]] = {
+    AttemptState.preparing: {
+        **_ENDINGS,
+        **_EXITS,
+        AttemptEvent.prepared: AttemptState.probing,
+        AttemptEvent.ready: AttemptState.training,
+    },
+    AttemptState.probing: {**_ENDINGS, **_EXITS, AttemptEvent.ready: AttemptState.training},
+    AttemptState.training: {**_ENDINGS, **_EXITS},
+    AttemptState.finishing: {**_ENDINGS, AttemptEvent.exit_failed: AttemptState.failing},
+    AttemptState.failing: dict(_ENDINGS),
+    AttemptState.ending: {AttemptEvent.cleared: AttemptState.ended},
+    AttemptState.ended: {},
+}
+STAGES: dict[Stage, AttemptState] = {
+    Stage.prepare: AttemptState.preparing,
+    Stage.probe: AttemptState.probing,
+    Stage.run: AttemptState.training,
+    Stage.pause: AttemptState.training,
+    Stage.stop: AttemptState.ending,
+}
+"""Stage that the nodes are told -> state of an attempt in which no node has exited."""
+ORDERED: dict[AttemptState, Stage] = {AttemptState.probing: Stage.probe, AttemptState.training: Stage.run}
+"""State that an attempt enters -> stage that its nodes are told then."""
+
+
+@dataclass(frozen=True)
+class PartState:
+    """One node's part of an attempt, as far as the table needs it."""
+
+    node_rank: int
+    node: NodeState = NodeState.live
+    silence: float = 0.0
+    """Seconds since the node's last call."""
+    gone: bool = False
+    """Nothing of it is left on the node."""
+    stage_done: bool = False
+    stage_failed: bool = False
+    exited_for: float | None = None
+    """Seconds since its exit was seen; None: its processes have not exited."""
+    exited_well: bool = False
+    uploaded: bool = False
+    """The service has all its events, logs and checkpoints."""
+
+    @property
+    def has_exited(self) -> bool:
+        return self.exited_for is not None
+
+
+class Observed(NamedTuple):
+    """An observation of an attempt."""
+
+    event: AttemptEvent
+    part: int | None = None
+    """Index of the part that it is about; None: of all."""
+
+
+def attempt_state(stage: Stage, parts: Sequence[PartState]) -> AttemptState:
+    """The state that follows from what the nodes were told last and from the exits so far."""
+    state = STAGES[stage]
+    for part in parts:
+        if part.has_exited:
+            event = AttemptEvent.exit_done if part.exited_well else AttemptEvent.exit_failed
+            state = ATTEMPT_TRANSITIONS[state].get(event, state)
+    return state
+
+
+def observe(state: AttemptState, parts: Sequence[PartState], on_head: bool) -> Observed | None:
+    """The observation that counts in a state; None: nothing changes it.
+
+    Args:
+        on_head: the service's own machine takes part: the attempt cannot continue without the service.
+    """
+    accepted = ATTEMPT_TRANSITIONS[state]
+    return next((one for one in _observations(state, parts, on_head) if one.event in accepted), None)
+
+
+def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool) -> Iterable[Observed]:
+    """All that apply, the one that counts first."""
+    if all(part.has_exited for part in parts) and parts[0].uploaded:
+        yield Observed(AttemptEvent.completed)
+    for index, part in enumerate(parts):
+        if is_missed(part, on_head):
+            yield Observed(AttemptEvent.node_lost, index)
+        if part.gone:
+            yield Observed(AttemptEvent.task_lost, index)
+    for index, part in enumerate(parts):
+        if part.stage_failed:
+            yield Observed(AttemptEvent.stage_failed, index)
+    if _is_overdue(state, parts):
+        yield Observed(AttemptEvent.overdue)
+    if all(part.stage_done for part in parts):
+        several = state is AttemptState.preparing and len(parts) > 1
+        yield Observed(AttemptEvent.prepared if several else AttemptEvent.ready)
+    if not any(is_left(part) for part in parts):
+        yield Observed(AttemptEvent.cleared)
+
+
+def is_missed(part: PartState, on_head: bool) -> bool:
+    """Whether the attempt cannot wait for a part's node. While the service itself may be cut off, it waits until the
+    agents have ended their tasks. A node without rank 0 that has exited is not needed any more."""
+    if part.gone or (part.has_exited and part.node_rank):
+        return False
+    return part.node in (ABSENT if on_head else {NodeState.lost})
+
+
+def is_left(part: PartState) -> bool:
+    """Whether an attempt that ends has to wait for this part."""
+    return not (part.gone or part.has_exited or part.node in ABSENT)
+
+
+def _is_overdue(state: AttemptState, parts: Sequence[PartState]) -> bool:
+    deadline = ATTEMPT_DEADLINES.get(state)
+    running = [part for part in parts if not part.has_exited]
+    if deadline is None or not running:
+        return False
+    since = max(part.exited_for for part in parts if part.exited_for is not None)
+    # A node that went down took the ranks of the others with it: its silence is longer than their end is past.
+    return since > deadline and max(part.silence for part in running) < since
