@@ -51,12 +51,15 @@ def tiny_model(*, chat_template: bool = True, tied: bool = True, cache: Path = C
     return _cached(cache, name, lambda path: _save_model(path, chat_template, tied))
 
 
-def tiny_tokenizer(*, chat_template: bool = True, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    *, chat_template: bool = True, trim_offsets: bool = False, vocabulary: int = VOCABULARY
+) -> PreTrainedTokenizerFast:
     """The tokenizer alone (no torch): eos `<|im_end|>`, pad `<|endoftext|>`, no bos.
 
     Args:
         chat_template: ChatML; False leaves it without a template.
         trim_offsets: leave a token's spaces out of its character offsets, as GPT-2's and Llama 3's tokenizers do.
+        vocabulary: number of tokens; 259 are the bytes and the three special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -68,7 +71,7 @@ def tiny_tokenizer(*, chat_template: bool = True, trim_offsets: bool = False) ->
     tokenizer.train_from_iterator(
         _LINES,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             special_tokens=[PAD, TURN, EOS],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,

@@ -27,6 +27,7 @@ class TrainingService(Server):
     """On the CPU, with one rank per job where the settings do not say more."""
 
     called = "the service"
+    python = sys.executable
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root = root
@@ -72,7 +73,7 @@ class TrainingService(Server):
         }
         with open(log, "wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "llama_stack_provider_trl_remote.service", *arguments],
+                [self.python, "-m", "llama_stack_provider_trl_remote.service", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

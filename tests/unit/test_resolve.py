@@ -381,6 +381,18 @@ def test_the_digest_tells_requests_apart_by_what_the_caller_set() -> None:
     assert sft().digest(none) != sft().digest(ProviderOptions(seed=1))
 
 
+def test_a_request_has_the_digest_that_earlier_releases_have_stored() -> None:
+    """By it the inline provider knows a repeated request again; these two were computed by commit a7b999e."""
+    training = {"n_epochs": 2, "learning_rate": 1e-3, "data_config": {"dataset_id": "rows", "batch_size": 2}}
+    body = {"job_uuid": "job-1", "model": "/models/tiny", "training_config": training}
+    options = ProviderOptions(seed=7)
+    lora = {"type": "LoRA", "rank": 4}
+    by_sft = SupervisedFineTuneRequest.model_validate({**body, "algorithm_config": lora}).digest(options)
+    assert by_sft == "cd8726575f06b1c69541dd31893aa59ed77c840e4c0decc8f5d2857623a537d4"
+    by_dpo = PreferenceOptimizeRequest.model_validate({**body, "finetuned_model": "tuned"}).digest(options)
+    assert by_dpo == "7dbe183751a1b4433e14e7be43386b8472ece473841c2ebe47206e70dd26a43a"
+
+
 def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_path: Path) -> None:
     spec = spec_of(sft(), settings)
     first, second = (derive(spec, 1, "cuda:0", tmp_path) for _ in range(2))
