@@ -30,7 +30,7 @@ class FencingToken:
         return cls(attempt.task_id, attempt.turn)
 
     def private_name(self, name: str) -> str:
-        """A name for incomplete files that no other attempt uses (`files.remove_leftovers` recognizes it)."""
+        """A name for incomplete files that no other attempt uses (`system.files.remove_leftovers` recognizes it)."""
         return name if self.path is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
 
     def check(self) -> None:

@@ -283,7 +283,7 @@ def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
-    """The attempt's own; `files.remove_leftovers` knows such names."""
+    """The attempt's own; `system.files.remove_leftovers` knows such names."""
     return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
 
 
