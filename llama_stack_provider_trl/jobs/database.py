@@ -1,7 +1,7 @@
 """The sqlite file of a data directory: connections, transactions, creation and upgrade of its tables.
 
 Several processes may have the file open. The statements are in `queries.sql`, the tables in `schema.sql`. The records
-that the tables hold have classes of their own: `store.Store`, `jobs.nodes.Nodes`, `node_tasks.NodeTasks`, `tokens.Tokens`.
+that the tables hold have classes of their own: `store.Store`, `nodes.Nodes`, `node_tasks.NodeTasks`, `tokens.Tokens`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Registers rows in a process of its own, so that their number does not weigh on the service.
 
-    python -m llama_stack_provider_trl_remote.service.datasets.registry.registration BODY DIRECTORY MAX_ROWS
+    python -m llama_stack_provider_trl_remote.service.datasets.registration BODY DIRECTORY MAX_ROWS
 
 parses a body of POST /v1/datasets, stores its rows below DIRECTORY and prints one JSON object: `{"body", "sha256",
 "num_rows"}` with the body without its rows, or what is wrong with it.
@@ -34,7 +34,7 @@ from ..http.received import BodyMemory, disk_full
 from .children import run
 
 log = logging.getLogger(__name__)
-MODULE = "llama_stack_provider_trl_remote.service.datasets.registry.registration"
+MODULE = "llama_stack_provider_trl_remote.service.datasets.registration"
 STAGING = ".incoming-"
 """Begins the names of what is received, beside the stored rows."""
 _CHILDREN = 2

@@ -169,7 +169,7 @@ class AuditLog:
         moment = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"seq": self._next, "time": moment, "event": event}
         line |= {name: value for name, value in fields.items() if value not in (None, "", {})}
-        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        return _utf8(line) + b"\n"
 
     def _rotate(self) -> None:
         """Begin the next file. Nothing is renamed: whatever a crash leaves of this is a complete log."""
@@ -311,12 +311,20 @@ def _first(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
+def _utf8(line: Any) -> bytes:
+    """A line as JSON in UTF-8. A half of a surrogate pair, which a client may send as a name, becomes `?`: no answer
+    could show it."""
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
 def _parsed(raw: bytes) -> Line | None:
     """None: the line is torn or damaged."""
     if not raw.endswith(b"\n"):
         return None
     try:
         line = json.loads(raw)
+        if b"\\ud" in raw:  # of an earlier release, which wrote half a surrogate pair as it came
+            line = json.loads(_utf8(line))
     except ValueError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("seq"), int) else None
