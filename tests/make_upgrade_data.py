@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pwd
 import shutil
 import sqlite3
 import sys
@@ -149,7 +150,10 @@ def _keep(target: Path, answers: Json) -> None:
     shutil.copytree(ORIGINAL / "data", target / "data", ignore=shutil.ignore_patterns("*.sqlite3-*", "ballast"))
     (target / "answers.json").write_text(json.dumps(answers) + "\n")
     (target / "requests.json").write_text(json.dumps(requests(), indent=1) + "\n")
-    local = [str(REPOSITORY), str(Path(sys.prefix).parent)]
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    for task in target.rglob("task.json"):  # isolation covers the home of the account, whatever HOME says
+        task.write_text(task.read_text().replace(f'"{home}/', f'"{ORIGINAL}/home/'))
+    local = [str(REPOSITORY), str(Path(sys.prefix).parent), f"{home}/"]
     for path in [path for path in target.rglob("*") if path.is_file()]:
         named = [name for name in local if name.encode() in path.read_bytes()]
         assert not named, f"{path} names this machine: {named}"
