@@ -14,7 +14,7 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
-from .routes import datasets, job_files, jobs, nodes, tokens
+from .routes import agents, datasets, job_files, jobs, nodes, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
@@ -43,6 +43,7 @@ def make_app(service: Service) -> FastAPI:
         _include(app, datasets.router, prefix, dependencies=token)
     _include(app, datasets.blobs, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
+    _include(app, agents.router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
     for prefix in ("/v1", ""):

@@ -22,7 +22,6 @@ from llama_stack_provider_trl.system.process import FileLock, hide_from_other_pr
 
 from .app import make_app
 from .context import Service
-from .head_agent import run_head_agent
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .settings import ServiceSettings, SettingsError
 
@@ -110,6 +109,8 @@ class _Server(uvicorn.Server):
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
         if not settings.on_loopback:
+            from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
+
             self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import socket
 import ssl
 import subprocess
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -291,6 +293,33 @@ def test_a_refused_body_is_dropped_for_longer_where_its_sender_is_known(
         writer.close()
 
     with_peer(test, gated(refuse), deadlines=Deadlines())
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_request_leaves_no_reference_cycle(refused: bool) -> None:
+    """Cycles wait for the garbage collector, which runs too rarely for hundreds of connections."""
+    bodies = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append(weakref.ref(scope[BODY]))
+        if refused:
+            raise Refused(403, "no")
+        await reads_the_body(scope, receive, send)
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(GET)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        while peer.acceptor.count:
+            await asyncio.sleep(0.01)
+        assert [body() for body in bodies] == [None]
+
+    gc.collect()
+    gc.disable()
+    try:
+        with_peer(test, gated(app), deadlines=Deadlines())
+    finally:
+        gc.enable()
 
 
 def test_a_body_that_comes_slowly_is_received() -> None:

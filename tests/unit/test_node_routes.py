@@ -15,8 +15,10 @@ from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
+from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone
+from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
 from llama_stack_provider_trl_remote.wire import SILENCE, VERSIONS, CheckpointReport, DeviceReport, NodeReport, Poll
@@ -33,7 +35,7 @@ class World:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.clock = root, FakeClock()
         self.store = Store(root / "jobs.db", self.clock)
-        monkeypatch.setattr(routes_nodes.time, "time", self.clock)
+        monkeypatch.setattr(routes_agents.time, "time", self.clock)
         self.start()
 
     def start(self) -> None:
@@ -80,7 +82,7 @@ class World:
             devices=(DeviceReport(name="cpu"),),
             versions=VERSION,
         )
-        answer = asyncio.run(routes_nodes.join(self.service, caller, report))
+        answer = asyncio.run(routes_agents.join(self.service, caller, report))
         credential = json.loads(bytes(answer.body))["credential"]
         return self.authenticated(credential) or caller, credential
 
@@ -89,12 +91,12 @@ class World:
 
     def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
-        asyncio.run(routes_nodes.poll(self.service, caller, name, body))
+        asyncio.run(routes_agents.poll(self.service, caller, name, body))
 
     def over(self, *kept: str) -> dict[str, Any]:
         """The answer to a poll of a node that keeps files of these jobs."""
         body = Poll(boot_id="1", agent_id="one", tasks=(), seen=-1)
-        answer = asyncio.run(routes_nodes.poll(self.service, JOINS, "a", body, list(kept)))
+        answer = asyncio.run(routes_agents.poll(self.service, JOINS, "a", body, list(kept)))
         return dict(json.loads(bytes(answer.body)))
 
     def remove(self, name: str = "a") -> None:
@@ -128,6 +130,21 @@ def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> N
     world.store.request_cancel("cancelled")
     assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
     assert "over" not in world.over()
+
+
+def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and_the_others_beside_it(
+    world: World,
+) -> None:
+    world.join("a")
+    world.join("b")
+    world.store.nodes.join("a", "machine of a", "1", '{"of": "another release"}')
+    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
+    world.service.devices = ("cpu",)
+    world.service.settings.data_dir = world.root
+    head, a, b = routes_nodes._nodes(world.service)
+    assert (head.node, b.node, b.state) == ("head", "b", "open")
+    assert (a.node, a.devices) == ("a", [])
+    assert "start its agent again" in a.state
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
@@ -244,7 +261,7 @@ def test_of_many_joins_without_an_answer_few_credentials_are_kept(world: World) 
 
 
 def test_the_nodes_that_a_token_may_add_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_nodes, "_MOST_NODES", 2)
+    monkeypatch.setattr(routes_agents, "_MOST_NODES", 2)
     world.join("a")
     own, _ = world.join("b")
     with pytest.raises(Conflict, match="there are 2 nodes already: remove those that are gone"):
@@ -280,13 +297,13 @@ def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, mo
 
     async def meanwhile(seconds: float) -> None:
         report = json.loads(world.store.nodes.all()[0].report) | {"agent_id": "two"}
-        await routes_nodes.join(world.service, used, NodeReport.model_validate(report))
+        await routes_agents.join(world.service, used, NodeReport.model_validate(report))
 
-    monkeypatch.setattr(routes_nodes.asyncio, "sleep", meanwhile)
+    monkeypatch.setattr(routes_agents.asyncio, "sleep", meanwhile)
     revision = world.store.nodes.all()[0].revision
     body = Poll(boot_id="1", agent_id="one", tasks=(), seen=revision)
     with pytest.raises(Conflict, match="has joined as another agent"):
-        asyncio.run(routes_nodes.poll(world.service, used, "a", body))
+        asyncio.run(routes_agents.poll(world.service, used, "a", body))
 
 
 def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,12 +343,12 @@ def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
     service = world.service
     for task in ("job-1", "another"):
         calls = {
-            "events": lambda task=task: routes_nodes.add_events(service, "a", task, 0, request),
-            "log": lambda task=task: routes_nodes.add_log(service, "a", task, "rank-0.log", 0, request),
-            "ask": lambda task=task: routes_nodes.ask_for_checkpoint(
+            "events": lambda task=task: routes_agents.add_events(service, "a", task, 0, request),
+            "log": lambda task=task: routes_agents.add_log(service, "a", task, "rank-0.log", 0, request),
+            "ask": lambda task=task: routes_agents.ask_for_checkpoint(
                 service, "a", task, "final", CheckpointReport(kind="final", files=())
             ),
-            "file": lambda task=task: routes_nodes.add_checkpoint_file(
+            "file": lambda task=task: routes_agents.add_checkpoint_file(
                 service, "a", task, "final", "f", "0" * 64, request
             ),
         }
@@ -343,7 +360,7 @@ def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
 def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.join()
     world.give_task()
-    monkeypatch.setattr(routes_nodes, "RECHECK", 0.0)
+    monkeypatch.setattr(routes_agents, "RECHECK", 0.0)
 
     class Endless:
         async def stream(self) -> AsyncIterator[bytes]:
@@ -354,7 +371,7 @@ def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monk
 
     request: Any = Endless()
     with pytest.raises(Gone):
-        asyncio.run(routes_nodes.add_checkpoint_file(world.service, "a", "job-1", "final", "f", "0" * 64, request))
+        asyncio.run(routes_agents.add_checkpoint_file(world.service, "a", "job-1", "final", "f", "0" * 64, request))
     assert world.received == ["there"] * 3
 
 
@@ -384,6 +401,6 @@ def test_a_node_that_uploads_for_longer_than_its_silence_is_not_lost(world: Worl
 
     request: Any = Slow()
     about = ("a", "job-1", "checkpoint-2", "model.safetensors", "0" * 64, request)
-    asyncio.run(routes_nodes.add_checkpoint_file(world.service, *about))
+    asyncio.run(routes_agents.add_checkpoint_file(world.service, *about))
     assert world.received == ["there"] * 6
     assert not world.presence.is_absent("a")

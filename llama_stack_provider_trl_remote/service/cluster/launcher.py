@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write
 
 from ...nodes.localize import MARK
-from ...wire import NodeReport, Peer, Stage, TaskOrder
+from ...wire import Peer, Stage, TaskOrder
 from .membership import Cluster
 from .presence import silent_since
 from .reports import ReportedPart, combined, observation, progress_detail
@@ -240,8 +240,8 @@ class ClusterLauncher:
             assert part.report is not None
             assert part.report.port is not None
             record = self._store.nodes.get(part.node)
-            address = NodeReport.model_validate_json(record.report).address if record else ""
-            peers.append(Peer(node=part.node, address=address, port=part.report.port))
+            report = self._cluster.report(record) if record else None
+            peers.append(Peer(node=part.node, address=report.address if report else "", port=part.report.port))
         found = []
         for part in parts:
             others = tuple(peer for peer in peers if peer.node != part.node)

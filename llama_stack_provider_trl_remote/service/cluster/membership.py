@@ -40,7 +40,7 @@ class Cluster:
         """This machine first."""
         head, others = self._head, []
         for record in self._store.nodes.all():
-            report = self._report(record)
+            report = self.report(record)
             if report is None:
                 continue
             if record.name == self.head:
@@ -57,7 +57,7 @@ class Cluster:
                 others.append(_node(record, report, self.why_closed(record), self._refused.get(record.name)))
         return [head, *others]
 
-    def _report(self, record: NodeRecord) -> NodeReport | None:
+    def report(self, record: NodeRecord) -> NodeReport | None:
         """A node's last report. None: another release stored it and this one cannot read it. The node gets no jobs
         until its agent has joined again; the other nodes do."""
         try:

@@ -1,122 +1,33 @@
-"""The machines that jobs run on: the operators' calls, and those of the agents (`wire`).
-
-A node's call counts as a sign of life once it is found to be about what the node has to do: a poll of the agent that
-joined, or anything of a current task.
-"""
+"""The machines that jobs run on, as operators list and manage them; `agents` has the calls of their agents."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import threading
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from typing import Annotated, Any
 
 import psutil
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Response
 
-from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
-from llama_stack_provider_trl.jobs.states import TERMINAL
-from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.system.files import free_bytes
 
-from ...wire import (
-    MOST_KEPT,
-    NAME,
-    POLL_SECONDS,
-    SILENCE,
-    VERSIONS,
-    CheckpointAnswer,
-    CheckpointReport,
-    Joined,
-    NodeReport,
-    Orders,
-    Poll,
-    Stage,
-    StageProgress,
-    TaskOrder,
-    TaskReport,
-)
-from ..cluster.credentials import new_credential, removed
-from ..cluster.reports import observation
+from ...wire import NAME, NodeReport, Poll
 from ..context import Context, Service
-from ..http.bodies import ListNodesResponse, NodeRow, Sha256
-from ..http.errors import Conflict, Gone, NotFound, declared
-from ..security.access import (
-    ADMINS,
-    JOIN,
-    NODES,
-    NODES_EVENTS,
-    NODES_LOG,
-    NODES_POLL,
-    NODES_UPLOAD,
-    USERS,
-    Caller,
-    CurrentCaller,
-    GuardedRoute,
-    Refused,
-)
+from ..http.bodies import ListNodesResponse, NodeRow
+from ..http.errors import Conflict, NotFound, declared
+from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
 
 log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
-
-POLL_INTERVAL = 0.1
-"""Seconds between two checks whether there are new orders for a node that waits: a point read of 20 us."""
-RECHECK = 1.0
-"""Seconds between two checks that the task of an upload is current still."""
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
-TaskId = Annotated[str, Path(description="As its order has it")]
-Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
-Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
-_NONE: list[str] = []
-Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
-_MOST_NODES = 1024
-"""That tokens of agents may add; each is a row, and a part of every placement."""
-_JOINING = threading.Lock()
-"""Held from the check of a name until it is taken."""
-_BYTES = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-_OFFSET = {
-    "description": "Upload-Offset: bytes that are here now",
-    "headers": {"Upload-Offset": {"schema": {"type": "string"}}},
-}
 
 
 @router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
 async def nodes(service: Context) -> Response:
     """The machines that jobs may run on, and which job has which device; the service's own first."""
     return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
-
-
-@router.post("", dependencies=[JOIN], response_model=Joined, responses=declared(409, 410))
-async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Response:
-    """Join, or report anew what there is. The answer has a new credential, which the node's other calls need."""
-    credential = await asyncio.to_thread(_join, service, caller, body)
-    return as_json(Joined(node=body.name, head=service.node_name, version=__version__, credential=credential))
-
-
-@router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
-async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
-    """What the node is to do, as soon as that is something new; and which of its kept jobs are over."""
-    if await asyncio.to_thread(_store_reports, service, caller, name, body):
-        service.supervisor.wake()
-    deadline = time.monotonic() + POLL_SECONDS
-    while True:
-        record = _welcome(service, name, body)
-        if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
-            orders = await asyncio.to_thread(_orders, service, record, kept)
-            return as_json(orders, without=set() if orders.over else {"over"})
-        await asyncio.sleep(POLL_INTERVAL)
 
 
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
@@ -145,269 +56,17 @@ async def remove(service: Context, name: Name) -> Response:
     return Response(status_code=204)
 
 
-@router.post(
-    "/{name}/tasks/{task_id}/events",
-    dependencies=[NODES_EVENTS],
-    status_code=204,
-    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
-    openapi_extra=_BYTES,
-)
-async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
-    """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
-    await asyncio.to_thread(service.uploads.first, task_id, name)  # before the body is read
-    service.presence.note_call(name)
-    lines = await request.body()
-    size = await asyncio.to_thread(service.uploads.add_events, task_id, name, offset, lines)
-    service.supervisor.wake()
-    return Response(status_code=204, headers={"Upload-Offset": str(size)})
-
-
-@router.put(
-    "/{name}/tasks/{task_id}/logs/{file}",
-    dependencies=[NODES_LOG],
-    status_code=204,
-    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
-    openapi_extra=_BYTES,
-)
-async def add_log(
-    service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
-) -> Response:
-    """Append to a log; an offset behind its end leaves out what is between."""
-    _check_task(service, name, task_id)  # before the body is read
-    data = await request.body()
-    size = await asyncio.to_thread(service.uploads.add_log, task_id, name, file, offset, data)
-    return Response(status_code=204, headers={"Upload-Offset": str(size)})
-
-
-@router.post(
-    "/{name}/tasks/{task_id}/checkpoints/{checkpoint}",
-    dependencies=[NODES],
-    response_model=CheckpointAnswer,
-    responses=declared(404, 409, 410, 507),
-)
-async def ask_for_checkpoint(
-    service: Context, name: Name, task_id: TaskId, checkpoint: Checkpoint, body: CheckpointReport
-) -> Response:
-    """Which files of a checkpoint are missing here; once none is, it is in place."""
-    _check_task(service, name, task_id)
-    loop, ask = asyncio.get_running_loop(), service.uploads.ask
-    # It may read what is in place already: with the other readers, so that calls find a free thread.
-    answer = await loop.run_in_executor(service.digests.threads, ask, task_id, name, checkpoint, body)
-    return as_json(answer)
-
-
-@router.put(
-    "/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path:path}",
-    dependencies=[NODES_UPLOAD],
-    status_code=204,
-    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
-    openapi_extra=_BYTES,
-)
-async def add_checkpoint_file(
-    service: Context,
-    name: Name,
-    task_id: TaskId,
-    checkpoint: Checkpoint,
-    path: Annotated[str, Path(description="As the checkpoint's report names it")],
-    sha256: Annotated[Sha256, Query(description="Of the whole file")],
-    request: Request,
-    offset: Offset = 0,
-) -> Response:
-    """A file of a checkpoint, or the rest of one: what has come before a connection breaks is kept."""
-
-    _check_task(service, name, task_id)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        checked = time.monotonic()
-        async for piece in request.stream():
-            if time.monotonic() - checked > RECHECK:
-                checked = time.monotonic()
-                service.uploads.current(task_id, name)
-            service.presence.note_call(name)
-            yield piece
-
-    size = await service.uploads.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
-    return Response(status_code=204, headers={"Upload-Offset": str(size)})
-
-
-def _check_task(service: Service, name: str, task_id: str) -> None:
-    """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
-    service.uploads.current(task_id, name)
-    service.presence.note_call(name)
-
-
-def _known(service: Service, name: str) -> NodeRecord:
+def known_node(service: Service, name: str) -> NodeRecord:
+    """The record of a node. Raises NotFound."""
     record = service.store.nodes.get(name)
     if record is None:
         raise NotFound(f"there is no node {name!r} here: join first (POST /v1/nodes)")
     return record
 
 
-def _join(service: Service, caller: Caller, report: NodeReport) -> str:
-    """Record a node. Returns its new credential; empty: the caller has one that is not replaced.
-
-    Raises:
-        InvalidRequest, Conflict.
-        Refused: 403, the credential of another node.
-    """
-    try:
-        address = ipaddress.ip_address(report.address)
-    except ValueError as error:
-        hint = "give the literal IP address at which the other nodes reach this one (TRL_NODE_ADDRESS)"
-        raise InvalidRequest("address", report.address, hint) from error
-    mapped = getattr(address, "ipv4_mapped", None) or address
-    if mapped.is_unspecified or mapped.is_multicast:
-        raise InvalidRequest("address", report.address, "give the address of one of its network interfaces")
-    if mapped.is_loopback and not service.settings.on_loopback:
-        hint = "other nodes cannot reach that: give the address of the interface that they share (TRL_NODE_ADDRESS)"
-        raise InvalidRequest("address", report.address, hint)
-    ours = service.versions()
-    for package in VERSIONS:
-        theirs = report.versions.get(package, "").partition("+")[0]
-        if theirs != ours[package]:
-            raise Conflict(
-                f"node {report.name!r} has {package} {theirs or 'none'}, the service has {ours[package] or 'none'}: "
-                "install the same version on both"
-            )
-    # This machine's own agent has a token that lasts as long as this process.
-    credential, sha256 = ("", None) if report.name == service.node_name else new_credential()
-    with _JOINING:
-        known = service.store.nodes.get(report.name)
-        _check_name(service, caller, report, known)
-        if known is None and caller.node is None and len(service.store.nodes.all()) >= _MOST_NODES:
-            raise Conflict(
-                f"there are {_MOST_NODES} nodes already: remove those that are gone (trl-remote nodes remove NAME), "
-                f"and start the agent of {report.name!r} again"
-            )
-        _note_used(service, caller)
-        service.removed.pop(report.name, None)
-        service.store.nodes.join(report.name, report.machine_id, _life(report), report.model_dump_json(), sha256)
-        service.presence.note_call(report.name)
-        service.cluster.allow_again(report.name)
-    service.supervisor.wake()
-    if known is None:
-        log.info("node %s (%s) has joined with %s", report.name, report.address, _names(report))
-    return credential
-
-
-def _check_name(service: Service, caller: Caller, report: NodeReport, known: NodeRecord | None) -> None:
-    """Check that a join may have the name that it reports. No sentence here shows what is known of the other machine.
-
-    Raises:
-        Conflict: it is another node's.
-        Refused: 403, the caller is another node.
-    """
-    name, same_machine = report.name, known is not None and known.machine_id == report.machine_id
-    if caller.node is not None and caller.node != name:
-        raise Refused(403, f"this credential is another node's: only {name!r} itself may join under this name")
-    if name == service.node_name and caller.node != name:
-        raise Conflict(
-            f"the node {name!r} is there already: it is the service's own machine; choose another name "
-            "(--name, TRL_NODE_NAME)"
-        )
-    if known is None or (caller.node == name and (same_machine or name == service.node_name)):
-        return
-    if _is_live(service, known):
-        # Until a credential was used, the answer that had it may be lost: the same agent then asks again.
-        if same_machine and known.boot_id == _life(report) and not service.store.nodes.has_used_credential(name):
-            return
-        raise Conflict(
-            f"the node {name!r} is there already: choose another name (--name, TRL_NODE_NAME); if this is its machine "
-            f"with a new data directory, stop its agent and start this one {SILENCE:.0f} s later"
-        )
-    if caller.node != name and not same_machine:
-        raise Conflict(
-            f"the node {name!r} joined from another machine before: choose another name (--name, TRL_NODE_NAME), or "
-            f"have the operator remove it (trl-remote nodes remove {name})"
-        )
-
-
-def _is_live(service: Service, record: NodeRecord) -> bool:
-    """Heard of within SILENCE, before the service was started too."""
-    if service.presence.has_called(record.name):
-        return not service.presence.is_absent(record.name)
-    return time.time() - record.seen_at.timestamp() < SILENCE
-
-
-def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
-    """The node that polls. What it raises may come to be while it waits for its answer.
-
-    Raises:
-        NotFound.
-        Gone: it was removed.
-        Conflict: it has not joined since it was started.
-    """
-    if service.removed.get(name) == _life(body):
-        raise Gone(removed(name))
-    record = _known(service, name)
-    if record.boot_id != _life(body):
-        raise Conflict(f"node {name!r} has joined as another agent, or before this machine was started: join again")
-    return record
-
-
-def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> bool:
-    """Record what a node reports. Returns whether any of it is new. Raises InvalidRequest, and as `_welcome`."""
-    record = _welcome(service, name, body)
-    for report in body.tasks:
-        _check(report)
-    service.presence.note_call(name)
-    _note_used(service, caller)
-    if time.time() - record.seen_at.timestamp() > SILENCE / 3:
-        service.store.nodes.record_heartbeat(name)
-    said = {report.task_id: report for report in body.tasks}
-    gone = [
-        task.task_id
-        for task in service.store.tasks.of_node(name)
-        if task.stage == Stage.stop and _is_over(said.get(task.task_id))
-    ]
-    return service.store.tasks.record_reports(
-        name, {key: report.model_dump_json() for key, report in said.items()}, gone
-    )
-
-
-def _note_used(service: Service, caller: Caller) -> None:
-    """Record the first use of a credential, with which those before it expire."""
-    if caller.node is not None and caller.unused_credential:
-        with suppress(StoreError):  # a full disk: those before it stay valid, and the next call comes here again
-            service.store.nodes.record_credential_use(caller.node, caller.unused_credential)
-
-
-def _life(said: NodeReport | Poll | NodeRecord) -> str:
-    """What keeps the tasks of a node: a run of its operating system, and a data directory there."""
-    return said.boot_id if isinstance(said, NodeRecord) else f"{said.boot_id} {said.agent_id}".strip()
-
-
-def _check(report: TaskReport) -> None:
-    """Raises InvalidRequest: what the supervisor could not read would hold up the job."""
-    try:
-        if report.observation is not None:
-            observation(report.observation)
-        if report.failed is not None:
-            Failed.model_validate(report.failed)
-    except (TypeError, ValueError, KeyError) as error:
-        raise InvalidRequest(f"tasks of {report.task_id}", str(error)[:200], "send what `TaskReport` says") from error
-
-
-def _is_over(report: TaskReport | None) -> bool:
-    """Whether nothing of a task that was told to stop is left. None: the node does not know it (any more)."""
-    return report is None or (report.stage is Stage.stop and report.progress is StageProgress.done)
-
-
-def _orders(service: Service, record: NodeRecord, kept: Sequence[str]) -> Orders:
-    orders = []
-    for task in service.store.tasks.of_node(record.name):
-        order = TaskOrder.model_validate_json(task.order)
-        orders.append(order.model_copy(update={"stage": Stage(task.stage)}))
-    over = tuple(job_uuid for job_uuid in kept if _has_ended(service, job_uuid))
-    return Orders(revision=record.revision, tasks=tuple(orders), over=over)
-
-
-def _has_ended(service: Service, job_uuid: str) -> bool:
-    """Whether a job has ended. An unknown one has not: the database may be another one than before."""
-    try:
-        return service.store.get(job_uuid).state in TERMINAL
-    except (JobNotFound, StoreError):
-        return False
+def incarnation(node: NodeReport | Poll | NodeRecord) -> str:
+    """Identifies one boot of a node's machine together with its agent's data directory: a node's tasks end with it."""
+    return node.boot_id if isinstance(node, NodeRecord) else f"{node.boot_id} {node.agent_id}".strip()
 
 
 async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
@@ -424,17 +83,32 @@ async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
 
 
 def _remove(service: Service, name: str) -> None:
-    record = _known(service, name)
+    record = known_node(service, name)
     if name == service.node_name:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks.of_node(name)})
-    # Not `_is_live`: after the service was away for long nobody has called yet, and the job trains on.
+    # Not `agents._is_live`: after the service was away for long nobody has called yet, and the job trains on.
     if jobs and not service.presence.is_absent(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
-    service.removed[name] = _life(record)
+    service.removed[name] = incarnation(record)
     service.store.nodes.remove(name)
     service.presence.forget(name)
     log.info("node %s was removed", name)
+
+
+def _unreadable(name: str) -> NodeRow:
+    """The row of a node whose report another release stored: without it the list would fail for all nodes."""
+    return NodeRow(
+        node=name,
+        devices=[],
+        jobs={},
+        cpus=0,
+        memory_bytes=0,
+        memory_available_bytes=None,
+        disk_free_bytes=0,
+        agent=False,
+        state="its stored report cannot be read: start its agent again",
+    )
 
 
 def _nodes(service: Service) -> list[NodeRow]:
@@ -455,7 +129,10 @@ def _nodes(service: Service) -> list[NodeRow]:
         )
     ]
     for record in service.store.nodes.all():
-        report = NodeReport.model_validate_json(record.report)
+        report = service.cluster.report(record)
+        if report is None:
+            found.append(_unreadable(record.name))
+            continue
         told: dict[str, Any] = {
             "agent": True,
             "state": service.cluster.why_closed(record) or "open",
@@ -482,7 +159,3 @@ def _nodes(service: Service) -> list[NodeRow]:
             )
         )
     return found
-
-
-def _names(report: NodeReport) -> str:
-    return ", ".join(device.name for device in report.devices)

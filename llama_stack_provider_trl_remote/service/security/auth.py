@@ -135,6 +135,10 @@ class Gate:
             if not answer.begun:
                 await _drain(scope, body)
                 await _answer(send, refusal)
+        finally:
+            # Scope, body and uvicorn's cycle refer to one another. 200 connections that poll left 14 MiB of such cycles
+            # to the garbage collector.
+            del scope[BODY]
 
     def _note(self, scope: Scope, status: int, always: bool = False) -> None:
         """Record a refusal.
