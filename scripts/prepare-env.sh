@@ -16,6 +16,9 @@ LOG=.venv/prepare-env.log
 # Held by flock while this script works, and not empty while .venv may be half-made. It outlives .venv.
 LOCK=.venv.lock
 
+# shellcheck source=scripts/pythons.sh
+. ./scripts/pythons.sh
+
 # What these hold would leak into every question asked of .venv.
 unset PYTHONHOME PYTHONPATH
 
@@ -61,22 +64,6 @@ up_to_date() {
     [ -z "${TRL_PYTHON:-}" ] || [ "$(version_of "$TRL_PYTHON")" = "$(version_of "$VENV_PYTHON")" ]
 }
 
-version_of() { "$1" -E -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
-
-# Prints "MINOR PATH" of a CPython >= 3.12 that can make a venv, with the path behind any shim or venv; else nothing.
-# It must be run to know: pyenv's shims exist for versions that are not active, and Debian splits venv off.
-probe() {
-    "$1" -E -c '
-import sys
-if sys.version_info < (3, 12) or sys.implementation.name != "cpython":
-    sys.exit(1)
-import ensurepip, sysconfig, venv
-if sysconfig.get_config_var("Py_GIL_DISABLED"):
-    sys.exit(1)
-print(sys.version_info.minor, getattr(sys, "_base_executable", sys.executable))
-' 2>/dev/null || true
-}
-
 find_python() {
     local candidate found best='' best_rank=99 rank
     if [ -n "${TRL_PYTHON:-}" ]; then
@@ -85,7 +72,7 @@ find_python() {
         echo "${found#* }"
         return
     fi
-    for candidate in python3.12 python3.13 python3 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/*/bin/python "$VENV_PYTHON"; do
+    while IFS= read -r candidate; do
         found="$(probe "$candidate")"
         [ -n "$found" ] || continue
         rank="${found%% *}"
@@ -94,7 +81,7 @@ find_python() {
             best="${found#* }"
         fi
         [ "$best_rank" -gt 12 ] || break
-    done
+    done < <(candidates && echo "$VENV_PYTHON")
     [ -n "$best" ] || die "no Python >= 3.12 with its venv module found. Install one ('pyenv install 3.12'," \
         "'apt install python3.12-venv' or 'brew install python@3.12'), or set TRL_PYTHON to one, and run this again."
     echo "$best"

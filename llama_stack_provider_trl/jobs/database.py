@@ -61,7 +61,11 @@ class Database:
         self.path = path
         self._local = threading.local()
         self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
-        self._create()
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -126,12 +130,15 @@ class Database:
             isolation_level=None,  # `transaction` and `snapshot` begin and end them
             check_same_thread=False,  # so that close() can close those of other threads
         )
-        own = _ThreadConnection(connection)
         connection.row_factory = sqlite3.Row
-        # A confirmed job must survive a power failure: in WAL mode, NORMAL does not wait for the disk.
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        return own
+        try:
+            # A confirmed job must survive a power failure: in WAL mode, NORMAL does not wait for the disk.
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return _ThreadConnection(connection)
 
     def _create(self) -> None:
         """Create the tables, or upgrade those of an older release."""

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.devices import usable_devices
-from llama_stack_provider_trl_remote.external_api.inline import ExternalTrlConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,8 +34,11 @@ def test_an_empty_data_dir_means_the_default_and_paths_become_absolute(monkeypat
 
 
 def test_directories_of_datasets_become_absolute_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llama_stack", reason="the external API needs Llama Stack")
+    from llama_stack_provider_trl_remote.external_api import inline
+
     monkeypatch.setenv("HOME", "/home/somebody")
-    config = ExternalTrlConfig.model_validate({"dataset_roots": ["~/rows", "here"]})
+    config = inline.ExternalTrlConfig.model_validate({"dataset_roots": ["~/rows", "here"]})
     assert config.dataset_roots == [Path("/home/somebody/rows"), Path.cwd() / "here"]
 
 
