@@ -78,21 +78,21 @@ def parse_options() -> argparse.Namespace:
 def train(options: argparse.Namespace) -> None:
     """One job in this process."""
     sys.path.insert(0, str(REPOSITORY))
-    import torch
     from training_inputs import train_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
     from llama_stack_provider_trl.recipes.train import main as train_main
     from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, OptimizerSpec
     from llama_stack_provider_trl.system.files import RunDir, put_rows
+    from tests.tiny import save_llama
 
     root = options.scratch / options.child
     root.mkdir()
     model = options.scratch / "model"
     if not model.is_dir():
-        tokenizer = train_tokenizer()
-        config = LlamaConfig(
+        save_llama(
+            model,
+            train_tokenizer(),
             vocab_size=16384,
             hidden_size=768,
             intermediate_size=2048,
@@ -100,13 +100,7 @@ def train(options: argparse.Namespace) -> None:
             num_attention_heads=12,
             num_key_value_heads=12,
             tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
         )
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(model)
-        tokenizer.save_pretrained(model)
     text = "What is the time? " * options.tokens
     blob = put_rows(root, [{"prompt": str(row), "completion": text} for row in range(options.steps * options.batch)])
     spec = JobSpec(

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,12 @@ def prepare_inputs(folder: Path, algorithm: Algorithm, options: argparse.Namespa
 
 def save_random_llama(path: Path) -> None:
     """About 10M parameters: 6 layers, hidden size 320, 4096 tokens, embeddings tied."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.tiny import save_llama
 
-    tokenizer = train_tokenizer()
-    config = LlamaConfig(
+    save_llama(
+        path,
+        train_tokenizer(),
         vocab_size=4096,
         hidden_size=320,
         intermediate_size=960,
@@ -43,13 +45,7 @@ def save_random_llama(path: Path) -> None:
         num_key_value_heads=5,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 def train_tokenizer() -> Any:

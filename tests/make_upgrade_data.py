@@ -26,7 +26,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.contract.stack import DPO, SFT, Json, poll
-from tests.tiny import REPOSITORY, tiny_tokenizer
+from tests.tiny import REPOSITORY, save_llama, tiny_tokenizer
 from tests.trees import TreeService, worktree
 
 DATA = REPOSITORY / "tests" / "data" / "service-before-regrouping"
@@ -161,11 +161,9 @@ def _keep(target: Path, answers: Json) -> None:
 
 def _save_model(path: Path) -> None:
     """One layer of width 8 and a vocabulary of bytes: 12 KiB."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = tiny_tokenizer(vocabulary=259)
-    config = LlamaConfig(
+    save_llama(
+        path,
+        tiny_tokenizer(vocabulary=259),
         vocab_size=259,
         hidden_size=8,
         intermediate_size=16,
@@ -174,13 +172,7 @@ def _save_model(path: Path) -> None:
         num_key_value_heads=1,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 if __name__ == "__main__":

@@ -125,11 +125,9 @@ def _cached(cache: Path, name: str, build: Any) -> Path:
 
 
 def _save_model(path: Path, chat_template: bool, tied: bool) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = tiny_tokenizer(chat_template=chat_template)
-    config = LlamaConfig(
+    save_llama(
+        path,
+        tiny_tokenizer(chat_template=chat_template),
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -138,9 +136,16 @@ def _save_model(path: Path, chat_template: bool, tied: bool) -> None:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
+    )
+
+
+def save_llama(path: Path, tokenizer: PreTrainedTokenizerFast, **sizes: Any) -> None:
+    """Save a random Llama of these sizes, the same one on every call, with its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **sizes
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
