@@ -192,8 +192,8 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > :start_step;
 
 -- name: note_progress
-UPDATE attempts SET step = :step, stepped_at = :time, epoch = :epoch, loss = coalesce(:loss, loss),
-       tokens_per_second = coalesce(:tokens_per_second, tokens_per_second), peak_memory_bytes = :peak_memory_bytes
+-- `progress` has no nulls: a value that this point lacks stays as an earlier point had it.
+UPDATE attempts SET step = :step, stepped_at = :time, progress = json_patch(progress, :progress)
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_finished

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ..specs.events import Failed, Reason
+from ..specs.events import Failed, ProgressValues, Reason
 from ..specs.job import JobSpec
 from ..system.files import RunDir
 from .states import REASONS, JobState, shown
@@ -15,25 +15,27 @@ from .states import REASONS, JobState, shown
 NodeMode = Literal["open", "cordoned", "draining"]
 
 
-@dataclass(frozen=True)
-class JobProgress:
+class JobProgress(ProgressValues):
     """How far the current attempt is; None: not known yet."""
 
     step: int = 0
     """Optimizer steps done."""
     total_steps: int | None = None
-    epoch: float | None = None
-    """Fraction of epochs done, 1.0 after the first."""
-    loss: float | None = None
-    """Last training loss."""
-    tokens_per_second: float | None = None
-    peak_memory_bytes: int | None = None
     eta_seconds: float | None = None
     """Seconds of training left at the pace so far, counted from the last metric point."""
 
     @property
     def percent(self) -> float | None:
         return 100.0 * self.step / self.total_steps if self.total_steps else None
+
+    def shown(self) -> dict[str, Any]:
+        """The `progress` of a status: the position in the job, then every value of the last metric point."""
+        position = {"step": self.step, "total_steps": self.total_steps, "percent": self.percent}
+        return {
+            **position,
+            "eta_seconds": self.eta_seconds,
+            **self.model_dump(include=set(ProgressValues.model_fields)),
+        }
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class JobRecord:
     reason: Reason | None = None
     message: str = ""
     """Why it failed: what was found and what was expected."""
-    progress: JobProgress = JobProgress()
+    progress: JobProgress = field(default_factory=JobProgress)
     effective: dict[str, Any] | None = None
     """What the recipe reported when training began: rows, parameters, and what it decided beyond the spec."""
     warnings: tuple[str, ...] = ()

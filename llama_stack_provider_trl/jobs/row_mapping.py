@@ -54,7 +54,8 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         case Warned():
             yield "insert_warning", {"message": event.message}
         case Progress():
-            yield "note_progress", {**row, **_pace(event)}
+            values = event.values().model_dump_json(exclude_none=True)
+            yield "note_progress", {**row, "step": event.step, "progress": values}
             yield "upsert_point", {**row, **_metrics(event), "kind": "train"}
         case Evaluated():
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
@@ -77,16 +78,6 @@ def failed_event(text: str) -> Failed:
         return Failed.model_validate_json(text)
     except ValueError as error:  # stored by a release whose events had no bounds
         return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
-
-
-def _pace(event: Progress) -> dict[str, Any]:
-    return {
-        "step": event.step,
-        "epoch": event.epoch,
-        "loss": event.metrics.get("loss"),
-        "tokens_per_second": event.metrics.get("tokens_per_second"),
-        "peak_memory_bytes": event.peak_memory_bytes,
-    }
 
 
 def _metrics(event: Progress | Evaluated) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def job_summary(row: sqlite3.Row) -> JobSummary:
         algorithm=row["algorithm"],
         model=row["model"],
         priority=row["priority"],
-        progress=JobProgress(row["step"] or 0, row["total_steps"]),
+        progress=JobProgress(step=row["step"] or 0, total_steps=row["total_steps"]),
         detail=row["detail"],
         message=row["message"],
         scheduled_at=_utc(row["scheduled_at"]),
@@ -135,8 +126,8 @@ def job_summary(row: sqlite3.Row) -> JobSummary:
 def _progress(row: sqlite3.Row) -> JobProgress:
     if row["step"] is None:
         return JobProgress()
-    columns = ("step", "total_steps", "epoch", "loss", "tokens_per_second", "peak_memory_bytes")
-    return JobProgress(**{name: row[name] for name in columns}, eta_seconds=_eta(row))
+    values = json.loads(row["progress"])
+    return JobProgress(**{**values, "step": row["step"], "total_steps": row["total_steps"], "eta_seconds": _eta(row)})
 
 
 def _eta(row: sqlite3.Row) -> float | None:

@@ -49,12 +49,9 @@ CREATE TABLE IF NOT EXISTS attempts (
     prepared_at REAL,
     total_steps INTEGER,
     start_step INTEGER NOT NULL DEFAULT 0,  -- steps that the checkpoint brought along
-    step INTEGER NOT NULL DEFAULT 0,        -- this and the rest: of the last `progress` event
+    step INTEGER NOT NULL DEFAULT 0,        -- this and stepped_at: of the last `progress` event
     stepped_at REAL,
-    epoch REAL,
-    loss REAL,
-    tokens_per_second REAL,
-    peak_memory_bytes INTEGER,
+    progress TEXT NOT NULL DEFAULT '{}',    -- events.ProgressValues as JSON, of the `progress` events so far
     PRIMARY KEY (job_uuid, attempt)
 ) STRICT, WITHOUT ROWID;
 
@@ -155,11 +152,10 @@ CREATE TABLE IF NOT EXISTS tokens (
 
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
-SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, epoch, loss,
-       tokens_per_second, peak_memory_bytes,
+SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, progress,
        (SELECT json_group_array(message) FROM (SELECT message FROM warnings WHERE warnings.job_uuid = jobs.job_uuid
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 5;
+PRAGMA user_version = 6;
 COMMIT;

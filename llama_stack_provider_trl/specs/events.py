@@ -6,6 +6,7 @@ Readers consume whole lines only, so after a kill -9 the file can be read up to 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -178,6 +179,24 @@ class Preflighted(_Event):
     warnings: Annotated[list[Message], Field(max_length=1000)]
 
 
+class ProgressValues(BaseModel):
+    """What the status shows of the last metric point, under these names: the only list of them.
+
+    Each is a field of `Progress`, or one of its metrics (a float). The store keeps them as JSON. A value that a point
+    lacks stays as an earlier point of the attempt had it. They have no bounds here: `Progress` has them, and databases
+    of earlier releases may exceed them.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    epoch: float | None = None
+    """Fraction of epochs done, 1.0 after the first."""
+    loss: float | None = None
+    """Last training loss."""
+    tokens_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+
+
 class Progress(_Event):
     """One metric point, after optimizer step `step` (1-based). Key in the store: (job, step)."""
 
@@ -189,6 +208,12 @@ class Progress(_Event):
     """loss (mean since the last point), learning_rate, grad_norm, tokens_per_second, and the trainer's own."""
     peak_memory_bytes: Bytes
     """cuda: peak allocated. cpu, mps: peak resident set of the process."""
+
+    def values(self) -> ProgressValues:
+        """What this point has for the status. A metric that is no finite number counts as missing."""
+        known: dict[str, Any] = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        known |= {name: getattr(self, name) for name in type(self).model_fields}
+        return ProgressValues(**{name: known.get(name) for name in ProgressValues.model_fields})
 
 
 class Evaluated(_Event):

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..jobs.records import AttemptRecord, CheckpointRecord, JobProgress, JobRecord
+from ..jobs.records import AttemptRecord, CheckpointRecord, JobRecord
 from ..jobs.verdict import has_shrunk
 from ..system.files import RunDir
 
@@ -86,7 +86,7 @@ def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[st
         "attempt": job.attempt,
         "retries_used": job.retries_used,
         "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
-        "progress": _progress(job.progress),
+        "progress": job.progress.shown(),
         "warnings": list(job.warnings),
         "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
         "log_path": str(job.log_path) if job.log_path else None,
@@ -114,19 +114,6 @@ def checkpoint_response(job: JobRecord, checkpoint: CheckpointRecord) -> Checkpo
 def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
     suffix = f"checkpoint-{checkpoint.step}" if checkpoint.kind == "step" else checkpoint.kind
     return f"{job.spec.output_name}-{suffix}"
-
-
-def _progress(progress: JobProgress) -> dict[str, Any]:
-    return {
-        "step": progress.step,
-        "total_steps": progress.total_steps,
-        "percent": progress.percent,
-        "eta_seconds": progress.eta_seconds,
-        "epoch": progress.epoch,
-        "loss": progress.loss,
-        "tokens_per_second": progress.tokens_per_second,
-        "peak_memory_bytes": progress.peak_memory_bytes,
-    }
 
 
 def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:

@@ -333,6 +333,29 @@ def test_a_last_point_without_a_loss_does_not_hide_the_last_loss(store: Store) -
     assert store.get("job-1").progress.loss == 2.0
 
 
+def test_a_point_whose_loss_is_no_number_does_not_hide_the_last_loss(store: Store) -> None:
+    running(store)
+    store.apply_events("job-1", 1, [step(1, 2.0), step(2, float("nan")), step(3, float("inf"))], 20)
+    progress = store.get("job-1").progress
+    assert (progress.step, progress.loss) == (3, 2.0)
+
+
+def test_keys_of_an_event_that_nobody_knows_do_not_become_progress(store: Store) -> None:
+    running(store)
+    odd = Progress.model_validate({**step(1, 2.0).model_dump(), "loss": "none", "eta_seconds": "soon"})
+    store.apply_events("job-1", 1, [odd], 20)
+    assert (store.get("job-1").progress.loss, store.get("job-1").progress.eta_seconds) == (2.0, None)
+
+
+def test_an_attempt_that_resumes_has_the_steps_of_its_checkpoint_and_no_values_yet(store: Store) -> None:
+    running(store)
+    store.apply_events("job-1", 1, [step(4, 2.0)], 20)
+    assert store.retry(store.get("job-1"), Reason.rank_failed, "lost", 0.0)
+    assert store.launch("job-1", 2, "cpu", Path("/run/2"), (Path("/c/3"), 3))
+    progress = store.get("job-1").progress
+    assert (progress.step, progress.loss, progress.epoch) == (3, None, None)
+
+
 def test_events_that_come_twice_count_once(store: Store) -> None:
     running(store)
     events: list[Event] = [step(1, 2.0), saved("/c/1", 1), Warned(message="2 rows were cut")]
@@ -444,7 +467,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -463,6 +486,34 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: in
     with pytest.raises(JobConflict, match="in the way of job 'a'"):
         upgraded.add_job(job_spec("c", checkpoint_dir=job_spec("a").checkpoint_dir), "digest")
     upgraded.close()
+
+
+def test_the_progress_of_jobs_survives_the_upgrade_to_one_column_for_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "jobs.db")
+    for name in ("whole", "part", "wild"):
+        store.add_job(job_spec(name), "digest")
+        store.launch(name, 1, "cpu", Path("/run") / name)
+    store.close()
+    with closing(sqlite3.connect(store.path)) as old, old:
+        rewind(old, 5)
+        update = (
+            "UPDATE attempts SET step = 3, epoch = ?, loss = ?, tokens_per_second = ?, peak_memory_bytes = ? "
+            "WHERE job_uuid = ?"
+        )
+        old.execute(update, (0.1 + 0.2, 1e-7 / 3, 1234567.875, 2**53 + 1, "whole"))
+        old.execute(update, (1.0, None, None, 0, "part"))
+        old.execute(update, (2.0, float("inf"), -1e308, None, "wild"))
+    with closing(Store(store.path)) as upgraded:
+        shown = [upgraded.get(name).progress for name in ("whole", "part", "wild")]
+        upgraded.apply_events("part", 1, [step(4, 2.5)], 10)
+        later = upgraded.get("part").progress
+    assert [(now.epoch, now.loss, now.tokens_per_second, now.peak_memory_bytes) for now in shown] == [
+        (0.1 + 0.2, 1e-7 / 3, 1234567.875, 2**53 + 1),
+        (1.0, None, None, 0),
+        (2.0, None, -1e308, None),
+    ]
+    assert [now.step for now in shown] == [3, 3, 3]
+    assert (later.step, later.epoch, later.loss, later.peak_memory_bytes) == (4, 0.4, 2.5, 100)
 
 
 def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
@@ -486,6 +537,13 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
 
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
+    connection.execute("DROP VIEW job_records")
+    connection.execute("ALTER TABLE attempts DROP COLUMN progress")
+    for column in ("epoch REAL", "loss REAL", "tokens_per_second REAL", "peak_memory_bytes INTEGER"):
+        connection.execute(f"ALTER TABLE attempts ADD COLUMN {column}")
+    connection.execute(f"PRAGMA user_version = {version}")
+    if version == 5:
+        return
     jobs, attempts = ["created_by"], []
     for table in ("tokens", "node_credentials", *(("tasks", "nodes") if version < 4 else ())):
         connection.execute(f"DROP TABLE {table}")
@@ -495,13 +553,11 @@ def rewind(connection: sqlite3.Connection, version: int) -> None:
         jobs += ["wanted_device", "priority", "ranks", "checkpoint_dir"]
         connection.execute("DROP INDEX jobs_by_checkpoint_dir")
     if version == 1:
-        connection.execute("DROP VIEW job_records")
         jobs += ["retries_used", "not_before"]
         attempts = ["resume_from", "started_at", "ended_at", "reason", "message", "paused_at_step", "start_step"]
     for table, later in (("jobs", jobs), ("attempts", attempts)):
         for column in later:
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    connection.execute(f"PRAGMA user_version = {version}")
 
 
 def columns(path: Path) -> set[tuple[str, ...]]:
