@@ -195,6 +195,7 @@ class ProgressValues(BaseModel):
     """Last training loss."""
     tokens_per_second: float | None = None
     peak_memory_bytes: int | None = None
+    tokens_seen: int | None = None
 
 
 class Progress(_Event):
@@ -208,6 +209,9 @@ class Progress(_Event):
     """loss (mean since the last point), learning_rate, grad_norm, tokens_per_second, and the trainer's own."""
     peak_memory_bytes: Bytes
     """cuda: peak allocated. cpu, mps: peak resident set of the process."""
+    tokens_seen: Count | None = None
+    """Tokens of the job's steps so far, without padding: of all ranks, epochs and earlier attempts. A pair has those of
+    both its sequences."""
 
     def values(self) -> ProgressValues:
         """What this point has for the status. A metric that is no finite number counts as missing."""

@@ -141,7 +141,7 @@ def test_other_ranks_go_on_with_the_next_unseen_row(
     assert (prepared.start_step, prepared.total_steps) == (2, 6)
     assert prepared.effective["global_batch_size"] == 4
     assert losses(resumed) == pytest.approx(losses(undisturbed)[2:], rel=1e-3)
-    tokens = [of_kind(events, Progress)[-1].metrics["num_tokens"] for events in (undisturbed, resumed)]
+    tokens = [of_kind(events, Progress)[-1].tokens_seen for events in (undisturbed, resumed)]
     assert tokens[0] == tokens[1]
 
 

@@ -61,6 +61,9 @@ def test_a_full_sft_job_reports_every_step_and_ends_in_a_checkpoint_that_transfo
     assert of_kind(events, Prepared)[0].total_steps == 6
     assert [point.step for point in of_kind(events, Progress)] == [1, 2, 3, 4, 5, 6]
     assert losses(events)[-1] < losses(events)[0]
+    seen = [point.tokens_seen for point in of_kind(events, Progress)]
+    assert seen == [point.metrics["num_tokens"] for point in of_kind(events, Progress)]
+    assert 0 < seen[0] < seen[1] < seen[2] == seen[5] - seen[2]
     step, final = of_kind(events, CheckpointSaved)
     assert (step.kind, step.step, step.epoch, step.path.name) == ("step", 3, 1, "checkpoint-3")
     assert (final.kind, final.step, final.epoch, final.path.name) == ("final", 6, 2, "final")

@@ -202,6 +202,7 @@ class JobCallback(TrainerCallback):
                 epoch=round(state.epoch or 0.0, 6),
                 metrics=metrics,
                 peak_memory_bytes=peak_memory_bytes(self.trainer.args.device),
+                tokens_seen=int(self._tokens),
             )
         )
 
