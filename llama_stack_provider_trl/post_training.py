@@ -19,7 +19,7 @@ from .launch.local import LocalLauncher
 from .launch.ports import PortRange
 from .launch.runner import Limits
 from .requests.options import ProviderOptions
-from .requests.settings import Request, Settings
+from .requests.settings import Request
 from .specs.job import Algorithm, DataFormat, DatasetRef
 from .stack.compat import read_rows
 from .stack.protocol import SubmittingCalls, answers_clearly
@@ -41,21 +41,7 @@ class TrlPostTraining(SubmittingCalls):
         devices = usable_devices(config.device)
         check_interpreter(config.train_python)
         self.isolation = isolate(config.isolation, [config.data_dir])
-        self.settings = Settings(
-            data_dir=config.data_dir,
-            devices=tuple(devices),
-            max_seq_length=config.max_seq_length,
-            checkpoint_roots=tuple(config.checkpoint_roots),
-            model_roots=tuple(config.model_roots) or None,
-            trust_remote_code=tuple(config.trust_remote_code),
-            save_steps=config.save_steps,
-            keep_last=config.keep_last,
-            retries=config.retries,
-            oom_retry=config.oom_retry,
-            max_duration=config.max_duration,
-            priority=config.priority,
-            min_free_bytes=config.min_free_disk_mb << 20,
-        )
+        self.settings = config.resolving(tuple(devices), model_roots=config.model_roots or None)
         self.store = Store(config.data_dir / DATABASE)
         self.supervisor = Supervisor(
             self.store,

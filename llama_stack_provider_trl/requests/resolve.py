@@ -114,7 +114,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
         "max_duration": options.max_duration or settings.max_duration,
         "priority": PRIORITIES[options.priority or settings.priority],
-        "min_free_bytes": settings.min_free_bytes,
+        "min_free_bytes": settings.min_free_disk_mb << 20,
         "logging_steps": options.logging_steps,
         "seed": options.seed,
         "preflight": options.preflight,

@@ -1,51 +1,102 @@
-"""What the resolution of a request takes from the provider's configuration."""
+"""Settings of jobs: declared once for both providers, and read by the resolution of requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from pathlib import Path
+from typing import Annotated, Any
 
-from ..specs.job import (
-    ShardingSpec,
-)
-from .bodies import (
-    PreferenceOptimizeRequest,
-    SupervisedFineTuneRequest,
-)
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
+
+from ..documented import Documented
+from ..specs.job import ShardingSpec
+from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .options import Priority
 
 Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `resolve` takes from the provider's configuration."""
+def _trusted(entry: str) -> str:
+    path, _, revision = entry.partition("@")
+    if entry.startswith(("/", "~")) or (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and revision):
+        return entry
+    raise ValueError(f"{entry!r} is neither an absolute directory nor ORG/NAME@REVISION (which keeps the code fixed)")
+
+
+TrustedModel = Annotated[str, AfterValidator(_trusted)]
+
+
+class JobSettings(Documented):
+    """Settings of both providers that `resolve` reads, most of them the default of a job that sets none."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     data_dir: Path
-    devices: tuple[str, ...]
-    max_seq_length: int = 1024
+    """Job database, datasets, run directories, checkpoints."""
+    max_seq_length: int = Field(1024, gt=1)
+    """Tokens per sequence where a job sets none."""
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps between checkpoints where a job sets none; null: at the end of every epoch and every 30
+    minutes."""
+    keep_last: int | None = Field(None, gt=0)
+    """Step checkpoints to keep where a job sets none; null: all."""
+    retries: int = Field(3, ge=0)
+    """How often a job that sets none is tried again after a failure that another try can get past."""
+    oom_retry: bool = True
+    """Whether a job that ran out of memory, and sets nothing, is tried once more with half the batch size and twice the
+    accumulation: the same steps, in less memory."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds that a job may train where it sets none; null: no limit."""
+    priority: Priority = "normal"
+    """low, normal, high or critical, where a job sets none."""
+    min_free_disk_mb: int = Field(512, ge=0)
+    """MiB that checkpoints and uploads must leave free on their disk: a job fails, or waits for its next try, before
+    that."""
     checkpoint_roots: tuple[Path, ...] = ()
+    """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+    trust_remote_code: tuple[TrustedModel, ...] = ()
+    """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
+
+    @field_validator("data_dir", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("checkpoint_roots", mode="after")
+    @classmethod
+    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.expanduser().absolute() for path in value)
+
+    @field_validator("data_dir", mode="before")
+    @classmethod
+    def _default_when_empty(cls, value: Any) -> Any:
+        field = cls.model_fields["data_dir"]
+        return field.default if value in (None, "") and not field.is_required() else value
+
+    def resolving(self, devices: tuple[str, ...], **derived: Any) -> Settings:
+        """These settings as `resolve` takes them, with what a provider derives from several of its own."""
+        return Settings(**{name: getattr(self, name) for name in JobSettings.model_fields}, devices=devices, **derived)
+
+
+class Settings(JobSettings):
+    """What `resolve` takes from a provider's configuration and its machine."""
+
+    model_config = ConfigDict(frozen=True)
+
+    devices: tuple[str, ...]
     model_roots: tuple[Path, ...] | None = None
     """Directories below which a model may be named by its path, besides our own checkpoints; None: anywhere."""
-    save_steps: int | None = None
-    keep_last: int | None = None
-    retries: int = 0
-    oom_retry: bool = False
-    max_duration: float | None = None
-    priority: str = "normal"
-    min_free_bytes: int = 0
     ranks: int = 1
-    """Processes per job where a job does not say; 1: nothing here can train with several."""
+    """Processes per job that sets none; 1: nothing here can train with several."""
     max_ranks: int = 1
     """The most that a job may ask for, per node."""
     nodes: int = 1
-    """Machines per job where a job does not say."""
+    """Machines per job that sets none."""
     max_nodes: int = 1
     """The most that a job may ask for; 1: nothing here can train on other machines."""
     sharding: ShardingSpec | None = None
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False
-    """Where a job does not say."""
+    """Where a job sets none."""
     checkpoint_every: int = 1
-    """Of how many blocks one is recomputed, where a job does not say."""
-    trust_remote_code: tuple[str, ...] = ()
-    """Models whose own code may run: directories, and model ids with their revision as ORG/NAME@REVISION."""
+    """Of how many blocks one is recomputed, where a job sets none."""

@@ -28,7 +28,7 @@ class ExternalTrlConfig(TrlConfig):
 
     @field_validator("dataset_roots")
     @classmethod
-    def _all_absolute(cls, value: list[Path]) -> list[Path]:
+    def _absolute_datasets(cls, value: list[Path]) -> list[Path]:
         return [path.expanduser().absolute() for path in value]
 
 

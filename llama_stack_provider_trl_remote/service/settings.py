@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
-from llama_stack_provider_trl.config import TrustedModel
+from llama_stack_provider_trl.config import EngineSettings
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
@@ -138,15 +138,13 @@ class ConfiguredToken(NamedTuple):
     limits: TokenLimits = UNLIMITED
 
 
-class ServiceSettings(_Block):
-    """Every knob of the service; unknown keys are refused at start."""
+class _ListenSettings(_Block):
+    """Where the service listens, and whom it lets in."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback a token is required, and TLS or `insecure`."""
     port: int = Field(8322, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    data_dir: Path = Path(DEFAULT_DATA_DIR)
-    """Job database, datasets, run directories, checkpoints."""
     api_token: SecretStr | None = Field(None, validation_alias=AliasChoices("api_token", "token"))
     """The operator's token (role admin); the adapter in the same file sends it."""
     tokens: tuple[Token, ...] = ()
@@ -165,55 +163,23 @@ class ServiceSettings(_Block):
     node_token: SecretStr | None = None
     """A token with the role node, for agents; null: they use one of `tokens`, or the operator's."""
 
-    device: str = "auto"
-    """auto (every GPU, else mps, else cpu), cpu, mps, cuda or cuda:N."""
+
+class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last base come first
+    """Every setting of the service; unknown keys are refused at start."""
+
+    data_dir: Path = Path(DEFAULT_DATA_DIR)
     fsdp_config: FsdpConfig = FsdpConfig()
     """How several ranks hold one model."""
     torch_run_config: TorchRunConfig = TorchRunConfig()
     """Which processes train one job."""
-    max_seq_length: int = Field(1024, gt=1)
-    """Tokens per sequence where a job does not say."""
     batch_size: int | None = Field(None, gt=0, le=10**6)
     """Rows per rank and micro step where a job does not say; null: a job must say."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass where a job does not say."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
-    save_steps: int | None = Field(None, gt=0)
-    """Optimizer steps between checkpoints where a job does not say; null: one at the end of every epoch."""
-    keep_last: int | None = Field(None, gt=0)
-    """Step checkpoints to keep where a job does not say; null: all."""
-    retries: int = Field(3, ge=0)
-    """How often a job that does not say is tried again after a failure that another try can mend."""
-    oom_retry: bool = True
-    """Out of memory: a job that does not say is tried once more with half the batch size and twice the accumulation."""
-    max_duration: float | None = Field(None, gt=0)
-    """Seconds that a job may train where it does not say."""
-    priority: Priority = "normal"
-    """low, normal, high or critical, where a job does not say."""
-    hang_timeout: float = Field(1800.0, gt=0)
-    """Seconds without any progress after which a training is ended as `hung`."""
-    min_free_disk_mb: int = Field(512, ge=0)
-    """MiB that checkpoints and uploads must leave free on their disk."""
-    checkpoint_roots: tuple[Path, ...] = ()
-    """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
-    model_roots: tuple[Path, ...] = ()
-    """Directories below which `model` may be a path, besides jobs' checkpoints; none: any on loopback, else no path."""
-    train_python: Path | None = None
-    """Interpreter that trains and converts datasets; null: the service's own. Checked when the service starts."""
-    trust_remote_code: tuple[TrustedModel, ...] = ()
-    """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
-
-    isolation: Literal["auto", "off", "required"] = "auto"
-    """Keep trainings and readers of datasets apart from the service, its files and other jobs, by Linux namespaces.
-    auto: where the machine allows it, else with a warning; required: refuse to start where it does not."""
-    max_training_memory_gb: float | None = Field(None, gt=0)
-    """GiB that the processes of a training may take together; more ends it as `out_of_memory`. null: no limit."""
-    max_training_processes: int | None = Field(4096, gt=0)
-    """Processes that a training may have; more ends it. null: no limit."""
-
     max_body_mb: int = Field(32, gt=0)
     """MiB of a request body, rows of a registered dataset included; more is a 413."""
     max_upload_mb: int = Field(16384, gt=0)
@@ -234,8 +200,6 @@ class ServiceSettings(_Block):
     device_memory_gb: float | None = Field(None, gt=0)
     """GiB per device that a preflight counts on; null: what this machine's have."""
 
-    blob_retention: float | None = Field(604800.0, ge=3600)
-    """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""
     audit_mb: float = Field(16.0, gt=0, le=1024)
     """MiB of one file of the audit log; then the next file begins."""
     audit_files: int = Field(20, ge=2, le=10_000)
@@ -247,11 +211,6 @@ class ServiceSettings(_Block):
         """TRL_SERVICE_MODEL_ROOTS has colons between them, as PATH has."""
         return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value or ()
 
-    @field_validator("data_dir", mode="before")
-    @classmethod
-    def _default_data_dir(cls, value: Any) -> Any:
-        return DEFAULT_DATA_DIR if value in (None, "") else value
-
     @field_validator("host", "port", mode="before")
     @classmethod
     def _default_address(cls, value: Any, info: Any) -> Any:
@@ -261,11 +220,6 @@ class ServiceSettings(_Block):
     @classmethod
     def _host_name(cls, value: Any) -> Any:
         return platform.node() if value in (None, "") else value
-
-    @field_validator("train_python", mode="before")
-    @classmethod
-    def _own_python(cls, value: Any) -> Any:
-        return None if value == "" else value
 
     @field_validator("api_token", "node_token", mode="before")
     @classmethod
@@ -283,14 +237,14 @@ class ServiceSettings(_Block):
                 raise ValueError(f"two tokens have the name {name!r}: give each a name of its own")
         return value
 
-    @field_validator("data_dir", "tls_cert", "tls_key", "train_python")
+    @field_validator("tls_cert", "tls_key")
     @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
+    def _absolute_file(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
-    @field_validator("checkpoint_roots", "dataset_roots", "model_roots")
+    @field_validator("dataset_roots")
     @classmethod
-    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    def _absolute_datasets(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
 
     @property
@@ -346,20 +300,9 @@ class ServiceSettings(_Block):
                 f"fsdp_config.mixed_precision_policy='fp16': its loss scaling needs NVIDIA GPUs, and jobs train on "
                 f"{', '.join(devices)} here; use bf16, or null"
             )
-        return Settings(
-            data_dir=self.data_dir,
-            devices=devices,
-            max_seq_length=self.max_seq_length,
-            checkpoint_roots=self.checkpoint_roots,
+        return self.resolving(
+            devices,
             model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
-            trust_remote_code=self.trust_remote_code,
-            save_steps=self.save_steps,
-            keep_last=self.keep_last,
-            retries=self.retries,
-            oom_retry=self.oom_retry,
-            max_duration=self.max_duration,
-            priority=self.priority,
-            min_free_bytes=self.min_free_disk_mb << 20,
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,
             max_nodes=1 if self.on_loopback else 1024,

@@ -334,7 +334,9 @@ def asked(call: str, fields: Json) -> tuple[Json, Json]:
 def resolved(request: tuple[Json, Json], call: str, root: Path) -> Resolution:
     body, options = request
     model = requests.SupervisedFineTuneRequest if call == "sft" else requests.PreferenceOptimizeRequest
-    return resolve(model.model_validate(body), ProviderOptions.parse(options), Settings(root, ("cpu",)))
+    return resolve(
+        model.model_validate(body), ProviderOptions.parse(options), Settings(data_dir=root, devices=("cpu",))
+    )
 
 
 def job(call: str, fields: Json, root: Path) -> JobSpec:

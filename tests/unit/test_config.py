@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +13,8 @@ from pydantic import ValidationError
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.devices import usable_devices
+from llama_stack_provider_trl.requests.settings import JobSettings
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -20,6 +23,25 @@ def test_the_documentation_lists_every_key_and_no_other() -> None:
     text = (REPOSITORY / "docs" / "reference" / "configuration.md").read_text()
     table = text.split("<!-- config -->")[1].split("<!-- /config")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(TrlConfig.model_fields)
+
+
+@pytest.mark.parametrize("kind", [TrlConfig, ServiceSettings])
+def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
+    kind: type[TrlConfig] | type[ServiceSettings], tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {
+        **{"data_dir": tmp_path, "max_seq_length": 77, "save_steps": 3, "keep_last": 2, "retries": 1},
+        **{"oom_retry": False, "max_duration": 9.0, "priority": "high", "min_free_disk_mb": 1},
+        **{"checkpoint_roots": (tmp_path / "more",), "trust_remote_code": ("org/name@abc",)},
+    }
+    assert values.keys() == JobSettings.model_fields.keys()
+    settings = kind.model_validate(values)
+    found = settings.for_jobs(("cpu",)) if isinstance(settings, ServiceSettings) else settings.resolving(("cpu",))
+    assert {name: getattr(found, name) for name in values} == values
+
+
+def test_the_service_has_every_setting_of_the_inline_provider() -> None:
+    assert TrlConfig.model_fields.keys() <= ServiceSettings.model_fields.keys()
 
 
 def test_an_unknown_key_is_refused_when_llama_stack_starts() -> None:

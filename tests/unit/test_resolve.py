@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,7 +105,7 @@ def test_an_epoch_is_capped_only_when_the_caller_set_a_cap(settings: Settings) -
 
 def test_an_unset_dtype_is_the_one_that_the_device_is_fast_in(settings: Settings) -> None:
     assert spec_of(sft(), settings).dtype == "fp32"
-    assert spec_of(sft(), Settings(settings.data_dir, ("cuda:0",))).dtype == "bf16"
+    assert spec_of(sft(), Settings(data_dir=settings.data_dir, devices=("cuda:0",))).dtype == "bf16"
     assert spec_of(with_training(dtype="bf16"), settings).dtype == "bf16"
 
 
@@ -222,7 +221,7 @@ def test_a_dpo_option_that_cannot_be_honoured_is_refused_by_name(
 
 def test_a_reference_model_is_trusted_by_its_own_name(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    trusting = replace(settings, trust_remote_code=("org/other@abc", str(tmp_path)))
+    trusting = settings.model_copy(update={"trust_remote_code": ("org/other@abc", str(tmp_path))})
     references = [
         spec_of(dpo(), trusting, **options).dpo.reference
         for options in ({}, {"reference_model": "org/base"}, {"reference_model": "org/other"})
@@ -244,13 +243,13 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
         resolve(offloading, ProviderOptions(), settings)
     with pytest.raises(InvalidRequest, match=r"dtype='fp16' .* trains on cpu; send 'bf16' \(the nearest\)"):
         resolve(with_training(dtype="fp16"), ProviderOptions(), settings)
-    gpus = Settings(settings.data_dir, ("cuda:0",))
+    gpus = Settings(data_dir=settings.data_dir, devices=("cuda:0",))
     assert spec_of(offloading, gpus).activation_offloading
     assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
 
 
 def test_every_second_block_recomputes_where_the_service_says_so_and_the_job_does_not(settings: Settings) -> None:
-    selective = replace(settings, gradient_checkpointing=True, checkpoint_every=2)
+    selective = settings.model_copy(update={"gradient_checkpointing": True, "checkpoint_every": 2})
     assert spec_of(sft(), selective).checkpoint_every == 2
     full = with_training(efficiency_config={"enable_activation_checkpointing": True})
     assert (spec_of(full, selective).gradient_checkpointing, spec_of(full, selective).checkpoint_every) == (True, 1)
@@ -321,7 +320,7 @@ def test_a_symlink_cannot_lead_checkpoints_out_of_the_data_directory(settings: S
 
 
 def test_an_absolute_checkpoint_dir_inside_an_allowed_root_is_taken(settings: Settings, tmp_path: Path) -> None:
-    allowed = Settings(settings.data_dir, ("cpu",), checkpoint_roots=(tmp_path / "big-disk",))
+    allowed = Settings(data_dir=settings.data_dir, devices=("cpu",), checkpoint_roots=(tmp_path / "big-disk",))
     spec = spec_of(sft(checkpoint_dir=str(tmp_path / "big-disk" / "a")), allowed)
     assert spec.checkpoint_dir == (tmp_path / "big-disk" / "a" / "sft-1").resolve()
 
@@ -405,7 +404,7 @@ SHARDING = ShardingSpec(strategy="SHARD_GRAD_OP")
 
 
 def test_the_service_trains_with_its_ranks_unless_a_job_says_how_many(settings: Settings) -> None:
-    service = replace(settings, ranks=2, max_ranks=4, sharding=SHARDING)
+    service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": SHARDING})
     assert (spec_of(sft(), service).ranks, spec_of(sft(), service).sharding) == (2, SHARDING)
     assert spec_of(sft(), service, nproc_per_node=4).ranks == 4
     alone = spec_of(sft(), service, nproc_per_node=1)
@@ -421,7 +420,7 @@ def test_the_inline_provider_trains_in_one_process(settings: Settings) -> None:
 
 
 def test_a_sharded_job_may_keep_its_parts_in_cpu_memory(settings: Settings) -> None:
-    service = replace(settings, ranks=2, max_ranks=2, sharding=SHARDING)
+    service = settings.model_copy(update={"ranks": 2, "max_ranks": 2, "sharding": SHARDING})
     asked = with_training(efficiency_config={"fsdp_cpu_offload": True, "memory_efficient_fsdp_wrap": True})
     sharding = spec_of(asked, service).sharding
     assert sharding is not None
@@ -429,11 +428,11 @@ def test_a_sharded_job_may_keep_its_parts_in_cpu_memory(settings: Settings) -> N
     with pytest.raises(InvalidRequest, match="one process shards nothing"):
         spec_of(asked, service, nproc_per_node=1)
     with pytest.raises(InvalidRequest, match="NO_SHARD"):
-        spec_of(asked, replace(service, sharding=ShardingSpec(strategy="NO_SHARD")))
+        spec_of(asked, service.model_copy(update={"sharding": ShardingSpec(strategy="NO_SHARD")}))
 
 
 def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_does_not(settings: Settings) -> None:
-    saving = replace(settings, gradient_checkpointing=True)
+    saving = settings.model_copy(update={"gradient_checkpointing": True})
     assert spec_of(sft(), saving).gradient_checkpointing
     unset = with_training(efficiency_config={"enable_activation_checkpointing": False})
     assert not spec_of(unset, saving).gradient_checkpointing
@@ -442,7 +441,7 @@ def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_
 def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
-    trusting = replace(settings, trust_remote_code=(str(tmp_path / "model"), "org/name@abc123"))
+    trusting = settings.model_copy(update={"trust_remote_code": (str(tmp_path / "model"), "org/name@abc123")})
     local = spec_of(sft(model=str(tmp_path / "model")), trusting)
     hub = spec_of(sft(model="org/name"), trusting)
     other = spec_of(sft(model="org/other"), trusting)
@@ -476,7 +475,7 @@ def test_every_attempt_takes_the_rows_per_step_of_the_job(settings: Settings) ->
 
 @pytest.fixture
 def cluster(settings: Settings) -> Settings:
-    return replace(settings, sharding=ShardingSpec(), max_nodes=1024)
+    return settings.model_copy(update={"sharding": ShardingSpec(), "max_nodes": 1024})
 
 
 def test_resources_say_how_many_machines_and_ranks_train(cluster: Settings) -> None:
@@ -490,7 +489,7 @@ def test_resources_say_how_many_machines_and_ranks_train(cluster: Settings) -> N
 
 
 def test_nnodes_is_the_number_of_a_job_that_does_not_say(cluster: Settings) -> None:
-    four = replace(cluster, nodes=4)
+    four = cluster.model_copy(update={"nodes": 4})
     assert spec_of(sft(), four).resources == ResourcesSpec(nodes=4, min_nodes=4)
     assert spec_of(sft(), four, resources={"cpus": 2}).resources == ResourcesSpec(nodes=4, min_nodes=4, cpus=2)
     assert spec_of(sft(), four, resources={"nodes": 1}).nodes == 1
@@ -500,17 +499,17 @@ def test_a_job_stays_where_its_model_and_its_device_are(cluster: Settings, tmp_p
     (tmp_path / "config.json").write_text("{}")
     here = sft(model=str(tmp_path))
     assert spec_of(here, cluster).resources is None
-    assert spec_of(sft(), replace(cluster, devices=("cuda:0",)), device="cuda:0").resources is None
+    assert spec_of(sft(), cluster.model_copy(update={"devices": ("cuda:0",)}), device="cuda:0").resources is None
     assert spec_of(here, cluster, resources={}).resources == ResourcesSpec()
     assert spec_of(sft(), cluster).resources == ResourcesSpec()
-    assert spec_of(sft(), replace(cluster, max_nodes=1)).resources is None
+    assert spec_of(sft(), cluster.model_copy(update={"max_nodes": 1})).resources is None
 
 
 def test_other_machines_may_have_devices_that_this_one_has_not(cluster: Settings) -> None:
     assert spec_of(sft(), cluster, device="cuda").device == "cuda"
     assert spec_of(sft(), cluster, nproc_per_node=8).ranks == 8
     with pytest.raises(InvalidRequest, match=r"provider_options\.device"):
-        spec_of(sft(), replace(cluster, max_nodes=1), device="cuda")
+        spec_of(sft(), cluster.model_copy(update={"max_nodes": 1}), device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -539,7 +538,7 @@ def test_a_directory_is_in_no_node_s_cache(cluster: Settings, tmp_path: Path) ->
 
 def test_nobody_can_join_a_service_on_loopback_and_the_inline_provider(settings: Settings, cluster: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"resources\.nodes.*TRL_SERVICE_HOST"):
-        spec_of(sft(), replace(cluster, max_nodes=1), resources={"nodes": 2})
+        spec_of(sft(), cluster.model_copy(update={"max_nodes": 1}), resources={"nodes": 2})
     with pytest.raises(InvalidRequest, match="trains on its own machine"):
         spec_of(sft(), settings, resources={"cpus": 1})
 
