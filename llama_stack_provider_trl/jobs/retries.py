@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from ..specs.events import Reason
 from .placement import Node, is_remote
 from .records import JobRecord
-from .states import JobState, backoff
+from .states import REASONS, JobState
 from .store import Store
 from .verdict import Verdict, may_shrink
 
 log = logging.getLogger(__name__)
+LONGEST_BACKOFF = 600.0
+"""Seconds."""
 LOSSES_IN_A_ROW = 5
 """Attempts in a row that a job may lose to lost nodes without a step, before another one counts as a retry."""
 
@@ -97,3 +99,16 @@ class Retries:
         assert wait is not None
         log.warning("job %s: attempt %d: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.launch_failed, message, wait, counts=False)
+
+
+def backoff(reason: Reason, tries: int) -> float | None:
+    """Seconds to wait before the next try.
+
+    Args:
+        tries: retries of the job so far.
+
+    Returns:
+        None where a retry cannot succeed.
+    """
+    first = REASONS[reason].backoff
+    return None if first is None else min(first * 2.0 ** min(tries, 20), LONGEST_BACKOFF)

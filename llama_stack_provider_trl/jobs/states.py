@@ -77,10 +77,6 @@ class Remedy(NamedTuple):
         return self.backoff is not None
 
 
-LONGEST_BACKOFF = 600.0
-"""Seconds."""
-
-
 REASONS: dict[Reason, Remedy] = {
     Reason.invalid_dataset: Remedy(None, "Correct the dataset as the message says and submit the job again."),
     Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
@@ -117,16 +113,3 @@ REASONS: dict[Reason, Remedy] = {
     ),
     Reason.internal: Remedy(None, "This is a bug: report it with the server's log and the job's log file."),
 }
-
-
-def backoff(reason: Reason, tries: int) -> float | None:
-    """Seconds to wait before the next try.
-
-    Args:
-        tries: retries of the job so far.
-
-    Returns:
-        None where a retry cannot succeed.
-    """
-    first = REASONS[reason].backoff
-    return None if first is None else min(first * 2.0 ** min(tries, 20), LONGEST_BACKOFF)
