@@ -42,7 +42,7 @@ class Retries:
 
     def same(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job again as it is, if the failure may be temporary and the job has a retry left."""
-        wait = None if reason is None else backoff(reason, job.retries_used)
+        wait = None if reason is None else backoff(reason, job.retries_used, job.spec.retry_backoff)
         if reason is None or wait is None or job.retries_used >= job.spec.retries:
             return False
         moved = self._store.retry(job, reason, message, wait)
@@ -82,7 +82,7 @@ class Retries:
             without_step += 1
         if without_step >= LOSSES_IN_A_ROW:
             return False
-        wait = backoff(Reason.node_lost, max(0, without_step - 1))
+        wait = backoff(Reason.node_lost, max(0, without_step - 1), job.spec.retry_backoff)
         assert wait is not None
         log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
@@ -95,20 +95,21 @@ class Retries:
         if not on & refusing:
             return False
         before = [tried for tried in self._store.attempts(job.job_uuid) if tried.reason is Reason.launch_failed]
-        wait = backoff(Reason.launch_failed, len(before))
+        wait = backoff(Reason.launch_failed, len(before), job.spec.retry_backoff)
         assert wait is not None
         log.warning("job %s: attempt %d: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.launch_failed, message, wait, counts=False)
 
 
-def backoff(reason: Reason, tries: int) -> float | None:
+def backoff(reason: Reason, tries: int, first: float | None = None) -> float | None:
     """Seconds to wait before the next try.
 
     Args:
         tries: retries of the job so far.
+        first: the wait before the first retry; None: that of the reason.
 
     Returns:
         None where a retry cannot succeed.
     """
-    first = REASONS[reason].backoff
-    return None if first is None else min(first * 2.0 ** min(tries, 20), LONGEST_BACKOFF)
+    usual = REASONS[reason].backoff
+    return None if usual is None else min((first or usual) * 2.0 ** min(tries, 20), LONGEST_BACKOFF)

@@ -111,6 +111,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **resolve_evaluations(options, data, algorithm),
         "keep_last": options.keep_last or settings.keep_last,
         "retries": settings.retries if options.retries is None else options.retries,
+        "retry_backoff": settings.retry_backoff,
         "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
         "max_duration": options.max_duration or settings.max_duration,
         "priority": PRIORITIES[options.priority or settings.priority],

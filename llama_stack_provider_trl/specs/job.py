@@ -243,6 +243,8 @@ class JobSpec(_Frozen):
     """None: one process."""
     retries: int = Field(0, ge=0)
     """Number of retries after failures that a retry can resolve."""
+    retry_backoff: float | None = Field(None, gt=0)
+    """Seconds to wait before the first retry, doubled with each further one; None: by the reason of the failure."""
     oom_retry: bool = False
     """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
     max_duration: float | None = Field(None, gt=0)

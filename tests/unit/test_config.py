@@ -31,6 +31,7 @@ def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
 ) -> None:
     values: dict[str, Any] = {
         **{"data_dir": tmp_path, "max_seq_length": 77, "save_steps": 3, "keep_last": 2, "retries": 1},
+        **{"retry_backoff": 5.0},
         **{"oom_retry": False, "max_duration": 9.0, "priority": "high", "min_free_disk_mb": 1},
         **{"checkpoint_roots": (tmp_path / "more",), "trust_remote_code": ("org/name@abc",)},
     }
@@ -42,6 +43,15 @@ def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
 
 def test_the_service_has_every_setting_of_the_inline_provider() -> None:
     assert TrlConfig.model_fields.keys() <= ServiceSettings.model_fields.keys()
+
+
+@pytest.mark.parametrize("kind", [TrlConfig, ServiceSettings])
+@pytest.mark.parametrize("value", [0, -1, 601, "nan"])
+def test_a_wait_before_retries_is_between_nothing_and_ten_minutes(
+    kind: type[TrlConfig] | type[ServiceSettings], value: Any
+) -> None:
+    with pytest.raises(ValidationError, match="retry_backoff"):
+        kind.model_validate({"retry_backoff": value})
 
 
 def test_an_unknown_key_is_refused_when_llama_stack_starts() -> None:

@@ -438,6 +438,11 @@ def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_
     assert not spec_of(unset, saving).gradient_checkpointing
 
 
+def test_the_wait_before_retries_is_the_configuration_s(settings: Settings) -> None:
+    assert spec_of(sft(), settings).retry_backoff is None
+    assert spec_of(sft(), settings.model_copy(update={"retry_backoff": 7.5})).retry_backoff == 7.5
+
+
 def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()

@@ -527,10 +527,13 @@ def save(world: World, task_id: str, step: int) -> Path:
     return path
 
 
-def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_retry(world: World) -> None:
-    world.add("a", retries=2)
+@pytest.mark.parametrize(("chosen", "waits"), [(None, (2.0, 4.0)), (7.5, (7.5, 15.0)), (400.0, (400.0, 600.0))])
+def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_retry(
+    world: World, chosen: float | None, waits: tuple[float, float]
+) -> None:
+    world.add("a", retries=2, retry_backoff=chosen)
     world.tick()
-    for attempt, wait in ((1, 2.0), (2, 4.0)):
+    for attempt, wait in enumerate(waits, 1):
         crash(world, attempt)
         assert (world.state(), world.job().reason) == (JobState.scheduled, None)
         assert "rank_failed" in world.job().detail
