@@ -34,7 +34,7 @@ export TRL_OUTPUT_DIR="$out" LLAMA_STACK_PORT="${LLAMA_STACK_PORT:-8321}"
 ./scripts/run-direct.sh > "$out/llama-stack.log" 2>&1 &
 server=$!
 # Two ranks: on GPUs each needs one of its own.
-if command -v nvidia-smi >/dev/null && [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" = 1 ]; then
+if [ "$("$python" -c 'from llama_stack_provider_trl.launch.devices import count_gpus; print(count_gpus())')" = 1 ]; then
   export TRL_NPROC_PER_NODE="${TRL_NPROC_PER_NODE:-1}"
 fi
 export TRL_SERVICE_PORT="${TRL_SERVICE_PORT:-8322}" TRL_SERVICE_DATA_DIR="$out/service"

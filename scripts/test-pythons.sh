@@ -11,7 +11,7 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 . ./scripts/pythons.sh
 
 CONSTRAINTS=constraints/llama-stack-0.3.5.txt
-PACKAGES='aiohttp psutil pydantic pyyaml fastapi uvicorn jinja2 numpy pytest pytest-timeout pytest-xdist requests schemathesis'
+PACKAGES='aiohttp nvidia-ml-py psutil pydantic pyyaml fastapi uvicorn jinja2 numpy pytest pytest-timeout pytest-xdist requests schemathesis'
 unset PYTHONHOME PYTHONPATH
 export HF_HUB_OFFLINE=1
 

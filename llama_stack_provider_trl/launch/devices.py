@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 from ..errors import InvalidRequest
+from .gpus import gpus
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -24,14 +22,14 @@ def usable_devices(configured: str) -> list[str]:
     """
     if configured == "cpu" or (configured == "mps" and _has_mps()):
         return [configured]
-    gpus = [f"cuda:{index}" for index in range(count_gpus())]
+    names = [f"cuda:{index}" for index in range(count_gpus())]
     if configured == "auto":
-        return gpus or (["mps"] if _has_mps() else ["cpu"])
-    if configured == "cuda" and gpus:
-        return gpus
-    if configured in gpus:
+        return names or (["mps"] if _has_mps() else ["cpu"])
+    if configured == "cuda" and names:
+        return names
+    if configured in names:
         return [configured]
-    found = ", ".join([*gpus, *(["mps"] if _has_mps() else []), "cpu"])
+    found = ", ".join([*names, *(["mps"] if _has_mps() else []), "cpu"])
     raise InvalidRequest("device", configured, f"this machine has {found}; `auto` takes the best of them")
 
 
@@ -42,19 +40,8 @@ def count_gpus() -> int:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
     if _NVIDIA_GPUS.is_dir():
         return len(list(_NVIDIA_GPUS.iterdir()))
-    return _count_with_nvidia_smi()
-
-
-def _count_with_nvidia_smi() -> int:
-    # Containers often have the tool and the device nodes but not the driver's /proc directory.
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return len(re.findall(r"^GPU \d+:", listing.stdout, flags=re.MULTILINE))
+    # Containers often have the driver's library and the device nodes but not its /proc directory.
+    return len(gpus())
 
 
 def _has_mps() -> bool:

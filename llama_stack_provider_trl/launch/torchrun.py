@@ -121,7 +121,7 @@ def _threads(ranks: int) -> int:
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The task's own GPUs as the only visible ones: Trainer would spread over all that it sees."""
     gpus = [visible_entry(device, environ) for device in task.devices if device.startswith("cuda:")]
-    # Numbered as nvidia-smi does it: the GPU that trains is then the one whose UUID is locked.
+    # Numbered as the driver does it: the GPU that trains is then the one whose UUID is locked.
     order = environ.get("CUDA_DEVICE_ORDER", PCI_ORDER)
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": order} if gpus else {}
 

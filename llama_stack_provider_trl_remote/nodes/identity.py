@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.launch.gpus import visible_entry
+from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
 from llama_stack_provider_trl.system.process import machine_memory
 
@@ -34,7 +33,6 @@ _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _AGENT_ID = "agent-id"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPORTED = ("torch", "trl", "transformers", "peft")
-_QUERY = ("--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
 _LOOK = (
     "import json, sys; from importlib import metadata as m\n"
     "found = dict(python='.'.join(map(str, sys.version_info[:3])))\n"
@@ -214,21 +212,7 @@ def _version(name: str) -> str:
 def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
     if not device.startswith("cuda:"):
         return DeviceReport(name=device)
-    entry = visible_entry(device, environ)
-    for index, gpu_id, memory, model in _gpus(environ):
-        if entry == index or gpu_id.startswith(entry):
-            return DeviceReport(name=device, memory_bytes=memory, model=model)
-    return DeviceReport(name=device)
-
-
-def _gpus(environ: Mapping[str, str]) -> list[tuple[str, str, int | None, str]]:
-    """Number, UUID, bytes and model of every GPU that nvidia-smi lists; nothing where it cannot."""
-    tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
-    if tool is None:
-        return []
-    try:
-        done = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = ([cell.strip() for cell in line.split(",", 3)] for line in done.stdout.splitlines() if line.count(",") >= 3)
-    return [(index, gpu_id, int(size) << 20 if size.isdigit() else None, model) for index, gpu_id, size, model in rows]
+    gpu = gpu_of(device, environ)
+    if gpu is None:
+        return DeviceReport(name=device)
+    return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model)

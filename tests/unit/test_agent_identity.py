@@ -18,6 +18,7 @@ from llama_stack_provider_trl_remote.nodes.identity import (
     reachable_address,
     versions,
 )
+from tests import nvml
 from tests.orders import write
 
 
@@ -114,11 +115,9 @@ def test_models_of_the_local_cache_are_reported(tmp_path: Path) -> None:
     assert cached_models({"HF_HOME": "/none"}) == []
 
 
-def test_a_report_says_what_the_machine_has(tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '0, GPU-aa, 81559, NVIDIA H100\\n1, GPU-bb, [N/A], NVIDIA GB10\\n'\n")
-    tool.chmod(0o755)
-    environ = {"TRL_NODE_MACHINE_ID": "m", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1,0"}
+def test_a_report_says_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, ("GPU-aa", 81559 << 20, "NVIDIA H100"), ("GPU-bb", None, "NVIDIA GB10"))
+    environ = {"TRL_NODE_MACHINE_ID": "m", "CUDA_VISIBLE_DEVICES": "1,0"}
     found = node_report("a", "10.0.0.2", ["cuda:0", "cuda:1", "cpu"], tmp_path, environ, labels={"rack": "7"})
     devices = [(device.name, device.memory_bytes, device.model) for device in found.devices]
     assert devices == [("cuda:0", None, "NVIDIA GB10"), ("cuda:1", 81559 << 20, "NVIDIA H100"), ("cpu", None, "")]
@@ -138,18 +137,20 @@ def test_a_report_holds_no_more_than_the_service_takes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("script", "visible", "expected"),
+    ("failure", "visible", "expected"),
     [
-        ("printf '0, GPU-aa, 10, A\\n1, GPU-bb, 20, B\\n'", "GPU-bb", ("B", 20 << 20)),
-        ("exit 9", "0", ("", None)),
+        (None, "GPU-bb", ("B", 20 << 20)),
+        (nvml.NVMLError("Unknown Error"), "0", ("", None)),
     ],
 )
-def test_a_gpu_is_found_by_its_uuid_and_is_one_without_nvidia_smi_too(
-    tmp_path: Path, script: str, visible: str, expected: tuple[str, int | None]
+def test_a_gpu_is_found_by_its_uuid_and_is_one_without_a_driver_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception | None,
+    visible: str,
+    expected: tuple[str, int | None],
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    environ = {"TRL_NODE_MACHINE_ID": "m", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+    nvml.install(monkeypatch, ("GPU-aa", 10 << 20, "A"), ("GPU-bb", 20 << 20, "B"), failure=failure)
+    environ = {"TRL_NODE_MACHINE_ID": "m", "CUDA_VISIBLE_DEVICES": visible}
     (device,) = node_report("a", "10.0.0.2", ["cuda:0"], tmp_path, environ).devices
     assert (device.name, device.model, device.memory_bytes) == ("cuda:0", *expected)

@@ -22,6 +22,7 @@ from llama_stack_provider_trl.launch.torchrun import (
     training_environment,
 )
 from llama_stack_provider_trl.system.process import myself
+from tests import nvml
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
 INTERFACES = {
@@ -154,19 +155,16 @@ def test_what_the_user_tells_glibc_is_all_that_it_is_told(name: str) -> None:
         ("cuda:0", "GPU-8d3f", "cuda-GPU-8d3f"),
     ],
 )
-def test_two_programs_that_mean_one_gpu_mean_one_lock(device: str, visible: str | None, name: str) -> None:
+def test_two_programs_that_mean_one_gpu_mean_one_lock(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str | None, name: str
+) -> None:
+    nvml.install(monkeypatch)
     assert lock_name(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> dict[str, str]:
-    """An environment on a machine with two GPUs, whose nvidia-smi answers once."""
-    tool = tmp_path / "nvidia-smi"
-    answer = "0, GPU-aaaa-1\n1, GPU-bbbb-2\n"
-    tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=index,uuid ] && [ ! -e "$0.asked" ] || exit 9\n')
-    tool.write_text(tool.read_text() + f": > '{tool}.asked'\nprintf '{answer}'\n")
-    tool.chmod(0o755)
-    return {"PATH": str(tmp_path)}
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, ("GPU-aaaa-1", 1, "A"), ("GPU-bbbb-2", 1, "B"))
 
 
 @pytest.mark.parametrize(
@@ -178,22 +176,24 @@ def machine(tmp_path: Path) -> dict[str, str]:
         ("cuda:0", {"CUDA_VISIBLE_DEVICES": "GPU-bb"}),
     ],
 )
-def test_a_gpu_is_locked_by_its_uuid_whatever_a_program_calls_it(
-    machine: dict[str, str], device: str, more: dict[str, str]
-) -> None:
-    assert {lock_name(device, machine | more) for _ in range(2)} == {"cuda-GPU-bbbb-2"}
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_is_locked_by_its_uuid_whatever_a_program_calls_it(device: str, more: dict[str, str]) -> None:
+    assert lock_name(device, more) == "cuda-GPU-bbbb-2"
 
 
-def test_a_number_is_no_uuid_where_cuda_counts_another_way(machine: dict[str, str]) -> None:
-    assert lock_name("cuda:1", machine | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == "cuda-1"
+@pytest.mark.usefixtures("two_gpus")
+def test_a_number_is_no_uuid_where_cuda_counts_another_way() -> None:
+    assert lock_name("cuda:1", {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == "cuda-1"
+    other_order = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "GPU-bb"}
+    assert lock_name("cuda:0", other_order) == "cuda-GPU-bbbb-2"
     task = TaskSpec("a-1", Path("/r"), ("cuda:1",))
-    assert training_environment(task, machine)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert training_environment(task, {})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_a_gpu_that_nvidia_smi_cannot_tell_goes_by_its_number(machine: dict[str, str]) -> None:
-    Path(machine["PATH"], "nvidia-smi.asked").touch()  # from now on it fails
-    assert lock_name("cuda:1", machine) == "cuda-1"
-    assert lock_name("cuda:0", machine | {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}) == "cuda-MIG-cccc"
+def test_a_gpu_that_the_driver_cannot_name_goes_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, failure=nvml.NVMLError("Unknown Error"))
+    assert lock_name("cuda:1", {}) == "cuda-1"
+    assert lock_name("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}) == "cuda-MIG-cccc"
 
 
 def test_device_locks_lie_in_one_place_whatever_tmpdir_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
