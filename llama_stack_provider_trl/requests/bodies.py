@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -147,12 +148,8 @@ class _JobRequest(_Body):
     """Where checkpoints go: relative to the data directory, or absolute inside an allowed root."""
 
     def digest(self, options: BaseModel) -> str:
-        """sha256 of what the caller set: two requests with the same digest ask for the same job."""
-        # Of the options too: a release that adds one must not make another request of an old one.
-        given = options.model_dump(mode="json", exclude_unset=True)
-        body = {"body": self.model_dump(mode="json", exclude_unset=True), "options": given}
-        text = json.dumps({"call": type(self).__name__, **body}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """See `request_digest`."""
+        return request_digest(type(self), self.model_dump(mode="json", exclude_unset=True), options)
 
 
 class SupervisedFineTuneRequest(_JobRequest):
@@ -165,3 +162,17 @@ class PreferenceOptimizeRequest(_JobRequest):
     """DPO settings."""
     finetuned_model: str | None = None
     """Name of the result; where `model` is left out, the base model (Llama Stack's own meaning)."""
+
+
+def request_digest(kind: type[_JobRequest], given: Mapping[str, Any], options: BaseModel) -> str:
+    """sha256 of what a caller set: two requests with the same digest ask for the same job.
+
+    It is stored with jobs: releases must agree on it. Values that the caller did not set are left out, so that a new
+    field or another default does not make another request of an old one.
+
+    Args:
+        given: the fields that the caller set.
+        options: the provider options; those that the caller did not set are left out here.
+    """
+    parts = {"call": kind.__name__, "body": given, "options": options.model_dump(mode="json", exclude_unset=True)}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import os
 import secrets
@@ -30,7 +28,11 @@ from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.ports import PORTS, PortRange
 from llama_stack_provider_trl.launch.runner import Limits
-from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.bodies import (
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    request_digest,
+)
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
@@ -157,11 +159,7 @@ class Service:
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
         asked = body.model_dump(exclude_unset=True, exclude=set(_OURS))
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
-        text = json.dumps(
-            {"call": kind.__name__, "body": asked, "options": options.model_dump(mode="json", exclude_unset=True)},
-            sort_keys=True,
-        )
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = request_digest(kind, asked, options)
         request = kind.model_validate(self._with_defaults(asked, body))
         owner = Owner(caller.name, caller.limits.max_queued_jobs)
         if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body), owner):

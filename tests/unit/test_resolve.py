@@ -10,7 +10,11 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.submission import split_rows
-from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.bodies import (
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    request_digest,
+)
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
@@ -27,6 +31,7 @@ from llama_stack_provider_trl.specs.job import (
     derive,
 )
 from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl_remote.service.http.bodies import SupervisedFineTuneBody
 
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 LORA = {
@@ -390,6 +395,10 @@ def test_a_request_has_the_digest_that_earlier_releases_have_stored() -> None:
     assert by_sft == "cd8726575f06b1c69541dd31893aa59ed77c840e4c0decc8f5d2857623a537d4"
     by_dpo = PreferenceOptimizeRequest.model_validate({**body, "finetuned_model": "tuned"}).digest(options)
     assert by_dpo == "7dbe183751a1b4433e14e7be43386b8472ece473841c2ebe47206e70dd26a43a"
+    # As the service takes it, whose bodies have fields besides.
+    asked = SupervisedFineTuneBody.model_validate({**body, "algorithm_config": lora, "provider_options": {"seed": 7}})
+    given = asked.model_dump(exclude_unset=True, exclude={"provider_options"})
+    assert request_digest(SupervisedFineTuneRequest, given, options) == by_sft
 
 
 def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_path: Path) -> None:
