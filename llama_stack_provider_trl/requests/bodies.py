@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..documented import Documented
+from ..specs.job import Algorithm
 
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
@@ -176,3 +177,11 @@ def request_digest(kind: type[_JobRequest], given: Mapping[str, Any], options: B
     """
     parts = {"call": kind.__name__, "body": given, "options": options.model_dump(mode="json", exclude_unset=True)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def algorithm_of(given: Mapping[str, Any]) -> Algorithm:
+    """The algorithm that a body is meant for where the caller names none: only DPO has a `finetuned_model`, or an
+    `algorithm_config` of another type than LoRA and QAT."""
+    config = given.get("algorithm_config") or {}
+    kind = config.get("type") or "dpo" if isinstance(config, Mapping) and config else None
+    return "dpo" if "finetuned_model" in given or str(kind).lower() == "dpo" else "sft"

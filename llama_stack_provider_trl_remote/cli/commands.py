@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.requests.bodies import algorithm_of
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
 from ..client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, job_path
@@ -30,16 +31,15 @@ _RECENT = 100
 
 async def submit(client: ServiceClient, options: Namespace) -> int:
     body = _read_request(options.file)
-    path = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE, None: _guessed(body)}[options.algorithm]
-    answer = await client.submit(path, body)
+    paths = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE}
+    answer = await client.submit(paths[options.algorithm or algorithm_of(body)], body)
     print(answer["job_uuid"])
     return 0
 
 
 async def preflight(client: ServiceClient, options: Namespace) -> int:
     body = _read_request(options.file)
-    guessed = "dpo" if _guessed(body) == PREFERENCE_OPTIMIZE else "sft"
-    found = await client.submit(PREFLIGHT, {**body, "algorithm": options.algorithm or guessed})
+    found = await client.submit(PREFLIGHT, {**body, "algorithm": options.algorithm or algorithm_of(body)})
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -242,13 +242,6 @@ def _read_request(name: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("FILE", shown, f"it holds a {type(body).__name__}; a request is an object.")
     return body
-
-
-def _guessed(body: dict[str, Any]) -> str:
-    """The call that a request is meant for: only DPO has a `finetuned_model` or an algorithm beside LoRA and QAT."""
-    algorithm = body.get("algorithm_config") or {}
-    kind = algorithm.get("type", "dpo") if isinstance(algorithm, dict) and algorithm else None
-    return PREFERENCE_OPTIMIZE if "finetuned_model" in body or str(kind).lower() == "dpo" else SUPERVISED_FINE_TUNE
 
 
 def _rows_of(file: Path, directory: Path) -> Blob:

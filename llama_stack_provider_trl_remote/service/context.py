@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -31,6 +31,7 @@ from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
+    algorithm_of,
     request_digest,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -169,7 +170,7 @@ class Service:
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
         asked = body.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"job_uuid": body.job_uuid}
-        is_dpo = (body.algorithm or _algorithm(asked)) == "dpo"
+        is_dpo = (body.algorithm or algorithm_of(asked)) == "dpo"
         job = (PreferenceOptimizeBody if is_dpo else SupervisedFineTuneBody).model_validate(asked)
         kind = PreferenceOptimizeRequest if is_dpo else SupervisedFineTuneRequest
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
@@ -230,12 +231,6 @@ class Service:
         if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
             training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
         return {**asked, "training_config": training}
-
-
-def _algorithm(body: dict[str, Any]) -> Algorithm:
-    """Only DPO has a `finetuned_model`, or an algorithm beside LoRA and QAT."""
-    config = body.get("algorithm_config") or {}
-    return "dpo" if "finetuned_model" in body or str(config.get("type", "dpo" if config else "")) == "dpo" else "sft"
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread

@@ -13,6 +13,7 @@ from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
+    algorithm_of,
     request_digest,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -399,6 +400,29 @@ def test_a_request_has_the_digest_that_earlier_releases_have_stored() -> None:
     asked = SupervisedFineTuneBody.model_validate({**body, "algorithm_config": lora, "provider_options": {"seed": 7}})
     given = asked.model_dump(exclude_unset=True, exclude={"provider_options"})
     assert request_digest(SupervisedFineTuneRequest, given, options) == by_sft
+
+
+@pytest.mark.parametrize(
+    ("body", "algorithm"),
+    [
+        ({}, "sft"),
+        ({"algorithm_config": {}}, "sft"),
+        ({"algorithm_config": None}, "sft"),
+        ({"algorithm_config": {"type": "LoRA", "rank": 4}}, "sft"),
+        ({"algorithm_config": {"type": "QAT"}}, "sft"),
+        ({"algorithm_config": "LoRA"}, "sft"),
+        ({"algorithm_config": {"type": "dpo"}}, "dpo"),
+        ({"algorithm_config": {"type": "DPO"}}, "dpo"),
+        ({"algorithm_config": {"type": None, "beta": 0.1}}, "dpo"),
+        ({"algorithm_config": {"beta": 0.1}}, "dpo"),
+        ({"finetuned_model": "tuned"}, "dpo"),
+        ({"finetuned_model": None}, "dpo"),
+    ],
+)
+def test_a_body_without_an_algorithm_is_meant_for_the_one_that_has_its_fields(
+    body: dict[str, Any], algorithm: str
+) -> None:
+    assert algorithm_of(body) == algorithm
 
 
 def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_path: Path) -> None:
