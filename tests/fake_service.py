@@ -105,6 +105,8 @@ class FakeService:
             return await self._blob(request, parts[1])
         if path == "nodes":
             return web.json_response({"data": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}]})
+        if parts[0] == "nodes" and request.method == "GET":
+            return web.json_response({"node": parts[1], "devices": ["cuda:0"], "jobs": {}})
         if parts[0] == "nodes":  # cordon, uncordon, drain, remove
             return web.Response(status=204)
         if request.method == "POST":

@@ -128,6 +128,11 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
+async def show_node(client: ServiceClient, options: Namespace) -> int:
+    print(json.dumps(await client.get(_node(options)), indent=2))
+    return 0
+
+
 async def change_node(client: ServiceClient, options: Namespace) -> int:
     await client.post(f"{_node(options)}/{options.command}")
     return await list_nodes(client, options)
@@ -204,6 +209,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("datasets", "add"): add_dataset,
     ("datasets", "list"): list_datasets,
     ("nodes", "list"): list_nodes,
+    ("nodes", "show"): show_node,
     ("nodes", "cordon"): change_node,
     ("nodes", "uncordon"): change_node,
     ("nodes", "drain"): change_node,

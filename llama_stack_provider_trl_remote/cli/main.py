@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     groups.add_parser("serve", help=SERVE, add_help=False)
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _datasets(groups.add_parser("datasets", help="add, list"))
-    _nodes(groups.add_parser("nodes", help="list (the default), cordon, uncordon, drain, remove machines"))
+    _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
     _agent_options(groups.add_parser("agent", help=AGENT))
@@ -110,6 +110,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
     commands.default = "list"
     for name, meaning in (
         ("list", "machines, their devices, and which job has them"),
+        ("show", "everything that the service knows of a machine, as JSON"),
         ("cordon", "give a machine no further jobs"),
         ("uncordon", "give it jobs again"),
         ("drain", "give it no further jobs; those that train there save, and go on elsewhere"),

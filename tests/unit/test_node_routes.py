@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
-from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone
+from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
@@ -145,6 +145,23 @@ def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and
     assert (head.node, b.node, b.state) == ("head", "b", "open")
     assert (a.node, a.devices) == ("a", [])
     assert "start its agent again" in a.state
+
+
+def test_a_node_is_shown_as_the_list_has_it_and_an_unknown_one_is_refused_by_name(world: World) -> None:
+    world.join("a")
+    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
+    world.service.devices = ("cpu",)
+    world.service.settings.data_dir = world.root
+    shown = [json.loads(asyncio.run(routes_nodes.node(world.service, name)).body) for name in ("head", "a")]
+    assert [(row["node"], row["head"], row["address"]) for row in shown] == [
+        ("head", True, None),
+        ("a", False, "10.0.0.1"),
+    ]
+    listed = json.loads(asyncio.run(routes_nodes.nodes(world.service)).body)["data"]
+    assert [row.keys() for row in shown] == [row.keys() for row in listed]
+    assert shown[1] == listed[1]
+    with pytest.raises(NotFound, match="there is no node 'b' here"):
+        asyncio.run(routes_nodes.node(world.service, "b"))
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:

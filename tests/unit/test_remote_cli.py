@@ -390,6 +390,11 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # nobody joins on loopback
 
 
+def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
+    code, out, _ = run("nodes", "show", "gpu-b")
+    assert (code, json.loads(out)) == (0, {"node": "gpu-b", "devices": ["cuda:0"], "jobs": {}})
+
+
 def test_nodes_are_taken_out_and_put_back(run: Run, service: FakeService) -> None:
     for command in ("cordon", "uncordon", "drain"):
         assert run("nodes", command, "gpu-b")[1].startswith("node")

@@ -30,6 +30,15 @@ async def nodes(service: Context) -> Response:
     return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
 
 
+@router.get("/{name}", dependencies=[USERS], response_model=NodeRow, responses=declared(404))
+async def node(service: Context, name: Name) -> Response:
+    """One machine, as the list has it."""
+    for row in await asyncio.to_thread(_nodes, service):
+        if row.node == name:
+            return as_json(row)
+    raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
+
+
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def cordon(service: Context, name: Name) -> Response:
     """Give a node no further jobs."""
