@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -91,6 +92,8 @@ Message = Annotated[str, _cut(_MAX_MESSAGE)]
 Metrics = Annotated[dict[Name, float], Field(max_length=256)]
 Tree = Annotated[dict[str, Any], AfterValidator(_bounded)]
 UsablePath = Annotated[Path, AfterValidator(_usable)]
+_CHECKPOINT: dict[str, JsonValue] = {"checkpoint": True}
+"""Marks a field that holds the path of a checkpoint. On another machine it has another path."""
 
 
 class Reason(StrEnum):
@@ -146,7 +149,7 @@ class Prepared(_Event):
     """Optimizer steps of the whole job."""
     start_step: Count = 0
     """Optimizer steps done in the checkpoint that training resumes from."""
-    resumed_from: UsablePath | None = None
+    resumed_from: UsablePath | None = Field(None, json_schema_extra=_CHECKPOINT)
     """That checkpoint. Where the one given to the attempt is damaged, it is an earlier one."""
     num_rows: Count
     """Rows that are trained on, without the dropped ones."""
@@ -237,7 +240,7 @@ class CheckpointSaved(_Event):
     step: Count
     epoch: Count
     """Number of the epoch in which it was saved, 1-based."""
-    path: UsablePath
+    path: UsablePath = Field(json_schema_extra=_CHECKPOINT)
     train_loss: float | None
     """Mean training loss over the optimizer steps since the previous step checkpoint (or the start)."""
     validation_loss: float | None = None
@@ -254,7 +257,7 @@ class CheckpointDamaged(_Event):
     """A listed step checkpoint differs from what was written. It was set aside and is no longer listed."""
 
     type: Literal["checkpoint_damaged"] = "checkpoint_damaged"
-    path: UsablePath
+    path: UsablePath = Field(json_schema_extra=_CHECKPOINT)
     message: Message
     """The damage, and where the checkpoint is kept now."""
 
@@ -300,6 +303,13 @@ Event = Annotated[
     Field(discriminator="type"),
 ]
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+CHECKPOINT_PATHS: dict[str, str] = {
+    kind.model_fields["type"].default: name
+    for kind in get_args(get_args(Event)[0])
+    for name, field in kind.model_fields.items()
+    if field.json_schema_extra is _CHECKPOINT
+}
+"""Type of an event -> its field that holds the path of a checkpoint."""
 
 
 class EventWriter:

@@ -7,7 +7,7 @@ holds everything that a training process needs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -165,6 +165,11 @@ class ResumeFrom(_Frozen):
     """The job's own copy of it; None: not looked up yet."""
 
 
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return get_args(annotation) or (annotation,)
+
+
 class JobSpec(_Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
@@ -291,6 +296,10 @@ class JobSpec(_Frozen):
         batches = None if self.max_validation_steps is None else self.max_validation_steps * times
         changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
         return self.model_copy(update={"batch_size": smaller, **changes})
+
+
+ROWS = tuple(name for name, field in JobSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))
+"""Fields of a JobSpec that name rows."""
 
 
 class PreflightSpec(_Frozen):

@@ -12,12 +12,12 @@ from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
+from llama_stack_provider_trl.specs.job import ROWS
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
 
-_PATHS = {"checkpoint": "path", "checkpoint_damaged": "path", "prepared": "resumed_from"}
-"""Type of an event -> its field that holds the path of a checkpoint."""
 MARK = ".shared"
 """In a job's checkpoint directory: by it a node finds out whether it sees the same file system, and an attempt whether
 it may still write there."""
@@ -93,7 +93,7 @@ class PathMap:
         """What names the rows of the job: `path`, `sha256`. None where it was cancelled before anybody heard of it: its
         order has no spec."""
         job = self.order.spec.get("job", {})
-        return [job[name] for name in ("dataset", "validation") if job.get(name)]
+        return [job[name] for name in ROWS if job.get(name)]
 
     def spec(self, resume: list[str] | None = None) -> dict[str, Any]:
         """The AttemptSpec with this node's paths.
@@ -106,7 +106,7 @@ class PathMap:
         spec["run_dir"] = str(self.run_dir)
         spec["turn"] = self.order.shared_mark if self.shared else None
         job["checkpoint_dir"] = str(self.checkpoint_dir)
-        for rows in (job[name] for name in ("dataset", "validation") if job.get(name)):
+        for rows in (job[name] for name in ROWS if job.get(name)):
             rows["path"] = str(self.rows(rows["sha256"]))
         candidates = [str(self.here(path)) for path in (self.resumed_from() if resume is None else resume)]
         spec["resume_from"], spec["fall_back_to"] = next(iter(candidates), None), candidates[1:]
@@ -120,7 +120,7 @@ class PathMap:
     def event(self, line: bytes) -> bytes:
         """A line of the event file with the service's paths; one without paths stays as it is, byte for byte."""
         event = json.loads(line)
-        field = _PATHS.get(event.get("type"))
+        field = CHECKPOINT_PATHS.get(event.get("type"))
         if field is None or not event.get(field):
             return line
         return json.dumps({**event, field: self.there(event[field])}, ensure_ascii=False).encode() + b"\n"
@@ -151,7 +151,7 @@ def _check_spec(order: TaskOrder) -> None:
     directory = Path(job["checkpoint_dir"])
     is_plain = directory.is_absolute() and ".." not in directory.parts
     _expect("spec.job.checkpoint_dir", str(directory), is_plain, "an absolute path without '..'")
-    for name in ("dataset", "validation"):
+    for name in ROWS:
         rows = job.get(name)
         digest = rows.get("sha256") if isinstance(rows, dict) else None
         has_digest = isinstance(digest, str) and bool(_SHA256.fullmatch(digest))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event, UsablePath
+from llama_stack_provider_trl.specs.job import AttemptSpec
 from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from tests.orders import AA, BB, order, spec
 
@@ -37,6 +42,35 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert found["job"]["resume_from"]["path"] == borrowed
     assert found["job"]["dpo"]["reference"]["cache"] == "/node/reference"
     assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
+
+
+def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
+    assert {".".join(names) for names in paths_of(AttemptSpec)} == {
+        *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
+        *("job.dataset.path", "job.validation.path", "job.dpo.reference.cache"),
+    }
+
+
+def paths_of(annotation: Any) -> Iterator[tuple[str, ...]]:
+    """Names that lead to each path in a model."""
+    if annotation is Path:
+        yield ()
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from ((name, *names) for names in paths_of(field.annotation))
+    else:
+        for part in get_args(annotation):
+            yield from paths_of(part)
+
+
+def test_events_are_translated_in_every_field_that_holds_the_path_of_a_checkpoint() -> None:
+    found = {
+        kind.model_fields["type"].default: name
+        for kind in get_args(get_args(Event)[0])
+        for name, field in kind.model_fields.items()
+        if Path in (field.annotation, *get_args(field.annotation)) or UsablePath in get_args(field.annotation)
+    }
+    assert found == CHECKPOINT_PATHS
 
 
 def test_a_spec_goes_on_from_what_is_here_only() -> None:
