@@ -356,11 +356,12 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("rows.jsonl", '{"a": 1}\n{"a"\n', "line 2: not JSON"),
+        ("rows.jsonl", '{"a": 1}\n{"a"\n', "rows.jsonl: row 1: is no JSON in line 2"),
         ("rows.jsonl", '{"a": 1}\n[1]\n', "row 1: found list, expected an object"),
-        ("rows.json", "{}", "found a dict, expected a list of objects"),
-        ("rows.json", '{"a": 1}\n{"a": 2}', "one object per line is a .jsonl file"),
-        ("rows.csv", "a,b\n1,2,3\n", "line 2: more cells than the header's 2 columns"),
+        ("rows.jsonl", '{"a": 1}\n\n{"a"\n', "row 1: is no JSON in line 3"),
+        ("rows.json", '[{"a": 1}', "the file is no JSON"),
+        ("rows.csv", "a,b\n1,2,3\n", "row 0: has more cells in line 2 than the header's 2 columns"),
+        ("rows.csv", 'a,b\n1,"2\n', "the file is no CSV after line"),
         ("rows.parquet", "", "expected .jsonl, .json or .csv"),
     ],
 )

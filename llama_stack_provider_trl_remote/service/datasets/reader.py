@@ -10,32 +10,28 @@ the open file that the URI named when it was checked: the path is not opened aga
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypedDict
+from typing import Any, BinaryIO, TypedDict
 from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat
+from llama_stack_provider_trl.specs.row_files import Row
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
 
 HUB = "huggingface"
-LINE_BYTES = 16 << 20
-"""The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
-_TOO_LONG = f"has more than {LINE_BYTES >> 20} MiB; a row may have at most that: split it"
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 256
 _ROWS_PER_LOOK = 16
 """Rows between two checks of the free space: 16 of the longest are 256 MiB."""
-Row = dict[str, Any]
 
 
 class RowsVerdict(TypedDict):
@@ -55,78 +51,10 @@ def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None)
     """
     try:
         with open(path, "rb") as file:
-            report = check_rows(read_ndjson(file), algorithm, data_format)
+            report = check_rows(row_files.read_ndjson(file), algorithm, data_format)
     except InvalidRows as error:
         return RowsVerdict(num_rows=0, warnings=[], error=str(error))
     return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
-
-
-def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, each held in memory only up to `LINE_BYTES`.
-
-    Raises:
-        InvalidRows: a line is longer.
-    """
-    number = 0
-    while line := file.readline(LINE_BYTES + 1):
-        if len(line) > LINE_BYTES:
-            raise InvalidRows(_TOO_LONG, row=number)
-        yield line
-        number += 1
-
-
-def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
-    """The rows of a file with one JSON object per line.
-
-    Args:
-        blank_lines: pass over them, instead of refusing them.
-
-    Raises:
-        InvalidRows: a line is no JSON, or too long; names it.
-    """
-    number = 0
-    for line in lines_of(file):
-        if blank_lines and line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRows(f"is no JSON ({error}); expected one object per line", row=number) from error
-        yield row
-        number += 1
-
-
-def read_csv(file: BinaryIO) -> Iterator[Row]:
-    """The rows of a CSV file with a header; an empty cell is an absent value, everything else is text."""
-    csv.field_size_limit(LINE_BYTES)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    for number, cells in enumerate(csv.DictReader(_text_lines(text))):
-        if None in cells:
-            raise InvalidRows("has more cells than the header has names", row=number)
-        yield {name: cell for name, cell in cells.items() if cell}
-
-
-def _text_lines(text: TextIO) -> Iterator[str]:
-    """As `lines_of`; a line of a CSV file may end with a carriage return too."""
-    number = 0
-    while line := text.readline(LINE_BYTES + 1):
-        if len(line) > LINE_BYTES:
-            raise InvalidRows(_TOO_LONG, row=number)
-        yield line
-        number += 1
-
-
-def read_json(file: BinaryIO) -> Iterator[Row]:
-    """The rows of a .json file: a list of objects, or one object per line."""
-    start = file.read(4096).lstrip()
-    file.seek(0)
-    if not start.startswith(b"["):
-        yield from read_ndjson(file, blank_lines=True)
-        return
-    try:
-        yield from json.loads(file.read())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRows(f"the file is no JSON ({error}); expected a list of objects") from error
 
 
 def read_parquet(file: BinaryIO) -> Iterator[Row]:
@@ -155,8 +83,7 @@ def read_hub(uri: str) -> Iterable[Row]:
     return load_dataset(parts.path.strip("/"), **{"split": "train", **options})
 
 
-READERS = {".csv": read_csv, ".jsonl": lambda file: read_ndjson(file, blank_lines=True), ".json": read_json}
-READERS |= {".ndjson": READERS[".jsonl"], ".parquet": read_parquet}
+READERS = {**row_files.READERS, ".parquet": read_parquet}
 """By a file name's ending."""
 
 
