@@ -17,13 +17,14 @@ from datasets import Dataset
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
+from ..specs.memory import MemoryEstimate
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.packing import pack
 from .data.prepare import DataReport, prepare
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
-from .memory.estimate import MemoryEstimate, disk_bytes, estimate
+from .memory.estimate import disk_bytes, estimate
 from .memory.proposals import MARGIN, Proposal, fits, nearest
 from .memory.trace import Batch, trace
 from .model.loading import load_tokenizer, within_positions
@@ -116,7 +117,7 @@ def check(
         "estimate_bytes": memory.total,
         "limit_bytes": limit,
         "largest_batch": asdict(batch),
-        **{f"{name}_bytes": value for name, value in asdict(memory).items()},
+        **memory.shown(),
     }
     if not verdict["fits"]:
         found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from llama_stack_provider_trl.specs.memory import PARTS
+
 _BAR = 24
 
 
@@ -91,11 +93,7 @@ def audit_line(line: dict[str, Any]) -> str:
 def preflight_lines(found: dict[str, Any]) -> list[str]:
     """What a preflight has found: rows, steps, memory by part, disk, and the verdict as the last line."""
     data, steps, memory, disk = (found[name] for name in ("data", "steps", "memory", "disk"))
-    parts = {
-        name.removesuffix("_bytes"): size
-        for name, size in memory.items()
-        if name.endswith("_bytes") and name not in ("estimate_bytes", "limit_bytes", "host_bytes") and size
-    }
+    parts = {name: size for name in PARTS if (size := memory.get(f"{name}_bytes"))}
     beside = f", and {gib(memory['host_bytes'])} of CPU memory" if memory["host_bytes"] else ""
     per = f"each of {memory['devices']} {memory['device']} devices" if memory["devices"] > 1 else memory["device"]
     lengths = "  ".join(f"<={bucket['up_to']}: {bucket['rows']}" for bucket in data["histogram"])

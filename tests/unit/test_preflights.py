@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
+from llama_stack_provider_trl.specs.memory import PARTS, MemoryEstimate
+from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
+from llama_stack_provider_trl_remote.service.http.bodies import MemoryVerdict
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from llama_stack_provider_trl_remote.service.views.preflights import Preflights
 from tests.fakes import FakeLauncher
@@ -23,3 +26,33 @@ def test_what_an_earlier_service_left_running_is_ended_though_it_still_writes(
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
     Preflights(ServiceSettings(data_dir=tmp_path), launcher, "cpu", 1).prepare()
     assert launcher.poll(left).state is TaskState.exited
+
+
+def test_the_answer_of_a_preflight_has_every_part_of_the_estimate() -> None:
+    estimate = MemoryEstimate(*range(1, 11))
+    assert sum(getattr(estimate, part) for part in PARTS) == estimate.total == sum(range(1, 10))
+    beside = {"fits", "device", "devices", "estimate_bytes", "limit_bytes", "largest_batch", "nearest", "message"}
+    assert [name for name in MemoryVerdict.model_fields if name not in beside] == list(estimate.shown())
+
+
+def test_a_preflight_shows_every_part_that_has_memory_and_the_rest_beside_them() -> None:
+    estimate = MemoryEstimate(**{name: (number + 1) << 30 for number, name in enumerate(PARTS)}, host=1 << 40)
+    memory = {"device": "cuda", "devices": 1, "estimate_bytes": estimate.total, "limit_bytes": 1 << 36}
+    counts = dict.fromkeys(("trained", "num_rows", "truncated", "dropped", "median_tokens", "max_tokens"), 1)
+    steps = dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1)
+    found = {
+        **{"fits": True, "message": "The job fits.", "warnings": [], "steps": steps},
+        **{"data": {**counts, "histogram": []}, "disk": {"needed_bytes": 0, "free_bytes": 0}},
+    }
+    (line,) = [
+        text for text in preflight_lines({**found, "memory": {**memory, **estimate.shown()}}) if "memory" in text
+    ]
+    parts = line.partition(": ")[2].partition(", and ")[0]
+    assert [part.split()[0] for part in parts.split(", ")] == list(PARTS)
+    assert "and 1024" in line
+    (line,) = [
+        text
+        for text in preflight_lines({**found, "memory": {**memory, **estimate.shown(), "loading_bytes": 0}})
+        if "memory" in text
+    ]
+    assert "loading" not in line

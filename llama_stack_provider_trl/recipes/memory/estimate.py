@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 from ...specs.job import JobSpec
+from ...specs.memory import MemoryEstimate
 from ..model.fsdp import num_shards
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
@@ -27,41 +28,6 @@ _CPU_SLACK = 0.02
 
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one device at the peak; the parts add up to `total`."""
-
-    weights: int
-    """Base model and adapters; under sharding this rank's part and the gathered blocks."""
-    gradients: int
-    optimizer: int
-    activations: int
-    """Tensors that forward saves for backward, and temporaries of both."""
-    logits: int
-    """The output head: tiles of logits and their gradients; TRL never computes all logits at once."""
-    reference: int
-    """DPO's reference, where it is a model of its own; under sharding as `weights`."""
-    overhead: int
-    """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
-    checkpoint_copy: int = 0
-    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays allocated after
-    the first one, and every job that runs for half an hour, or is paused, saves one."""
-    loading: int = 0
-    """CPU: the memory of loading the model beyond the sum of all of the above; 0 where it is less."""
-    host: int = 0
-    """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
-    offloaded parts."""
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Memory on the device, by name."""
-        return {name: size for name, size in asdict(self).items() if name != "host"}
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
 
 
 def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
-from .estimate import MemoryEstimate, estimate
+from ...specs.memory import MemoryEstimate
+from .estimate import estimate
 from .trace import Batch, attention_modules
 
 MARGIN = 1.1

@@ -1,0 +1,48 @@
+"""The memory that a job needs, as a preflight estimates and reports it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the peak; the parts add up to `total`."""
+
+    weights: int
+    """Base model and adapters; under sharding this rank's part and the gathered blocks."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Tensors that forward saves for backward, and temporaries of both."""
+    logits: int
+    """The output head: tiles of logits and their gradients; TRL never computes all logits at once."""
+    reference: int
+    """DPO's reference, where it is a model of its own; under sharding as `weights`."""
+    overhead: int
+    """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
+    checkpoint_copy: int = 0
+    """CPU: the copy of trained weights and optimizer that step checkpoints are written from. It stays allocated after
+    the first one, and every job that runs for half an hour, or is paused, saves one."""
+    loading: int = 0
+    """CPU: the memory of loading the model beyond the sum of all of the above; 0 where it is less."""
+    host: int = field(default=0, metadata={"beside": True})
+    """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
+    offloaded parts."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Memory on the device, by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def shown(self) -> dict[str, int]:
+        """As a preflight reports it: each field under its name and `_bytes`."""
+        return {f"{name}_bytes": value for name, value in asdict(self).items()}
+
+
+PARTS = tuple(part.name for part in fields(MemoryEstimate) if not part.metadata.get("beside"))
+"""Fields of an estimate that are on the device and add up to its total."""
