@@ -16,6 +16,33 @@ from .bodies import (
 )
 from .checks import nearest_choice
 from .options import ProviderOptions
+from .settings import Settings
+
+
+def resolve_data(
+    training: TrainingConfig,
+    data: DataConfig,
+    options: ProviderOptions,
+    settings: Settings,
+    algorithm: Algorithm,
+    warnings: list[str],
+) -> dict[str, Any]:
+    is_sft = algorithm == "sft"
+    return {
+        "data_format": resolve_data_format(data, is_sft, warnings),
+        "n_epochs": training.n_epochs,
+        "max_steps_per_epoch": training.max_steps_per_epoch,
+        "batch_size": data.batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
+        "max_validation_steps": resolve_max_validation_steps(training, data, warnings),
+        "shuffle": data.shuffle,
+        "train_on_input": resolve_train_on_input(data, is_sft),
+        "packed": resolve_packed(data, is_sft),
+        "max_seq_length": options.max_seq_length or settings.max_seq_length,
+        "max_seq_length_is_default": options.max_seq_length is None,
+        "truncation_side": options.truncation_side,
+        **resolve_evaluations(options, data, algorithm),
+    }
 
 
 def resolve_data_config(training: TrainingConfig) -> DataConfig:

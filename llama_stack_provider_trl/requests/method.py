@@ -23,13 +23,30 @@ from .bodies import (
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_names, resolve_trust
-from .settings import Settings
+from .settings import Request, Settings
 
 # Llama Stack's names (from torchtune) that differ from Hugging Face's.
 MODULE_NAMES = {"output_proj": "o_proj"}
 
 
 INT4_GROUP_SIZES = (32, 64, 128, 256)
+
+
+def resolve_method(
+    request: Request, options: ProviderOptions, settings: Settings, warnings: list[str]
+) -> dict[str, Any]:
+    fields: dict[str, Any]
+    if isinstance(request, SupervisedFineTuneRequest):
+        fields = {"algorithm": "sft", "lora": resolve_sft_lora(request, options), "qat": resolve_qat(request)}
+        refuse_dpo_options(options)
+    else:
+        dpo = resolve_dpo(request, options, settings, warnings)
+        fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options), "dpo": dpo}
+    if options.merge_adapter and fields["lora"] is None:
+        raise InvalidRequest(
+            "provider_options.merge_adapter", True, "there is no adapter without LoRA; ask for LoRA, or leave it out"
+        )
+    return {**fields, "merge_adapter": options.merge_adapter}
 
 
 def resolve_sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> LoraSpec | None:

@@ -22,6 +22,17 @@ from .settings import Request, Settings
 RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
 
 
+def resolve_paths(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+    names = resolve_names(request, settings)
+    return {
+        "job_uuid": resolve_job_uuid(request.job_uuid),
+        **names,
+        **resolve_trust(names["model"], settings),
+        "checkpoint_dir": resolve_checkpoint_dir(request, settings),
+        "resume_from": resolve_resume_from(options),
+    }
+
+
 def resolve_job_uuid(job_uuid: str) -> str:
     if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or re.fullmatch(RESERVED_NAMES, job_uuid):
         raise InvalidRequest(

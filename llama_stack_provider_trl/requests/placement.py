@@ -14,6 +14,11 @@ from .options import ProviderOptions
 from .settings import Request, Settings
 
 
+def resolve_placement(request: Request, options: ProviderOptions, settings: Settings, model: str) -> dict[str, Any]:
+    device, resources = resolve_device(options, settings), resolve_resources(options, settings, model)
+    return {"device": device, "resources": resources, **resolve_ranks(request, options, settings, resources)}
+
+
 def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
     """What the job asks of its nodes; None: it stays on this machine."""
     asked = options.resources

@@ -1,13 +1,11 @@
-"""The numerics of a job: dtype, activation checkpointing, optimizer."""
+"""The numerics of a job: dtype, activation checkpointing, optimizer, seed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.job import (
-    OptimizerSpec,
-)
+from ..specs.job import Algorithm, OptimizerSpec
 from .bodies import (
     OptimizerConfig,
     TrainingConfig,
@@ -24,6 +22,22 @@ DTYPES = {
     "fp32": "fp32",
     "float32": "fp32",
 }
+
+
+# TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
+LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-6, ("dpo", True): 1e-5}
+
+
+def resolve_training(
+    training: TrainingConfig, options: ProviderOptions, settings: Settings, algorithm: Algorithm, *, has_adapters: bool
+) -> dict[str, Any]:
+    device = options.device or settings.devices[0]
+    return {
+        "dtype": resolve_dtype(training, device),
+        **resolve_activations(training, settings, device),
+        "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
+        "seed": options.seed,
+    }
 
 
 def resolve_dtype(training: TrainingConfig, device: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -359,6 +362,14 @@ def test_a_provider_option_that_is_unknown_or_wrong_is_refused_by_name(options: 
     with pytest.raises(InvalidRequest) as caught:
         ProviderOptions.parse(options)
     assert caught.value.field == field
+
+
+def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet() -> None:
+    tree = ast.parse(inspect.getsource(sys.modules[resolve.__module__]))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert read & ProviderOptions.model_fields.keys() == set()
+    written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert written & JobSpec.model_fields.keys() == {"algorithm", "lora", "model"}
 
 
 def test_merging_without_an_adapter_and_lora_options_for_sft_are_refused(settings: Settings) -> None:
