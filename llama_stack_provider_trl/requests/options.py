@@ -80,6 +80,8 @@ class ProviderOptions(Documented):
     """Learning rate after warmup."""
     lr_decay_steps: int | None = Field(None, gt=0, le=10**9)
     """With warmup_stable_decay: the last so many optimizer steps bring the learning rate to 0. Default: a tenth."""
+    num_cycles: float | None = Field(None, gt=0, le=10**6)
+    """With cosine: waves of the schedule after the warmup; at half a wave the learning rate is 0. Default: 0.5."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)

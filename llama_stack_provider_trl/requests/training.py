@@ -95,6 +95,12 @@ def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, defaul
             options.lr_decay_steps,
             f"the schedule {options.lr_scheduler!r} has no such part; lr_scheduler 'warmup_stable_decay' has",
         )
+    if options.num_cycles is not None and options.lr_scheduler != "cosine":
+        raise InvalidRequest(
+            "provider_options.num_cycles",
+            options.num_cycles,
+            f"the schedule {options.lr_scheduler!r} has no waves; set lr_scheduler to 'cosine', or leave it out",
+        )
     return OptimizerSpec(
         name=name,  # type: ignore[arg-type]
         learning_rate=given.lr or training.learning_rate or default_lr,
@@ -103,5 +109,6 @@ def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, defaul
         warmup_ratio=given.warmup_ratio or 0.0,
         scheduler=options.lr_scheduler,
         decay_steps=options.lr_decay_steps,
+        num_cycles=0.5 if options.num_cycles is None else options.num_cycles,
         max_grad_norm=options.max_grad_norm,
     )

@@ -107,6 +107,8 @@ class OptimizerSpec(_Frozen):
     decay_steps: int | None = Field(None, gt=0)
     """Optimizer steps of warmup_stable_decay's last part (arXiv:2404.06395), in which the learning rate falls to 0
     along a cosine; None: a tenth of all."""
+    num_cycles: float = Field(0.5, gt=0)
+    """Waves of the cosine schedule; half a wave falls to 0."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are clipped to this norm; 0 switches clipping off."""
 

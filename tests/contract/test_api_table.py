@@ -324,6 +324,7 @@ OPTION_ASKS: dict[str, Try] = {
     "truncation_side": Try("left"),
     "lr_scheduler": Try("cosine"),
     "lr_decay_steps": Try(3, options={"lr_scheduler": "warmup_stable_decay"}),
+    "num_cycles": Try(1.5, options={"lr_scheduler": "cosine"}),
     "max_grad_norm": Try(0),
     "save_steps": Try(3),
     "eval_steps": Try(2, around={DATA + "validation_dataset_id": "held-out"}),

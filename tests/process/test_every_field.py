@@ -225,6 +225,9 @@ CASES: dict[str, Case] = {
     OPTION + "lr_decay_steps": Case(
         3, ("optimizer.decay_steps",), losses, around={**FAST, OPTION + "lr_scheduler": "warmup_stable_decay"}
     ),
+    OPTION + "num_cycles": Case(
+        1.5, ("optimizer.num_cycles",), losses, around={**FAST, OPTION + "lr_scheduler": "cosine"}
+    ),
     OPTION + "max_grad_norm": Case(
         0.01, ("optimizer.max_grad_norm",), losses, around={**FAST, OPTIMIZER + "optimizer_type": "sgd"}
     ),

@@ -271,6 +271,13 @@ def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Set
     assert (optimizer.scheduler, optimizer.decay_steps) == ("warmup_stable_decay", 5)
 
 
+def test_waves_belong_to_the_cosine_schedule(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options.num_cycles=1.5 .* 'linear' .* 'cosine'"):
+        spec_of(sft(), settings, num_cycles=1.5)
+    assert spec_of(sft(), settings, lr_scheduler="cosine", num_cycles=1.5).optimizer.num_cycles == 1.5
+    assert spec_of(sft(), settings, lr_scheduler="cosine").optimizer.num_cycles == 0.5
+
+
 def evaluated(**changes: Any) -> SupervisedFineTuneRequest:
     return with_data(validation_dataset_id="held-out", **changes)
 

@@ -60,6 +60,8 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
     Raises:
         JobFailure: invalid_request, where the job is too short for its warmup and decay.
     """
+    if optimizer.scheduler == "cosine":
+        return {"num_cycles": optimizer.num_cycles}
     if optimizer.scheduler != "warmup_stable_decay":
         return {}
     decay = optimizer.decay_steps or max(1, total_steps // 10)
