@@ -111,4 +111,16 @@ def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, defaul
         decay_steps=options.lr_decay_steps,
         num_cycles=0.5 if options.num_cycles is None else options.num_cycles,
         max_grad_norm=options.max_grad_norm,
+        **_adam(options, name),
     )
+
+
+def _adam(options: ProviderOptions, optimizer: str) -> dict[str, float]:
+    """Adam's coefficients that the request sets, by the names of `OptimizerSpec`."""
+    names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if given and optimizer == "sgd":
+        name, value = next(iter(given.items()))
+        hint = "optimizer_type 'sgd' has no such coefficient; use 'adamw' or 'adam', or leave it out"
+        raise InvalidRequest(f"provider_options.{name}", value, hint)
+    return given

@@ -99,6 +99,9 @@ class OptimizerSpec(_Frozen):
     learning_rate: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     """adamw: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)

@@ -228,6 +228,9 @@ CASES: dict[str, Case] = {
     OPTION + "num_cycles": Case(
         1.5, ("optimizer.num_cycles",), losses, around={**FAST, OPTION + "lr_scheduler": "cosine"}
     ),
+    OPTION + "adam_beta1": Case(0.5, ("optimizer.adam_beta1",), losses, around=FAST),
+    OPTION + "adam_beta2": Case(0.9, ("optimizer.adam_beta2",), losses, around=FAST),
+    OPTION + "adam_epsilon": Case(0.1, ("optimizer.adam_epsilon",), losses, around=FAST),
     OPTION + "max_grad_norm": Case(
         0.01, ("optimizer.max_grad_norm",), losses, around={**FAST, OPTIMIZER + "optimizer_type": "sgd"}
     ),

@@ -278,6 +278,16 @@ def test_waves_belong_to_the_cosine_schedule(settings: Settings) -> None:
     assert spec_of(sft(), settings, lr_scheduler="cosine").optimizer.num_cycles == 0.5
 
 
+@pytest.mark.parametrize("option", ["adam_beta1", "adam_beta2", "adam_epsilon"])
+def test_coefficients_of_adam_are_refused_with_an_optimizer_that_has_none(settings: Settings, option: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"provider_options.{option}=0.5 .* 'sgd' .* 'adamw'"):
+        spec_of(with_training(optimizer_config={"optimizer_type": "sgd"}), settings, **{option: 0.5})
+    for name in ("adam", "adamw"):
+        body = with_training(optimizer_config={"optimizer_type": name})
+        default = spec_of(body, settings).optimizer
+        assert spec_of(body, settings, **{option: 0.5}).optimizer == default.model_copy(update={option: 0.5})
+
+
 def evaluated(**changes: Any) -> SupervisedFineTuneRequest:
     return with_data(validation_dataset_id="held-out", **changes)
 

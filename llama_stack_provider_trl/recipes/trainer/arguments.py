@@ -51,7 +51,7 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
     if optimizer.name == "sgd":
         return torch.optim.SGD, shared
     adam = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
-    return adam, {**shared, "betas": (0.9, 0.999), "eps": 1e-8}
+    return adam, {**shared, "betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_epsilon}
 
 
 def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
