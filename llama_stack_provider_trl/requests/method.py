@@ -42,11 +42,17 @@ def resolve_method(
     else:
         dpo = resolve_dpo(request, options, settings, warnings)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options), "dpo": dpo}
-    if options.merge_adapter and fields["lora"] is None:
-        raise InvalidRequest(
-            "provider_options.merge_adapter", True, "there is no adapter without LoRA; ask for LoRA, or leave it out"
-        )
-    return {**fields, "merge_adapter": options.merge_adapter}
+    return {**fields, **_adapter_options(fields["lora"], options)}
+
+
+def _adapter_options(lora: LoraSpec | None, options: ProviderOptions) -> dict[str, Any]:
+    for name in ("lora_dropout", "use_rslora", "merge_adapter"):
+        if lora is None and (value := getattr(options, name)):
+            hint = "there is no adapter without LoRA; ask for LoRA, or leave it out"
+            raise InvalidRequest(f"provider_options.{name}", value, hint)
+    if lora is not None:
+        lora = lora.model_copy(update={"dropout": options.lora_dropout, "use_rslora": options.use_rslora})
+    return {"lora": lora, "merge_adapter": options.merge_adapter}
 
 
 def resolve_sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> LoraSpec | None:

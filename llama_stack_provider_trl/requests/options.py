@@ -66,6 +66,10 @@ class ProviderOptions(Documented):
     """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Under LoRA: the probability with which an input of an adapter is set to 0 in training."""
+    use_rslora: bool = False
+    """Under LoRA: scale adapters by alpha / sqrt(rank) in place of alpha / rank."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
     reference_model: str | None = Field(None, min_length=1)

@@ -48,6 +48,10 @@ class LoraSpec(_Frozen):
     """Add the three (or two) linear layers of every MLP block, whatever the architecture calls them."""
     rank: int = Field(gt=0)
     alpha: int = Field(gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The probability with which an input of an adapter is 0 in training (PEFT's `lora_dropout`)."""
+    use_rslora: bool = False
+    """Rank-stabilized (arXiv:2312.03732): scaled by alpha / sqrt(rank), not alpha / rank."""
     use_dora: bool = False
     quantize_base: bool = False
     """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""

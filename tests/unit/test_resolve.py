@@ -389,9 +389,24 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     assert written & JobSpec.model_fields.keys() == {"algorithm", "lora", "model"}
 
 
-def test_merging_without_an_adapter_and_lora_options_for_sft_are_refused(settings: Settings) -> None:
-    with pytest.raises(InvalidRequest, match=r"provider_options\.merge_adapter"):
-        spec_of(sft(), settings, merge_adapter=True)
+@pytest.mark.parametrize(("option", "value"), [("merge_adapter", True), ("lora_dropout", 0.1), ("use_rslora", True)])
+@pytest.mark.parametrize("request_body", [sft(), sft(algorithm_config=QAT), dpo()])
+def test_options_of_adapters_are_refused_by_name_without_one(
+    settings: Settings, request_body: Any, option: str, value: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"provider_options\.{option}={value} .* without LoRA"):
+        spec_of(request_body, settings, **{option: value})
+
+
+def test_adapters_of_both_algorithms_take_the_options_of_lora(settings: Settings) -> None:
+    options = {"lora_dropout": 0.25, "use_rslora": True}
+    by_sft = spec_of(sft(algorithm_config=LORA), settings, **options).lora
+    by_dpo = spec_of(dpo(), settings, lora=LORA, **options).lora
+    assert by_sft == by_dpo
+    assert (by_dpo.dropout, by_dpo.use_rslora) == (0.25, True)
+
+
+def test_lora_options_for_sft_are_refused(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options\.lora"):
         spec_of(sft(), settings, lora=LORA)
 

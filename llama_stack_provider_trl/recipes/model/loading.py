@@ -186,7 +186,8 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         task_type="CAUSAL_LM",
         r=spec.rank,
         lora_alpha=spec.alpha,
-        lora_dropout=0.0,
+        lora_dropout=spec.dropout,
+        use_rslora=spec.use_rslora,
         use_dora=spec.use_dora,
         target_modules=suffixes if exact else wanted,
     )

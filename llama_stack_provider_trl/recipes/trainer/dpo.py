@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from peft import PeftConfig
+from peft.tuners.lora import LoraLayer
 from trl import DPOTrainer
 
 from ...specs.job import DpoSpec, JobSpec
@@ -79,6 +80,14 @@ def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
     return margin if spec.reward_clip is None else margin.clamp(-spec.reward_clip, spec.reward_clip)
 
 
+def _set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
+    """TRL switches off all dropout. The policy differs from its reference by the adapter, so that of adapters stays."""
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        for dropout in layer.lora_dropout.values():
+            if isinstance(dropout, torch.nn.Dropout):
+                dropout.p = probability
+
+
 def _real(lengths: torch.Tensor) -> torch.Tensor:
     """1 for each pair, 0 for a filler, which has no completions; shape (pairs,)."""
     return (lengths.view(2, -1).sum(dim=0) > 0).float()
@@ -109,6 +118,8 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         given = None if peft_config else NoReference()
         super().__init__(spec=spec, ref_model=given, peft_config=peft_config, **arguments)
         self.ref_model = None
+        if spec.lora:
+            _set_adapter_dropout(self.model, spec.lora.dropout)
         if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
