@@ -32,6 +32,8 @@ class Retries:
     def after(self, job: JobRecord, decided: Verdict) -> bool:
         """Queue a job again after any failure of a whole attempt: without a lost node, with a smaller batch, or as it
         is."""
+        if decided.reason is Reason.node_lost and not job.spec.failover:
+            return False
         if decided.reason is Reason.node_lost and self._without_the_node(job, decided.message):
             return True
         if decided.state is not JobState.failed:

@@ -19,5 +19,6 @@ def resolve_lifecycle(options: ProviderOptions, settings: Settings) -> dict[str,
         "retries": settings.retries if options.retries is None else options.retries,
         "retry_backoff": settings.retry_backoff,
         "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
+        "failover": options.failover,
         "max_duration": options.max_duration or settings.max_duration,
     }

@@ -108,6 +108,8 @@ class ProviderOptions(Documented):
     """How often the job is tried again, from its last checkpoint, after a failure that another try can mend."""
     oom_retry: bool | None = None
     """Out of memory: try once more with half the batch_size, twice the accumulation. Default: the configuration's."""
+    failover: bool = True
+    """False: a lost node ends the job (`node_lost`), which else is started again on the nodes that there are."""
     max_duration: float | None = Field(None, gt=0, le=10**9)
     """Seconds of training in all; then the job saves a checkpoint and fails. Default: the configuration's."""
     priority: Priority | None = None

@@ -261,6 +261,8 @@ class JobSpec(_Frozen):
     """Seconds to wait before the first retry, doubled with each further one; None: by the reason of the failure."""
     oom_retry: bool = False
     """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
+    failover: bool = True
+    """A lost node is followed by another attempt; False: by the end of the job."""
     max_duration: float | None = Field(None, gt=0)
     """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
     priority: int = 0

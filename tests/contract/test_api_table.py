@@ -338,6 +338,7 @@ OPTION_ASKS: dict[str, Try] = {
     "keep_last": Try(2),
     "retries": Try(7),
     "oom_retry": Try(False),
+    "failover": Try(False),
     "max_duration": Try(60.0),
     "priority": Try("high"),
     "logging_steps": Try(3),

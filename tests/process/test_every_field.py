@@ -283,6 +283,7 @@ ELSEWHERE: dict[str, str] = {
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     OPTION + "keep_last": "the supervisor deletes, not the training: tests/unit/test_supervisor.py",
     OPTION + "retries": NO_TRAINING + "tests/unit/test_supervisor.py",
+    OPTION + "failover": NO_TRAINING + "tests/unit/test_cluster.py",
     OPTION + "oom_retry": "the attempt after one that failed: tests/process/test_recovery.py",
     OPTION + "resume_from": "needs a job before it: tests/process/test_checkpoints.py, tests/unit/test_resume_from.py",
     OPTION + "preflight": "tests/process/test_preflight.py",

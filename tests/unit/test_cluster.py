@@ -549,6 +549,24 @@ def test_losses_without_a_step_come_to_an_end(world: World) -> None:
     assert (world.job().state, world.job().reason) == (JobState.failed, Reason.node_lost)
 
 
+def test_without_failover_a_lost_node_ends_the_job_and_another_failure_does_not(world: World) -> None:
+    world.add("a", failover=False, retries=3)
+    world.join("b", "c")
+    world.pass_time(60, "b", "c")
+    world.exit("b", 1, rank=0)
+    world.exit("c", 1, rank=1)
+    world.tick()
+    assert (world.job().state, world.job().retries_used) == (JobState.scheduled, 1)
+    world.join("b", "c", boot_id="2")
+    world.pass_time(60, "b", "c")
+    assert world.job().attempt == 2
+    world.pass_time(SILENCE + 1, "b")
+    world.gone("b", task_id="a-2")
+    world.tick()
+    assert (world.job().state, world.job().reason) == (JobState.failed, Reason.node_lost)
+    assert "node c is silent since" in world.job().message
+
+
 def test_a_node_that_was_started_anew_has_lost_its_task(pair: World) -> None:
     pair.join("c", boot_id="2")
     pair.tick()
