@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import PeftConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
@@ -19,7 +19,7 @@ from .checkpoint.step import need_space
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
-from .model.loading import check_length, load_model, load_tokenizer, lora_config, quantize
+from .model.loading import adapter_config, check_length, load_model, load_tokenizer, quantize
 from .model.packing_check import check_isolation
 from .preflight import before_training
 from .trainer.arguments import dpo_arguments, sft_arguments
@@ -56,7 +56,7 @@ class Policy:
     model: PreTrainedModel
     quantization: dict[str, Any] | None
     """What was quantized, for the job's record."""
-    adapters: LoraConfig | None
+    adapters: PeftConfig | None
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     if spec.packed:
         check_isolation(model)
     quantization = quantize(spec, model)
-    return Policy(model, quantization, lora_config(model, spec.lora) if spec.lora else None)
+    return Policy(model, quantization, adapter_config(model, spec.lora) if spec.lora else None)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

@@ -9,6 +9,7 @@ from ..specs.job import (
     DpoLoss,
     DpoSpec,
     LoraSpec,
+    PeftMethod,
     QatSpec,
     Quantizer,
     ReferenceSpec,
@@ -29,6 +30,8 @@ from .settings import Request, Settings
 MODULE_NAMES = {"output_proj": "o_proj"}
 
 
+WITHOUT_MEANING: dict[PeftMethod, tuple[str, ...]] = {"lora": (), "ia3": ("rank", "alpha"), "vera": ("alpha",)}
+"""Fields of the LoRA settings that a method does not have."""
 INT4_GROUP_SIZES = (32, 64, 128, 256)
 
 
@@ -37,25 +40,28 @@ def resolve_method(
 ) -> dict[str, Any]:
     fields: dict[str, Any]
     if isinstance(request, SupervisedFineTuneRequest):
-        fields = {"algorithm": "sft", "lora": resolve_sft_lora(request, options), "qat": resolve_qat(request)}
+        lora = resolve_sft_lora(request, options, warnings)
+        fields = {"algorithm": "sft", "lora": lora, "qat": resolve_qat(request)}
         refuse_dpo_options(options)
     else:
         dpo = resolve_dpo(request, options, settings, warnings)
-        fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options), "dpo": dpo}
-    return {**fields, **_adapter_options(fields["lora"], options)}
+        fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}
+    if fields["lora"] is None:
+        _refuse_adapter_options(options)
+    return {**fields, "merge_adapter": options.merge_adapter}
 
 
-def _adapter_options(lora: LoraSpec | None, options: ProviderOptions) -> dict[str, Any]:
-    for name in ("lora_dropout", "use_rslora", "merge_adapter"):
-        if lora is None and (value := getattr(options, name)):
+def _refuse_adapter_options(options: ProviderOptions) -> None:
+    for name in ("peft_method", "lora_dropout", "use_rslora", "merge_adapter"):
+        value = getattr(options, name)
+        if value != ProviderOptions.model_fields[name].default:
             hint = "there is no adapter without LoRA; ask for LoRA, or leave it out"
             raise InvalidRequest(f"provider_options.{name}", value, hint)
-    if lora is not None:
-        lora = lora.model_copy(update={"dropout": options.lora_dropout, "use_rslora": options.use_rslora})
-    return {"lora": lora, "merge_adapter": options.merge_adapter}
 
 
-def resolve_sft_lora(request: SupervisedFineTuneRequest, options: ProviderOptions) -> LoraSpec | None:
+def resolve_sft_lora(
+    request: SupervisedFineTuneRequest, options: ProviderOptions, warnings: list[str]
+) -> LoraSpec | None:
     if options.lora is not None:
         raise InvalidRequest("provider_options.lora", "...", "SFT takes its LoRA settings from algorithm_config")
     config = request.algorithm_config
@@ -67,14 +73,15 @@ def resolve_sft_lora(request: SupervisedFineTuneRequest, options: ProviderOption
     if kind != "LoRA":
         hint = "send {'type': 'LoRA', ...} or {'type': 'QAT', ...}, or leave algorithm_config out to train every weight"
         raise InvalidRequest("algorithm_config.type", kind, hint)
-    return _lora(parse_fields(LoraFinetuningConfig, config, "algorithm_config"), "algorithm_config")
+    lora = parse_fields(LoraFinetuningConfig, config, "algorithm_config")
+    return _lora(lora, "algorithm_config", options, warnings)
 
 
-def resolve_dpo_lora(options: ProviderOptions) -> LoraSpec | None:
-    return _lora(options.lora, "provider_options.lora") if options.lora else None
+def resolve_dpo_lora(options: ProviderOptions, warnings: list[str]) -> LoraSpec | None:
+    return _lora(options.lora, "provider_options.lora", options, warnings) if options.lora else None
 
 
-def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
+def _lora(config: LoraFinetuningConfig, where: str, options: ProviderOptions, warnings: list[str]) -> LoraSpec:
     for path, name, value, known in unknown_fields(config, f"{where}."):
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
     if config.type != "LoRA":
@@ -88,14 +95,34 @@ def _lora(config: LoraFinetuningConfig, where: str) -> LoraSpec:
     modules = tuple(MODULE_NAMES.get(name, name) for name in config.lora_attn_modules)
     if not modules and not config.apply_lora_to_mlp:
         raise InvalidRequest(f"{where}.lora_attn_modules", [], "name at least one module, such as q_proj and v_proj")
+    _refuse_fields_of_lora(config, where, options)
+    for name in WITHOUT_MEANING[options.peft_method]:
+        if name in config.model_fields_set:  # not refused: Llama Stack's model requires them
+            warnings.append(f"{where}.{name} means nothing with peft_method {options.peft_method!r} and has no effect")
     return LoraSpec(
+        method=options.peft_method,
         target_modules=modules,
         mlp=bool(config.apply_lora_to_mlp),
         rank=config.rank,
         alpha=config.alpha,
+        dropout=options.lora_dropout,
+        use_rslora=options.use_rslora,
         use_dora=bool(config.use_dora),
         quantize_base=bool(config.quantize_base),
     )
+
+
+def _refuse_fields_of_lora(config: LoraFinetuningConfig, where: str, options: ProviderOptions) -> None:
+    given = {
+        f"{where}.use_dora": config.use_dora,
+        f"{where}.quantize_base": config.quantize_base,
+        "provider_options.lora_dropout": options.lora_dropout,
+        "provider_options.use_rslora": options.use_rslora,
+    }
+    for name, value in given.items():
+        if value and options.peft_method != "lora":
+            hint = f"it belongs to LoRA, and peft_method is {options.peft_method!r}; use 'lora', or leave it out"
+            raise InvalidRequest(name, value, hint)
 
 
 def resolve_qat(request: SupervisedFineTuneRequest) -> QatSpec | None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.job import PreflightMode
+from ..specs.job import PeftMethod, PreflightMode
 from .bodies import LoraFinetuningConfig
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
@@ -66,6 +66,8 @@ class ProviderOptions(Documented):
     """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
+    peft_method: PeftMethod = "lora"
+    """With LoRA settings: the kind of adapter that their modules get: `lora`, `ia3` or `vera`."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Under LoRA: the probability with which an input of an adapter is set to 0 in training."""
     use_rslora: bool = False

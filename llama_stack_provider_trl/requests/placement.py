@@ -69,6 +69,13 @@ def resolve_ranks(
                 hint = "one process shards nothing: ask for more with the provider option nproc_per_node, or set false"
                 raise InvalidRequest(f"training_config.efficiency_config.{name}", True, hint)
         return {"ranks": 1}
+    if options.peft_method == "vera" and settings.sharding.strategy != "NO_SHARD":
+        raise InvalidRequest(
+            "provider_options.peft_method",
+            "vera",
+            f"{ranks} ranks shard the model, and FSDP2's mixed precision leaves out the matrices that VeRA's modules "
+            "share; use 'lora' or 'ia3', one rank, or a service with sharding_strategy NO_SHARD",
+        )
     offload = settings.sharding.cpu_offload or bool(savers.fsdp_cpu_offload)
     if offload and settings.sharding.strategy == "NO_SHARD":
         raise InvalidRequest(

@@ -23,6 +23,7 @@ TruncationSide = Literal["right", "left"]
 Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
+PeftMethod = Literal["lora", "ia3", "vera"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -40,7 +41,13 @@ class DatasetRef(_Frozen):
 
 
 class LoraSpec(_Frozen):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request."""
+    """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request; or adapters of another
+    kind in the same places."""
+
+    method: PeftMethod = "lora"
+    """ia3 (arXiv:2205.05638): a learned factor for each output of a module, in MLP blocks for each input. vera
+    (arXiv:2310.11454): matrices that are random, fixed and shared by all modules, with two learned vectors in each. The
+    fields that belong to LoRA alone are at their defaults."""
 
     target_modules: tuple[str, ...]
     """Module name suffixes in Hugging Face's vocabulary, such as `q_proj`."""

@@ -317,6 +317,7 @@ def test_a_noted_field_changes_nothing_and_is_warned_about(field: str, settings:
 OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
     "label_smoothing": Try(0.1, "dpo"),
+    "peft_method": Try("vera", around={"algorithm_config": LORA}),
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
     "use_rslora": Try(True, around={"algorithm_config": LORA}),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
@@ -151,6 +151,33 @@ def test_adapters_are_merged_as_peft_merges_them(
     assert torch.equal(logits(plain), logits(model))
     expected = plain.merge_and_unload().state_dict()
     assert all(torch.allclose(weight, expected[name], atol=1e-6) for name, weight in found.state_dict().items())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
+def test_factors_of_outputs_are_merged_into_biases_too(tmp_path: Path, architecture: str) -> None:
+    base = built(architecture, tmp_path / "base")
+    base.save_pretrained(tmp_path / "base")
+    modules = ["q_proj", "v_proj", "down_proj"] if architecture == "qwen2" else ["c_attn", "c_fc"]
+    model = get_peft_model(
+        base,
+        IA3Config(
+            task_type="CAUSAL_LM",
+            target_modules=modules,
+            feedforward_modules=modules[-1:],
+            fan_in_fan_out=architecture == "gpt2",
+        ),
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "ia3_l" in name:
+                weight.normal_(mean=1.0, std=0.3)
+    spec = job_spec(tmp_path, tmp_path / "base", lora=LORA, merge_adapter=True)
+    final, merged = exported(model, "final", spec), exported(model, "merged", spec)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), final)
+    assert torch.equal(logits(plain), logits(model))
+    expected = plain.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(merged).state_dict()
+    assert all(torch.allclose(weight, expected[name], atol=1e-6) for name, weight in found.items())
 
 
 # Faults

@@ -38,10 +38,10 @@ def mamba() -> Any:
 
 
 def refusal(model: Any, *modules: str, mlp: bool = False) -> str:
-    from llama_stack_provider_trl.recipes.model.loading import lora_config
+    from llama_stack_provider_trl.recipes.model.loading import adapter_config
 
     with pytest.raises(JobFailure) as refused:
-        lora_config(model, LoraSpec(target_modules=modules, mlp=mlp, rank=2, alpha=4))
+        adapter_config(model, LoraSpec(target_modules=modules, mlp=mlp, rank=2, alpha=4))
     assert refused.value.reason is Reason.invalid_request
     return refused.value.message
 
@@ -54,10 +54,39 @@ def test_experts_that_lora_would_leave_out_are_refused_by_name(modules: tuple[st
 
 
 def test_the_attention_of_a_mixture_of_experts_is_adapted() -> None:
-    from llama_stack_provider_trl.recipes.model.loading import lora_config
+    from llama_stack_provider_trl.recipes.model.loading import adapter_config
 
-    adapted = lora_config(mixture_of_experts(), LoraSpec(target_modules=("q_proj",), rank=2, alpha=4))
+    adapted = adapter_config(mixture_of_experts(), LoraSpec(target_modules=("q_proj",), rank=2, alpha=4))
     assert set(adapted.target_modules) == {"q_proj"}
+
+
+def two_projections() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+
+def test_factors_are_of_inputs_in_mlp_blocks_and_of_outputs_elsewhere() -> None:
+    from peft import get_peft_model
+
+    from llama_stack_provider_trl.recipes.model.loading import adapter_config
+
+    # GPT-2 calls a layer of its attention and one of its MLP c_proj.
+    for modules, mlp in (
+        (("c_attn",), False),
+        (("c_attn",), True),
+        (("c_attn", "attn.c_proj"), True),
+        (("c_fc",), False),
+    ):
+        model = two_projections()
+        spec = LoraSpec(method="ia3", target_modules=modules, mlp=mlp, rank=2, alpha=4)
+        config = adapter_config(model, spec)
+        config.fan_in_fan_out = True
+        adapted = get_peft_model(model, config)
+        found = {name: layer.is_feedforward for name, layer in adapted.named_modules() if hasattr(layer, "ia3_l")}
+        assert found
+        assert all(is_feedforward == (".mlp." in name) for name, is_feedforward in found.items())
+        assert any(".mlp." in name for name in found) == (mlp or modules == ("c_fc",))
 
 
 def test_a_model_without_attention_names_the_linear_modules_that_it_has() -> None:

@@ -12,8 +12,9 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
-from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, estimate
 from llama_stack_provider_trl.recipes.memory.proposals import nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
 from llama_stack_provider_trl.recipes.model.loading import quantize
@@ -292,6 +293,26 @@ def test_what_trains_every_weight_is_not_told_to_train_adapters(tmp_path: Path) 
     assert found is not None
     assert (found.spec.checkpoint_every, found.spec.batch_size) == (1, 4)
     assert nearest(spec, Batch(4, 256), "cpu", 1000) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "quantizes", "ranks"),
+    [("lora", {False, True}, {1, 2}), ("ia3", {False}, {1, 2}), ("vera", {False}, {1})],
+)
+def test_adapters_are_proposed_what_their_method_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any, quantizes: set[bool], ranks: set[int]
+) -> None:
+    tried: list[JobSpec] = []
+
+    def too_large(spec: JobSpec, *_: Any) -> MemoryEstimate:
+        tried.append(spec)
+        return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(proposals, "estimate", too_large)
+    lora = LORA.model_copy(update={"method": method})
+    assert nearest(job_spec(tmp_path, "model", lora=lora), Batch(4, 256), "cpu", 1000, max_ranks=2) is None
+    assert {spec.lora.quantize_base for spec in tried if spec.lora} == quantizes
+    assert {spec.ranks for spec in tried} | {1} == ranks
 
 
 def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:

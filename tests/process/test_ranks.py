@@ -26,6 +26,7 @@ from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
+IA3 = LORA.model_copy(update={"method": "ia3"})
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
 
 
@@ -194,6 +195,7 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
     [
         pytest.param("sft", "FULL_SHARD", {}, id="sft-sharded"),
         pytest.param("dpo", "FULL_SHARD", {"lora": LORA}, id="dpo-sharded-lora"),
+        pytest.param("sft", "FULL_SHARD", {"lora": IA3, "dtype": "bf16"}, id="sft-sharded-ia3"),
         pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
         pytest.param("sft", "NO_SHARD", {"packed": True, "max_seq_length": 96, "n_epochs": 3}, id="sft-ddp-packed"),
     ],

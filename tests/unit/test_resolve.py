@@ -389,12 +389,15 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     assert written & JobSpec.model_fields.keys() == {"algorithm", "lora", "model"}
 
 
-@pytest.mark.parametrize(("option", "value"), [("merge_adapter", True), ("lora_dropout", 0.1), ("use_rslora", True)])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("merge_adapter", True), ("lora_dropout", 0.1), ("use_rslora", True), ("peft_method", "vera")],
+)
 @pytest.mark.parametrize("request_body", [sft(), sft(algorithm_config=QAT), dpo()])
 def test_options_of_adapters_are_refused_by_name_without_one(
     settings: Settings, request_body: Any, option: str, value: Any
 ) -> None:
-    with pytest.raises(InvalidRequest, match=rf"provider_options\.{option}={value} .* without LoRA"):
+    with pytest.raises(InvalidRequest, match=rf"provider_options\.{option}={value!r} .* without LoRA"):
         spec_of(request_body, settings, **{option: value})
 
 
@@ -404,6 +407,48 @@ def test_adapters_of_both_algorithms_take_the_options_of_lora(settings: Settings
     by_dpo = spec_of(dpo(), settings, lora=LORA, **options).lora
     assert by_sft == by_dpo
     assert (by_dpo.dropout, by_dpo.use_rslora) == (0.25, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "field"),
+    [
+        ({"use_dora": True}, {}, "use_dora"),
+        ({"quantize_base": True}, {}, "quantize_base"),
+        ({}, {"lora_dropout": 0.1}, "provider_options.lora_dropout"),
+        ({}, {"use_rslora": True}, "provider_options.use_rslora"),
+    ],
+)
+@pytest.mark.parametrize("method", ["ia3", "vera"])
+def test_what_lora_alone_has_is_refused_with_another_method(
+    settings: Settings, method: str, config: dict[str, Any], options: dict[str, Any], field: str
+) -> None:
+    lora = {**LORA, **config}
+    by_sft = sft(algorithm_config=lora), {"peft_method": method, **options}, "algorithm_config."
+    by_dpo = dpo(), {"peft_method": method, "lora": lora, **options}, "provider_options.lora."
+    for body, given, where in (by_sft, by_dpo):
+        with pytest.raises(InvalidRequest, match=f"peft_method is '{method}'") as refused:
+            spec_of(body, settings, **given)
+        assert refused.value.field == (field if "." in field else where + field)
+
+
+def test_shared_matrices_of_vera_are_refused_where_ranks_shard_the_model(settings: Settings) -> None:
+    for strategy, ranks in (("FULL_SHARD", 1), ("NO_SHARD", 2)):
+        service = settings.model_copy(update={"max_ranks": 2, "sharding": ShardingSpec(strategy=strategy)})  # type: ignore[arg-type]
+        spec_of(sft(algorithm_config=LORA), service, peft_method="vera", nproc_per_node=ranks)
+    service = settings.model_copy(update={"max_ranks": 2, "sharding": ShardingSpec()})
+    spec_of(sft(algorithm_config=LORA), service, peft_method="ia3", nproc_per_node=2)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.peft_method='vera' .* 2 ranks shard .* NO_SHARD"):
+        spec_of(sft(algorithm_config=LORA), service, peft_method="vera", nproc_per_node=2)
+
+
+def test_numbers_that_another_method_does_not_have_become_warnings(settings: Settings) -> None:
+    expected = {"lora": [], "ia3": ["rank", "alpha"], "vera": ["alpha"]}
+    for method, names in expected.items():
+        options = ProviderOptions.parse({"peft_method": method})
+        given = resolve(sft(algorithm_config=LORA), options, settings)
+        assert given.fields["lora"].method == method
+        assert [warning.partition(" ")[0] for warning in given.warnings] == [f"algorithm_config.{n}" for n in names]
+        assert resolve(sft(algorithm_config={"type": "LoRA"}), options, settings).warnings == []
 
 
 def test_lora_options_for_sft_are_refused(settings: Settings) -> None:

@@ -36,7 +36,7 @@ from ..model.fsdp import gather, reshard
 from ..model.loading import DTYPES, load_adapter, quantize
 from .fencing import FencingToken
 from .step import need_space
-from .weights import Weight, differences, digest, export_bytes, write_weights
+from .weights import Weight, adapter_tensors, differences, digest, export_bytes, write_weights
 
 Kind = Literal["final", "merged"]
 
@@ -77,7 +77,7 @@ def exports(spec: JobSpec) -> tuple[Kind, ...]:
 def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
     """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
-        return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+        return sum(weight.numel() * weight.element_size() for weight in adapter_tensors(model).values())
     return export_bytes(model, _dtype(spec))
 
 
@@ -193,12 +193,11 @@ def export(
 def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], None]) -> dict[str, Weight]:
     # An adapter is small enough for rank 0 to hold all of it.
     state: dict[str, torch.Tensor] = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        if weight.requires_grad:
-            whole = gather(weight)
-            heartbeat()
-            if whole is not None:
-                state[name] = whole
+    for name, weight in adapter_tensors(model).items():
+        whole = gather(weight)
+        heartbeat()
+        if whole is not None:
+            state[name] = whole
     if ranks.rank() != 0:
         return {}
     model.save_pretrained(directory, state_dict=state)

@@ -59,6 +59,7 @@ from . import legacy, optimizer_state, shards, transfer
 from .fencing import FencingToken
 from .optimizer_state import reading
 from .transfer import Disks
+from .weights import adapter_tensors
 
 _RANDOM = "rng_state_{}.json"
 """By rank."""
@@ -209,8 +210,10 @@ class Saver:
         def begin() -> Mapping[str, Any]:
             if ranks.rank() == 0:
                 # Without weights: the configuration and other files of a model that transformers loads.
-                without = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
-                model.save_pretrained(staging, state_dict={}, **without)
+                if isinstance(model, PeftModel):
+                    model.save_pretrained(staging, state_dict=_untrained(model), save_embedding_layers=False)
+                else:
+                    model.save_pretrained(staging, state_dict={})
                 tokenizer.save_pretrained(staging)
                 (staging / optimizer_state.VALUES).parent.mkdir(exist_ok=True)
                 (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)
@@ -262,8 +265,7 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint's file by name: those of the adapter, else all; of tied ones the first."""
     reshard(model)
     if isinstance(model, PeftModel):
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        return dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
+        return dict(get_peft_model_state_dict(model, state_dict=adapter_tensors(model), save_embedding_layers=False))
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
@@ -402,8 +404,15 @@ def _uploads(path: Path | None) -> int | None:
 def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
     """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them."""
     moments = 0 if optimizer.name == "sgd" else 2
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    return sum(weight.numel() * (weight.element_size() + moments * 4) for weight in weights)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    untrained = _untrained(model) if isinstance(model, PeftModel) else {}
+    size = sum(weight.numel() * (weight.element_size() + moments * 4) for weight in trained)
+    return size + sum(weight.nbytes for weight in untrained.values())
+
+
+def _untrained(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter that are not trained. PEFT saves no VeRA adapter without them."""
+    return {name: weight for name, weight in adapter_tensors(model).items() if not weight.requires_grad}
 
 
 def _digests(directory: Path, disks: Disks) -> dict[str, str]:

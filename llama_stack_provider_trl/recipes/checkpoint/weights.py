@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, VeraModel
+from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -51,6 +52,8 @@ class _Source(NamedTuple):
     """What it is exported in."""
     adapted: BaseTunerLayer | None = None
     """The layer whose adapter is to be merged into it."""
+    part: str = "weight"
+    """Of that layer: weight or bias."""
 
     def whole(self) -> torch.Tensor | None:
         """The weight in CPU memory on rank 0, None on the others; every rank must call it."""
@@ -64,7 +67,7 @@ class _Source(NamedTuple):
         memo = {address: torch.nn.Parameter(part.clone()) for address, part in parts.items() if part is not None}
         twin = copy.deepcopy(self.adapted, memo)
         twin.merge()
-        merged: torch.Tensor = twin.get_base_layer().weight.detach()
+        merged: torch.Tensor = getattr(twin.get_base_layer(), self.part).detach()
         return merged.to(self.dtype)
 
 
@@ -105,6 +108,16 @@ def write_weights(
     if ranks.rank() == 0:
         files.finish()
     return files.written
+
+
+def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter by the model's names: those that are trained, and the fixed matrices of VeRA."""
+    found: dict[str, torch.Tensor] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if isinstance(model.base_model, VeraModel):
+        for name in ("vera_A", "vera_B"):
+            shared = getattr(model.base_model, name)
+            found |= {f"base_model.{name}.{adapter}": matrix for adapter, matrix in shared.items()}
+    return found
 
 
 def digest(weight: torch.Tensor) -> Weight:
@@ -202,27 +215,28 @@ def _sources(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for key, weight in plain.state_dict(keep_vars=True).items():
         path = next((path for path in layers if key.startswith(f"{path}.")), None)
-        name, adapted = key, None
+        name, adapted, part = key, None, "weight"
         if path is not None:
-            part = key.removeprefix(f"{path}.")
-            if not part.startswith("base_layer."):
+            _, base, part = key.removeprefix(f"{path}.").rpartition("base_layer.")
+            if not base:
                 continue  # the adapter itself
-            name = f"{path}.{part.removeprefix('base_layer.')}"
-            adapted = layers[path] if part == "base_layer.weight" else None
+            name = f"{path}.{part}"
+            adapted = layers[path] if part == "weight" or isinstance(layers[path], IA3Layer) else None
         if name in (plain._keys_to_ignore_on_save or ()):
             continue
         kept = weight.dtype if not weight.is_floating_point() else dtype
         if any(pattern.search(name) for pattern in fp32):
             kept = torch.float32
-        sources[name] = _Source(weight, kept, adapted)
+        sources[name] = _Source(weight, kept, adapted, part)
     return {name: sources[name] for name in _without_tied(sources, plain)}
 
 
 def _without_tied(sources: Mapping[str, _Source], plain: PreTrainedModel) -> Iterator[str]:
     """Of the names of one tensor, the one under which transformers loads it."""
-    names: dict[int, list[str]] = {}
+    names: dict[tuple[int, str], list[str]] = {}
     for name, source in sources.items():
-        names.setdefault(id(source.weight if source.adapted is None else source.adapted), []).append(name)
+        key = (id(source.weight), "") if source.adapted is None else (id(source.adapted), source.part)
+        names.setdefault(key, []).append(name)
     for shared in names.values():
         yield next((name for name in shared if name not in plain.all_tied_weights_keys), shared[0])
 

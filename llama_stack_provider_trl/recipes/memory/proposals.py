@@ -43,7 +43,8 @@ def nearest(
     Args:
         max_ranks: the most ranks that the job may request; None: no more than it has.
     """
-    for family in _families(spec, max_ranks or spec.ranks):
+    shards = spec.lora is None or spec.lora.method != "vera"  # VeRA's shared matrices cannot be sharded
+    for family in _families(spec, max_ranks if max_ranks and shards else spec.ranks):
         candidates = list(family)
         # The last one saves the most: where it does not fit, none of its family fits.
         found: Proposal | None = None
@@ -86,7 +87,7 @@ def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
     if spec.lora is None and spec.qat is None:  # QAT trains every weight
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
-    if spec.qat is None and not (spec.lora and spec.lora.quantize_base):
+    if spec.qat is None and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))

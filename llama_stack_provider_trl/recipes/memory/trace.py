@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec
 from ..model.fsdp import is_sharded, num_shards
-from ..model.loading import DTYPES, invalid_model, linear_modules, lora_config, quantize, source
+from ..model.loading import DTYPES, adapter_config, invalid_model, linear_modules, quantize, source
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, loading_spec, precomputes
 from ..trainer.trl_patches import fuse_head, traced_head
@@ -340,7 +340,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             numbers = _numbers(model, blocks)
             if spec.qat:
                 quantize(spec, model)
-            trained: Any = get_peft_model(model, lora_config(model, spec.lora)) if spec.lora else model
+            trained: Any = get_peft_model(model, adapter_config(model, spec.lora)) if spec.lora else model
             reference = _shallow_reference(spec) if _has_other_reference(spec) else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)

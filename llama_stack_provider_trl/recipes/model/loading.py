@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -142,8 +142,8 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
     return quantization.prepare_4bit_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
-def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
-    """PEFT's configuration for the modules that `spec` names in this model.
+def adapter_config(model: PreTrainedModel, spec: LoraSpec) -> PeftConfig:
+    """PEFT's configuration of adapters for the modules that `spec` names in this model.
 
     Raises:
         JobFailure: invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt.
@@ -181,7 +181,12 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
             f"directly. Set apply_lora_to_mlp to false and name lora_attn_modules among: {', '.join(usable)}.",
         )
     # Short names keep adapter_config.json readable; full names where a short one would also match something else.
-    exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
+    is_exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
+    if spec.method == "ia3":
+        return _ia3_config(wanted, [name for name in wanted if name in mlp], is_exact)
+    target_modules = suffixes if is_exact else wanted
+    if spec.method == "vera":
+        return VeraConfig(task_type="CAUSAL_LM", r=spec.rank, target_modules=target_modules, save_projection=True)
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.rank,
@@ -189,8 +194,18 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         use_rslora=spec.use_rslora,
         use_dora=spec.use_dora,
-        target_modules=suffixes if exact else wanted,
+        target_modules=target_modules,
     )
+
+
+def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA3Config:
+    """IA3 for modules, given by their full names; those of `feedforward` get a factor for each input."""
+    short = _suffixes(feedforward)
+    # PEFT compares the ends of names, and requires the names of both lists to be of one kind.
+    others = [name for name in wanted if name not in feedforward]
+    if is_exact and not any(name.endswith(tuple(short)) for name in others):
+        wanted, feedforward = _suffixes(wanted), short
+    return IA3Config(task_type="CAUSAL_LM", target_modules=wanted, feedforward_modules=feedforward)
 
 
 def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
