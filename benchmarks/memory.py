@@ -32,16 +32,19 @@ MARKERS = ("<!-- measured -->", "<!-- /measured -->")
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama that is as wide and as deep as it takes."""
+    """A Llama, or with experts a Mixtral, that is as wide and as deep as it takes."""
 
     hidden: int
     layers: int
     vocabulary: int = 8192
     kv_heads: int | None = None
+    experts: int = 0
+    """Of each block, two of which compute a token; 0: one MLP."""
 
     @property
     def name(self) -> str:
-        return f"h{self.hidden} x {self.layers}, v{self.vocabulary}"
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"h{self.hidden} x {self.layers}, v{self.vocabulary}{experts}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Case:
 SMALL, MIDDLE, LARGE = Shape(512, 8, 4096), Shape(768, 8), Shape(1280, 6)
 DEEP, WIDE = Shape(640, 20, 4096, 2), Shape(768, 6, 32000)
 HUGE = Shape(1536, 6, 16384)
+EXPERTS = Shape(512, 6, 4096, experts=8)
 
 CASES = [
     Case("sft", LARGE, False, False, 2, 256),
@@ -108,6 +112,10 @@ CASES = [
     Case("sft", MIDDLE, False, True, 4, 512, every=2),
     Case("sft", MIDDLE, False, False, 4, 512, packed=True),
     Case("sft", MIDDLE, False, False, 4, 512, qat=True),
+    Case("sft", EXPERTS, False, False, 4, 512),
+    Case("sft", EXPERTS, False, True, 4, 512),
+    Case("sft", EXPERTS, True, False, 4, 512),
+    Case("dpo", EXPERTS, False, True, 2, 384),
 ]
 
 
@@ -176,7 +184,7 @@ def train_one(folder: Path) -> dict[str, int]:
 def prepare(folder: Path, case: Case) -> JobSpec:
     """A random model, rows of which every one is exactly as long as the job lets it be, and the spec of the job."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     from llama_stack_provider_trl.specs.job import (
         AttemptSpec,
@@ -190,18 +198,23 @@ def prepare(folder: Path, case: Case) -> JobSpec:
     from llama_stack_provider_trl.system.files import put_rows
 
     heads = case.shape.hidden // 64
-    config = LlamaConfig(
-        vocab_size=case.shape.vocabulary,
-        hidden_size=case.shape.hidden,
-        intermediate_size=case.shape.hidden * 11 // 4 // 64 * 64,
-        num_hidden_layers=case.shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=case.shape.kv_heads or heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": case.shape.vocabulary,
+        "hidden_size": case.shape.hidden,
+        "intermediate_size": case.shape.hidden * 11 // 4 // 64 * 64,
+        "num_hidden_layers": case.shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": case.shape.kv_heads or heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    if case.shape.experts:
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=case.shape.experts, num_experts_per_tok=2))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.save_pretrained(folder / "model")
+    del model
     tokenizer().save_pretrained(folder / "model")
     text = "word " * (2 * case.tokens)
     # Every third row is shorter: as in real batches, some rows are padded, and attention gets a mask.
@@ -231,7 +244,10 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         packed=case.packed,
         qat=QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32) if case.qat else None,
         optimizer=OptimizerSpec(name=case.optimizer, learning_rate=1e-5),  # type: ignore[arg-type]
-        lora=LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16) if case.lora else None,
+        # LoRA adapts no experts.
+        lora=LoraSpec(target_modules=("q_proj", "v_proj"), mlp=not case.shape.experts, rank=8, alpha=16)
+        if case.lora
+        else None,
         dpo=DpoSpec() if case.algorithm == "dpo" else None,
         device="cpu",
         preflight="off",  # without an estimate malloc gives back what is freed, as where memory is scarce

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes.memory import proposals
@@ -17,7 +18,7 @@ from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, estimate
 from llama_stack_provider_trl.recipes.memory.proposals import nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
-from llama_stack_provider_trl.recipes.model.loading import quantize
+from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import check
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -64,23 +65,73 @@ def shaped(root: Path, layers: int, **more: Any) -> Path:
     ],
 )
 def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    spec = job_spec(tmp_path, tiny_model(), algorithm, **settings)
-    batch = Batch(8, 64)
-    model = AutoModelForCausalLM.from_pretrained(spec.model)
-    model.train()
+    spec, batch = job_spec(tmp_path, tiny_model(), algorithm, **settings), Batch(8, 64)
+    assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(held(spec, batch)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("sft", {}),
+        ("sft", {"lora": LORA.model_copy(update={"mlp": False})}),
+        ("sft", {"dtype": "bf16", "gradient_checkpointing": True}),
+        ("dpo", {}),
+    ],
+)
+def test_experts_are_traced_as_a_real_step_holds_them(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    mixture(tmp_path / "model")
+    spec, batch = job_spec(tmp_path, tmp_path / "model", algorithm, **settings), Batch(8, 64)
+    assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(held(spec, batch)), rel=0.001)
+
+
+def test_on_a_cpu_the_files_of_experts_are_memory_too(tmp_path: Path) -> None:
+    weights = dict(mixture(tmp_path / "model").named_parameters())
+    size = sum(weight.nbytes for weight in weights.values())
+    experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
+    spec, batch = job_spec(tmp_path, tmp_path / "model", "dpo"), Batch(2, 32)
+    on_cpu, on_cuda = estimate(spec, batch, "cpu"), estimate(spec, batch, "cuda")
+    assert 0 < experts < size
+    assert (on_cpu.weights, on_cpu.reference) == (size + experts, size + experts)
+    assert (on_cuda.weights, on_cuda.reference) == (size, size)
+
+
+def mixture(path: Path) -> MixtralForCausalLM:
+    """A mixture of experts with its files."""
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+    )
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(path)
+    return model
+
+
+def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
+    """What a real step holds, with real weights."""
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.model)
+    algorithm, config = spec.algorithm, model.config
     quantize(spec, model)
     if spec.gradient_checkpointing:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
         )
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
+    if spec.lora:
+        model = get_peft_model(model, adapter_config(model, spec.lora))
+    model.train()
     live = memory._LiveMemory(1.0)
     for weight in model.parameters():
         live.ignore(weight)
-        weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
-    with memory._head_of("cpu", live, model.config), live:
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
+    with memory._head_of("cpu", live, config), live:
         memory._step(model, spec, batch)
-    assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(live.windows), rel=0.01)
+    return live.windows
 
 
 def most(windows: Sequence[memory.Window]) -> float:

@@ -85,22 +85,30 @@ class _Placed:
             frozen = (model.frozen - model.block_linear) * self.compute + int(model.block_linear * _FOUR_BIT)
         return model.trainable * 4 + frozen
 
+    def mapped(self, model: Traced) -> int:
+        """CPU: bytes of a model's files beside its weights. Experts are copied into one tensor; the files stay mapped
+        for the weights that are not, and what was read of them counts as memory of the process."""
+        if not self.on_cpu or not model.stored_alike:
+            return 0
+        return model.experts * (self.compute if self.spec.lora else 4)
+
     @property
     def loading(self) -> int:
-        """CPU: weights of the files' own dtype are mapped and never copied; others are copied while the files stay
-        mapped. A reference is loaded after the model."""
+        """CPU: weights of the files' own dtype are mapped and never copied, but for experts; others are copied while
+        the files stay mapped. A reference is loaded after the model."""
 
         def needed(model: Traced) -> int:
-            return self.whole(model) + (0 if model.stored_alike else (model.trainable + model.frozen) * 4)
+            files = self.mapped(model) if model.stored_alike else (model.trainable + model.frozen) * 4
+            return self.whole(model) + files
 
-        both = self.whole(self.model) + needed(self.reference) if self.reference else 0
+        both = self.whole(self.model) + self.mapped(self.model) + needed(self.reference) if self.reference else 0
         return max(needed(self.model), both)
 
     def at(self, window: Window) -> MemoryEstimate:
         """The memory of a moment of training."""
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
-        weights = self.whole(model) // self.shards
+        weights = self.whole(model) // self.shards + (self.mapped(model) if self.shards == 1 else 0)
         optimizer = model.trainable * 4 * _moments(spec) // self.shards
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
@@ -132,7 +140,7 @@ class _Placed:
         reference, _ = self._reference()
         here = self.on_cpu or self.shards == 1
         return MemoryEstimate(
-            weights=self.whole(self.model) if here else 0,
+            weights=self.whole(self.model) + self.mapped(self.model) if here else 0,
             gradients=0,
             optimizer=0,
             activations=int(window.activations),
@@ -147,7 +155,7 @@ class _Placed:
             raise AssertionError("the policy is its own reference")
         part = self.whole(self.reference) // self.shards
         if self.shards == 1:
-            return part, 0
+            return part + self.mapped(self.reference), 0
         gathered = self._gathered(self.reference, 2)
         return (gathered, part) if self.offload else (part + gathered, 0)
 

@@ -25,10 +25,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec
 from ..model.fsdp import is_sharded, num_shards
-from ..model.loading import DTYPES, adapter_config, invalid_model, linear_modules, quantize, source
+from ..model.loading import (
+    DTYPES,
+    adapter_config,
+    expert_parameters,
+    invalid_model,
+    linear_modules,
+    quantize,
+    source,
+)
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, loading_spec, precomputes
-from ..trainer.trl_patches import fuse_head, traced_head
+from ..trainer.trl_patches import fuse_head, traced_experts, traced_head
 
 _STASH = 5
 """Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -88,6 +96,8 @@ class Traced:
     head: int
     """Parameters of the output projection, tied or not."""
     blocks: int
+    experts: int
+    """Of all blocks together: those of mixtures of experts, each in one tensor, which the files hold one by one."""
     stored_alike: bool
     """Whether the files hold the weights in the dtype in which they are loaded."""
     windows: tuple[Window, ...]
@@ -369,6 +379,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                     live.became_gradient(weight.grad)
                 weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
         _mark_middle([block for _, block in blocks], live)
+        stack.enter_context(traced_experts())
         stack.enter_context(_head_of(kind, live, config))
         stack.enter_context(live)
         if spec.activation_offloading:
@@ -505,6 +516,7 @@ def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) 
         "embeddings": sum(weight.numel() for weight in embeddings.values()),
         "head": model.get_output_embeddings().weight.numel(),
         "blocks": len(blocks),
+        "experts": sum(model.get_parameter(name).numel() for name in expert_parameters(model)),
     }
 
 

@@ -117,3 +117,36 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
             width = math.ceil(min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, vocab_size))
             stack.enter_context(patch.object(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", width))
         yield
+
+
+@contextmanager
+def traced_experts() -> Iterator[None]:
+    """While this is open, mixtures of experts compute with a product that has the memory of torch's grouped one.
+
+    torch's own refuses fake tensors in CPU memory unless they are bf16. The one that transformers has for this case
+    computes the gradient of frozen weights too.
+    """
+    import torch
+    import transformers.integrations.moe as moe
+
+    class GroupedProduct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            of_rows, of_experts = ctx.needs_input_grad
+            ctx.save_for_backward(rows if of_experts else None, experts if of_rows else None)
+            ctx.outlines = (rows.shape, rows.dtype), (experts.shape, experts.dtype)
+            return rows.new_empty(rows.shape[0], experts.shape[2])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            def gradient(number: int) -> torch.Tensor | None:
+                shape, dtype = ctx.outlines[number]
+                return gradients[0].new_empty(shape, dtype=dtype) if ctx.needs_input_grad[number] else None
+
+            return gradient(0), gradient(1)
+
+    def product(rows: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> Any:
+        return GroupedProduct.apply(rows.to(experts.dtype), experts)
+
+    with patch.object(moe, "_grouped_mm", product):
+        yield
