@@ -19,7 +19,7 @@ from .checkpoint.step import need_space
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
-from .model.loading import adapter_config, check_length, load_model, load_tokenizer, quantize
+from .model.loading import WeightStorage, adapter_config, check_length, load_model, load_tokenizer, quantize
 from .model.packing_check import check_isolation
 from .preflight import before_training
 from .trainer.arguments import dpo_arguments, sft_arguments
@@ -108,7 +108,7 @@ def build_trainer(
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec.source)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     data = load_data(spec, tokenizer)
@@ -148,7 +148,7 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData
 
 def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     """Load the model to train, and check that it can do what the job asks for."""
-    model = load_model(spec, device)
+    model = load_model(spec.source, WeightStorage.of(spec), device)
     check_length(model, spec.max_seq_length)
     if spec.packed:
         check_isolation(model)

@@ -190,7 +190,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
-    dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec))
+    dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec.source))
     lengths = row_lengths(dataset)
     planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
     limit = request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks

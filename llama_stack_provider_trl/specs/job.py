@@ -74,6 +74,17 @@ class QatSpec(_Frozen):
     """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
 
 
+class ModelSource(_Frozen):
+    """Where a model and its tokenizer are read from."""
+
+    model: str
+    """An absolute local path or a model id."""
+    revision: str | None = None
+    """Branch, tag or commit of a model id; None: the default branch."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model."""
+
+
 class ReferenceSpec(_Frozen):
     """DPO's reference."""
 
@@ -283,6 +294,19 @@ class JobSpec(_Frozen):
     """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None
     """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Where the base model is read from."""
+        return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def reference_source(self) -> ModelSource:
+        """Where DPO's reference is read from: the source of the base model where the job names no other."""
+        given = self.dpo.reference if self.dpo else None
+        if given is None or given.model is None:
+            return self.source
+        return ModelSource(model=given.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
 
     @property
     def rows_per_step(self) -> int:

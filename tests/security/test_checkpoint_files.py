@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.model.loading import load_model
+from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_model
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import file_names, write_manifest
@@ -364,8 +364,9 @@ def test_an_index_that_names_weights_outside_of_the_model_is_refused(tmp_path: P
         (model / "config.json").write_text(json.dumps({**config, "transformers_weights": index}))
     named = where.format(tmp_path)
     (model / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, named)}))
+    spec = job_spec(tmp_path, model)
     with pytest.raises(JobFailure, match="which is outside the model's directory") as refused:
-        load_model(job_spec(tmp_path, model), torch.device("cpu"))
+        load_model(spec.source, WeightStorage.of(spec), torch.device("cpu"))
     assert named in str(refused.value)
     assert refused.value.reason == Reason.invalid_model
 
@@ -376,4 +377,5 @@ def test_a_model_in_several_files_is_loaded(tmp_path: Path) -> None:
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model()).save_pretrained(model, max_shard_size="200KB")
     assert (model / "model.safetensors.index.json").exists()
-    load_model(job_spec(tmp_path, model), torch.device("cpu"))
+    spec = job_spec(tmp_path, model)
+    load_model(spec.source, WeightStorage.of(spec), torch.device("cpu"))

@@ -21,9 +21,9 @@ from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...specs.job import JobSpec
+from ...specs.job import JobSpec, ModelSource
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
     DTYPES,
@@ -31,11 +31,11 @@ from ..model.loading import (
     expert_parameters,
     invalid_model,
     linear_modules,
+    load_config,
     quantize,
-    source,
 )
 from ..trainer.dpo import no_recomputation
-from ..trainer.reference import is_needed, loading_spec, precomputes
+from ..trainer.reference import is_needed, precomputes
 from ..trainer.trl_patches import fuse_head, traced_experts, traced_head
 
 _STASH = 5
@@ -54,18 +54,6 @@ class Batch:
     """Rows; for DPO two per pair."""
     tokens: int
     """Tokens of each, padding included."""
-
-
-def model_config(spec: JobSpec) -> Any:
-    """The model's configuration.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
-    try:
-        return AutoConfig.from_pretrained(spec.model, **source(spec))
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise invalid_model(spec.model, "its config.json cannot be read", error) from error
 
 
 @dataclass(frozen=True)
@@ -235,20 +223,20 @@ def trace(spec: JobSpec, batch: Batch, device: str) -> Traced:
 def attention_modules(spec: JobSpec) -> list[str]:
     """Names of the linear layers of the model's attention, such as q_proj. Raises what `trace` raises."""
     with torch.device("meta"):
-        attention, _ = linear_modules(_built(_with_depth(model_config(spec), 1), spec))
+        attention, _ = linear_modules(_built(_with_depth(load_config(spec.source), 1), spec.source, spec))
     return sorted({name.rpartition(".")[2] for name in attention})
 
 
 def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
-    config = model_config(spec)
+    config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers
     shallow = _depths(depth, spec.checkpoint_every if spec.gradient_checkpointing else 1)
-    if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec):
+    if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec.source, spec):
         traced = _trace(config, spec, batch, kind)
     else:
         one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in shallow)
         traced = _extrapolated(one, other, depth)
-    return replace(traced, reference=_sizes(loading_spec(spec))) if _has_other_reference(spec) else traced
+    return replace(traced, reference=_sizes(spec.reference_source, spec)) if _has_other_reference(spec) else traced
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
@@ -264,11 +252,11 @@ def _has_other_reference(spec: JobSpec) -> bool:
     return spec.dpo is not None and spec.dpo.reference.model is not None
 
 
-def _sizes(spec: JobSpec) -> Traced:
+def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
     """The sizes of a model that only scores: its step is not traced."""
-    config = model_config(spec)
+    config = load_config(source)
     with torch.device("meta"):
-        model = _built(config, spec)
+        model = _built(config, source, spec)
     total = sum(weight.numel() for weight in model.parameters())
     numbers = _numbers(model, _blocks(model))
     return Traced(trainable=0, frozen=total, stored_alike=_stored_alike(config, spec), windows=(), **numbers)
@@ -309,25 +297,25 @@ def _with_depth(config: Any, layers: int) -> Any:
     return config
 
 
-def _blocks_are_alike(config: Any, spec: JobSpec) -> bool:
+def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
     """Whether every block has the same parameters and the same kind of attention."""
     if len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1:
         return False
     known = config.to_json_string()
     if known not in _ALIKE:  # this builds the whole depth, which takes a second for 80 blocks
         with torch.device("meta"):
-            blocks = _blocks(_built(config, spec))
+            blocks = _blocks(_built(config, source, spec))
         _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for _, block in blocks}) == 1
     return _ALIKE[known]
 
 
-def _built(config: Any, spec: JobSpec) -> PreTrainedModel:
+def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     # fp16 takes the memory of bf16, which every CPU kernel supports.
     dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise invalid_model(spec.model, "its config.json describes no causal language model", error) from error
+        raise invalid_model(source.model, "its config.json describes no causal language model", error) from error
 
 
 def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
@@ -344,7 +332,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     live = _LiveMemory(weigh)
     with ExitStack() as stack:
         with torch.device("meta"):
-            model = _built(config, spec)
+            model = _built(config, spec.source, spec)
             fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
@@ -401,9 +389,10 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
 def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
     """Another model as the reference. It scores without a graph, so its memory does not grow with its depth."""
-    reference = loading_spec(spec)
-    config = model_config(reference)
-    model = _built(_with_depth(config, 2) if _blocks_are_alike(config, reference) else config, reference)
+    source = spec.reference_source
+    config = load_config(source)
+    is_shallow = _blocks_are_alike(config, source, spec)
+    model = _built(_with_depth(config, 2) if is_shallow else config, source, spec)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 

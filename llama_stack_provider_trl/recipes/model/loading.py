@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import Dtype, JobSpec, LoraSpec
+from ...specs.job import Dtype, JobSpec, LoraSpec, ModelSource
 from ..distributed import ranks
 from . import quantization
 from .files import check_weights_index
@@ -49,20 +50,45 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
 
 
-def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
+@dataclass(frozen=True)
+class WeightStorage:
+    """How the weights of a model are held in memory while a job trains."""
+
+    dtype: torch.dtype
+    """fp32, but the job's own under adapters, where the base is frozen."""
+    compute_dtype: Dtype
+    in_4_bits: bool
+    """The linear layers are held in 4 bits (QLoRA)."""
+    is_quantized: bool
+    """The job quantizes weights, in 4 bits or by QAT."""
+    is_sharded: bool
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> WeightStorage:
+        in_4_bits = spec.lora is not None and spec.lora.quantize_base
+        return cls(
+            dtype=DTYPES[spec.dtype] if spec.lora else torch.float32,
+            compute_dtype=spec.dtype,
+            in_4_bits=in_4_bits,
+            is_quantized=in_4_bits or spec.qat is not None,
+            is_sharded=is_sharded(spec),
+        )
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, with a padding token.
 
     Raises:
         JobFailure: invalid_model, when there is none that transformers can load.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model, **source(spec))
+        tokenizer = AutoTokenizer.from_pretrained(source.model, **source_arguments(source))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise invalid_model(spec.model, "its tokenizer cannot be loaded", error) from error
+        raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
     if tokenizer.eos_token is None:
         raise JobFailure(
             Reason.invalid_model,
-            f"the tokenizer of {spec.model!r} has no eos_token, so a model could never learn to stop. "
+            f"the tokenizer of {source.model!r} has no eos_token, so a model could never learn to stop. "
             "Set `eos_token` in its tokenizer_config.json.",
         )
     if tokenizer.pad_token is None:
@@ -70,49 +96,57 @@ def load_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def vocabulary_size(spec: JobSpec) -> int:
-    """Number of tokens that the model has embeddings for; reads only its config.json."""
-    config = AutoConfig.from_pretrained(spec.model, **source(spec))
-    return int(config.get_text_config().vocab_size)
+def load_config(source: ModelSource) -> Any:
+    """The model's configuration; reads only its config.json.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    try:
+        return AutoConfig.from_pretrained(source.model, **source_arguments(source))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise invalid_model(source.model, "its config.json cannot be read", error) from error
 
 
-def commit_of(spec: JobSpec) -> str | None:
-    """The commit that a model id stands for; None for a directory."""
-    commit: str | None = getattr(AutoConfig.from_pretrained(spec.model, **source(spec)), "_commit_hash", None)
+def vocabulary_size(source: ModelSource) -> int:
+    """Number of tokens that the model has embeddings for. Raises as `load_config`."""
+    return int(load_config(source).get_text_config().vocab_size)
+
+
+def commit_of(source: ModelSource) -> str | None:
+    """The commit that a model id stands for; None for a directory. Raises as `load_config`."""
+    commit: str | None = getattr(load_config(source), "_commit_hash", None)
     return commit
 
 
-def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The causal LM to train: fp32 weights, but a frozen base under LoRA is held in the job's `dtype`, and its linear
-    layers in 4 bits when the job quantizes it.
+def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
+    """The causal LM to train. A model that is to be sharded stays in CPU memory.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
             files outside its directory.
     """
-    check_weights_index(spec.model, spec.revision)
-    dtype = DTYPES[spec.dtype] if spec.lora else torch.float32
-    in_4_bits = spec.lora is not None and spec.lora.quantize_base
-    placing = quantization.base_arguments(spec, device) if in_4_bits else {}
+    check_weights_index(source.model, source.revision)
+    placing = quantization.base_arguments(storage.compute_dtype, device) if storage.in_4_bits else {}
     try:
-        config = AutoConfig.from_pretrained(spec.model, **source(spec))
-        quantization.refuse_quantized(config, spec)
+        config = AutoConfig.from_pretrained(source.model, **source_arguments(source))
+        quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=dtype, output_loading_info=True, **placing, **source(spec)
+            source.model, dtype=storage.dtype, output_loading_info=True, **placing, **source_arguments(source)
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise invalid_model(spec.model, "it cannot be loaded as a causal language model", error) from error
+        raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
     if missing := sorted(loaded["missing_keys"]):
         raise JobFailure(
             Reason.invalid_model,
-            f"model {spec.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
+            f"model {source.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
             f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
             "missing; name a complete one.",
         )
     # Sharding moves the parts to the device; the whole model might not fit there.
-    return model if is_sharded(spec) or in_4_bits else model.to(device)
+    return model if storage.is_sharded or storage.in_4_bits else model.to(device)
 
 
 def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:
@@ -121,12 +155,13 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     Args:
         as_trained: with the base in 4 bits where the job trained it so; False: as it is on disk.
     """
-    if as_trained and spec.lora and spec.lora.quantize_base:
-        base = load_model(spec, torch.device("cpu"))
+    source, storage = spec.source, WeightStorage.of(spec)
+    if as_trained and storage.in_4_bits:
+        base = load_model(source, storage, torch.device("cpu"))
         quantization.prepare_4bit_base(base)
     else:
-        check_weights_index(spec.model, spec.revision)
-        base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=DTYPES[spec.dtype], **source(spec))
+        check_weights_index(source.model, source.revision)
+        base = AutoModelForCausalLM.from_pretrained(source.model, dtype=DTYPES[spec.dtype], **source_arguments(source))
     return PeftModel.from_pretrained(base, adapter)
 
 
@@ -215,12 +250,8 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     """
     if not spec.max_seq_length_is_default:
         return spec, []
-    given = spec.dpo.reference if spec.dpo else None
-    models = [spec]
-    if given and given.model:
-        fields = ("model", "revision", "trust_remote_code")
-        models.append(spec.model_copy(update={name: getattr(given, name) for name in fields}))
-    found = [positions for one in models if (positions := _positions(one)) is not None]
+    sources = [spec.source, spec.reference_source]
+    found = [positions for source in sources if (positions := _positions(source)) is not None]
     if not found or min(found) >= spec.max_seq_length:
         return spec, []
     warning = (
@@ -230,10 +261,10 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
 
 
-def _positions(spec: JobSpec) -> int | None:
+def _positions(source: ModelSource) -> int | None:
     try:
-        config = AutoConfig.from_pretrained(spec.model, **source(spec))
-    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        config = load_config(source)
+    except JobFailure:
         return None  # loading the model reports the error
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
@@ -287,9 +318,10 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     return sum(count for trainable, count in counts if trainable), sum(count for _, count in counts)
 
 
-def source(spec: JobSpec) -> dict[str, Any]:
+def source_arguments(source: ModelSource) -> dict[str, Any]:
+    """Arguments of `from_pretrained` beside the model's name."""
     # False, not None: with None transformers prompts on the terminal.
-    return {"trust_remote_code": spec.trust_remote_code, **({"revision": spec.revision} if spec.revision else {})}
+    return {"trust_remote_code": source.trust_remote_code, **({"revision": source.revision} if source.revision else {})}
 
 
 def _matching(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:

@@ -19,10 +19,10 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import JobSpec, QatSpec
+from ...specs.job import Dtype, QatSpec
 
 
-def base_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+def base_arguments(dtype: Dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained` that load the base in 4 bits, directly onto `device`.
 
     Weights are stored as numbers of type bf16: FSDP2 shards only floating-point parameters, and its bf16 mixed
@@ -36,14 +36,17 @@ def base_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if spec.dtype == "bf16" else torch.float32,
+        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         bnb_4bit_quant_storage=torch.bfloat16,
     )
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def refuse_quantized(config: PreTrainedConfig, spec: JobSpec) -> None:
-    """Refuse weights that were stored by bitsandbytes or torchao: we quantize, while loading, what the job asks for.
+def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
+    """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading.
+
+    Args:
+        is_quantized: the job quantizes weights, so that no other method is accepted either.
 
     Raises:
         JobFailure: invalid_model.
@@ -52,10 +55,10 @@ def refuse_quantized(config: PreTrainedConfig, spec: JobSpec) -> None:
     if not stored:
         return
     method = stored.get("quant_method", "bitsandbytes")
-    if spec.qat or (spec.lora and spec.lora.quantize_base) or method in ("bitsandbytes", "torchao"):
+    if is_quantized or method in ("bitsandbytes", "torchao"):
         raise JobFailure(
             Reason.invalid_model,
-            f"the weights of model {spec.model!r} are quantized already ({method}). Name the model that they were made "
+            f"the weights of model {model!r} are quantized already ({method}). Name the model that they were made "
             "from; quantize_base in the LoRA settings loads it in 4 bits.",
         )
 

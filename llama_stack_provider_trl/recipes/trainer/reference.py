@@ -22,7 +22,7 @@ from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..distributed import ranks
 from ..model.fsdp import describe, is_sharded, shard_frozen
-from ..model.loading import check_length, commit_of, load_model, load_tokenizer, vocabulary_size
+from ..model.loading import WeightStorage, check_length, commit_of, load_model, load_tokenizer, vocabulary_size
 from .reference_cache import LogProbCache, pair_lengths, row_bytes
 from .trl_patches import fuse_head
 
@@ -44,22 +44,13 @@ def is_needed(spec: JobSpec) -> bool:
     return spec.dpo is not None and (spec.lora is None or spec.dpo.reference.model is not None)
 
 
-def loading_spec(spec: JobSpec) -> JobSpec:
-    """The job as `recipes.model.loading` reads it, with the reference in place of the base model."""
-    given = spec.dpo.reference if spec.dpo else None
-    if given is None or given.model is None:
-        return spec
-    source = {"model": given.model, "revision": given.revision, "trust_remote_code": given.trust_remote_code}
-    return spec.model_copy(update=source)
-
-
 def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a reference model whose vocabulary differs from that of the base model's tokenizer.
 
     Raises:
         JobFailure: invalid_model, naming both models and where they differ.
     """
-    reference = loading_spec(spec)
+    reference = spec.reference_source
     if reference.model == spec.model:
         return
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
@@ -83,7 +74,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     Raises:
         JobFailure: invalid_model or invalid_request, as for the policy.
     """
-    model = load_model(loading_spec(spec), device).requires_grad_(False).eval()
+    model = load_model(spec.reference_source, WeightStorage.of(spec), device).requires_grad_(False).eval()
     check_length(model, spec.max_seq_length)
     fuse_head(model, outputs=("log_probs",))
     return shard_frozen(model, accelerator) if is_sharded(spec) else model
@@ -150,7 +141,7 @@ class Precomputation:
 
     def _key(self, cache: LogProbCache, rows: Dataset, num_rows: int) -> str | None:
         policy = self._trainer.model.get_base_model() if self._spec.lora else self._trainer.model
-        reference = loading_spec(self._spec)
+        reference = self._spec.reference_source
         commit = None if Path(reference.model).is_dir() else commit_of(reference)
         return cache.key(
             reference.model,
