@@ -1,4 +1,4 @@
-"""How long training stands still for a step checkpoint, and what memory it takes, on a model of about 100M parameters.
+"""How long training pauses for a step checkpoint, and what memory it takes, on a model of about 100M parameters.
 
     .venv/bin/python benchmarks/checkpoints.py --json out.json
 
@@ -134,7 +134,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def figures(root: Path) -> dict[str, Any]:
-    """What one job's events say. A step's time is from the metric point before to its own."""
+    """Step times from one job's events. A step's time is from the metric point before to its own."""
     sys.path.insert(0, str(REPOSITORY))
     from llama_stack_provider_trl.specs.events import CheckpointSaved, Progress, iter_events
     from llama_stack_provider_trl.system.files import RunDir, tree_bytes
@@ -144,7 +144,7 @@ def figures(root: Path) -> dict[str, Any]:
     saved = [event for event in events if isinstance(event, CheckpointSaved) and event.kind == "step"]
     at = {point.step: point.time for point in points}
     took = {step: at[step] - at[step - 1] for step in at if step - 1 in at and step > FIRST}
-    # A checkpoint begins after its step's metric point; it is in the way of every step that begins before it is there.
+    # A checkpoint begins after its step's metric point; it delays every step that begins before it is there.
     beside = {event.step: [step for step in took if step > event.step and at[step - 1] < event.time] for event in saved}
     in_the_way = {step for steps in beside.values() for step in steps}
     usual = statistics.median(took[step] for step in took if step not in in_the_way)

@@ -1,4 +1,4 @@
-"""What the benchmarks say about the machine, and how they describe a spread."""
+"""How the benchmarks describe the machine and a spread."""
 
 from __future__ import annotations
 

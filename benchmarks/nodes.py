@@ -94,7 +94,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--save-steps", type=int, default=15, help="optimizer steps between checkpoints")
     parser.add_argument("--batch", type=int, default=2, help="rows per rank and step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per row")
-    parser.add_argument("--same-malloc", action="store_true", help="tell plain torchrun's glibc what our launcher does")
+    parser.add_argument(
+        "--same-malloc", action="store_true", help="give plain torchrun's glibc our launcher's settings"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if not FIRST < options.save_steps < options.steps:
@@ -247,7 +249,7 @@ def kept_spec(work: Path, nodes: int) -> Path:
 
 
 def keep_as_plain(work: Path, run_dir: RunDir, nodes: int) -> None:
-    """What the service told its training processes, for plain torchrun's."""
+    """The environment of the service's training processes, for plain torchrun's."""
     spec = json.loads(run_dir.spec.read_text())
     rows = work / f"rows-{nodes}.jsonl"
     shutil.copy(spec["job"]["dataset"]["path"], rows)
@@ -277,7 +279,7 @@ def watch(bed: Bed, files: Sequence[Path], steps: int, lives: Callable[[], bool]
     Args:
         files: events; a step counts once one of them has it.
     """
-    deadline, looked = time.monotonic() + 600, time.monotonic()
+    deadline, polled = time.monotonic() + 600, time.monotonic()
     began: tuple[float, dict[str, dict[int, float]]] | None = None
     while True:
         step = max((point["step"] for events in files for point in points(events)), default=0)
@@ -286,9 +288,9 @@ def watch(bed: Bed, files: Sequence[Path], steps: int, lives: Callable[[], bool]
         if began is not None and step >= steps:
             took, after = time.monotonic() - began[0], cpu_seconds(bed)
             break
-        if time.monotonic() - looked > 10:  # seldom: it is the service that is asked
-            looked = time.monotonic()
-            if not lives() or looked > deadline:
+        if time.monotonic() - polled > 10:  # rarely: each poll loads the service
+            polled = time.monotonic()
+            if not lives() or polled > deadline:
                 logs = "\n".join(one.log_tail() for one in bed.machines)
                 raise RuntimeError(f"step {step} of {steps}, and it trains no longer\n{logs}")
         time.sleep(0.25)

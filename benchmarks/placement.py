@@ -2,7 +2,7 @@
 
     python -m benchmarks.placement
 
-Prints, as a table: how long a decision took (one look at the whole queue), how long jobs waited by size, whether any
+Prints, as a table: how long a decision took (one pass over the whole queue), how long jobs waited by size, whether any
 starved, and how much of the GPUs' time was used while there was more to do than they could. Then large jobs compete
 with small ones that never end coming (`crowded`). Ends with 1 where a decision, or all the reasons for which jobs wait,
 took longer than 50 ms of CPU time, a job was never placed, or a large one waited longer than the bound that `place`
@@ -32,8 +32,8 @@ SEED = 1
 # nodes, GPUs per node, share of the jobs: most are small, and the few large ones are those that could starve.
 SIZES = ((1, 1, 0.55), (1, 2, 0.15), (1, 4, 0.12), (1, 8, 0.08), (2, 8, 0.06), (4, 8, 0.03), (8, 8, 0.01))
 MEAN_SECONDS = 1800.0
-LOOK = 60.0
-"""Seconds between two looks; the supervisor's are shorter, and find the same kinds of jobs."""
+POLL_INTERVAL = 60.0
+"""Seconds between two passes; the supervisor's interval is shorter and finds the same kinds of jobs."""
 LONGEST = 3600.0
 """Seconds that a job runs at most where small ones never end coming."""
 BURST = 1000
@@ -75,13 +75,13 @@ def jobs(rng: random.Random) -> list[Job]:
     for age in range(JOBS):
         now += rng.expovariate(1 / between) if age >= BURST else 0.0
         (nodes, gpus, _), *_ = rng.choices(SIZES, [share for *_, share in SIZES])
-        asked = ResourcesSpec(
+        requested = ResourcesSpec(
             nodes=nodes,
             min_nodes=nodes,
             gpu_memory_gb=40 if rng.random() < 0.3 else None,
             labels={"zone": rng.choice("ab")} if rng.random() < 0.2 else {},
         )
-        text = Demand(resources=asked).text()
+        text = Demand(resources=requested).text()
         priority = rng.choices((-1, 0, 1), (0.1, 0.8, 0.1))[0]
         queued = Queued(f"job-{age}", "cuda", age, priority, "", nodes * gpus, now, text)
         found.append(Job(queued, rng.expovariate(1 / MEAN_SECONDS), (nodes, gpus)))
@@ -93,10 +93,10 @@ def crowded(rng: random.Random, nodes: Sequence[Node]) -> list[tuple[str, float,
     every device that becomes free. Small ones run for up to `LONGEST`, half of them for all of it.
 
     Returns:
-        What asked, seconds that it waited, and that it may wait: its own turn and those of the ones before it.
+        Job, seconds that it waited, and its bound: its own period and those of the jobs before it.
     """
     closed = [replace(node, why_closed="silent") if number == NODES - 1 else node for number, node in enumerate(nodes)]
-    asked = {
+    requested = {
         "8 x 8": (ResourcesSpec(nodes=8, min_nodes=8), False),
         "4 x 8 in a zone": (ResourcesSpec(nodes=4, min_nodes=4, labels={"zone": "b"}), False),
         "all nodes x 8, one node gone, fewer will do": (ResourcesSpec(nodes=NODES, min_nodes=NODES - 1), True),
@@ -104,7 +104,7 @@ def crowded(rng: random.Random, nodes: Sequence[Node]) -> list[tuple[str, float,
     }
     large = [
         Queued(f"large-{age}", "cuda", age, ranks=resources.nodes * GPUS, tried=tried, demand=text)
-        for age, (resources, tried) in enumerate(asked.values())
+        for age, (resources, tried) in enumerate(requested.values())
         for text in [Demand(resources=resources).text()]
     ]
     small = (Queued(f"small-{age}", "cuda", age, demand=Demand().text()) for age in itertools.count(len(large)))
@@ -123,10 +123,10 @@ def crowded(rng: random.Random, nodes: Sequence[Node]) -> list[tuple[str, float,
                 placed[name] = now
             seconds = rng.choice((LONGEST, rng.uniform(0, LONGEST)))
             running |= dict.fromkeys(places, (name, now + seconds))
-        now += LOOK
+        now += POLL_INTERVAL
     return [
-        (what, placed.get(job.job_uuid, math.inf), PATIENCE + turn * (LONGEST + LOOK) + LOOK)
-        for turn, (what, job) in enumerate(zip(asked, large, strict=True), 1)
+        (what, placed.get(job.job_uuid, math.inf), PATIENCE + turn * (LONGEST + POLL_INTERVAL) + POLL_INTERVAL)
+        for turn, (what, job) in enumerate(zip(requested, large, strict=True), 1)
     ]
 
 
@@ -170,7 +170,7 @@ def main() -> int:
         following += [ends[0][0]] if ends else []
         if not following:
             break
-        passed = max(min(following) - now, LOOK)
+        passed = max(min(following) - now, POLL_INTERVAL)
         if len(waiting) > 20:
             used, offered = used + passed * len(taken), offered + passed * NODES * GPUS
         now += passed

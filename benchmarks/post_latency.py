@@ -69,8 +69,8 @@ def synthetic_rows(count: int, size: int) -> list[dict[str, str]]:
         return " ".join(rng.choices(words, k=length // 6 + 1))[:length]
 
     frame = len(json.dumps({"prompt": "", "completion": ""}))
-    asked = (size - frame) // 3
-    return [{"prompt": text(asked), "completion": text(size - frame - asked)} for _ in range(count)]
+    requested = (size - frame) // 3
+    return [{"prompt": text(requested), "completion": text(size - frame - requested)} for _ in range(count)]
 
 
 # --- The two servers --------------------------------------------------------------------------------------------------

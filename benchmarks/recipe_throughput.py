@@ -4,7 +4,7 @@
 
 Every round measures each variant once, in an order of its own; each measurement is a fresh process, forked from one
 that has only imported the libraries. What is measured is the training loop: `trainer.train()`, or the whole of the bare
-loop. Reading rows, tokenizing and loading weights come before it and count for nobody. See benchmarks/README.md.
+loop. Reading rows, tokenizing and loading weights come before it and are not counted. See benchmarks/README.md.
 """
 
 from __future__ import annotations

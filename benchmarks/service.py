@@ -127,7 +127,7 @@ def training_job(service: TrainingService) -> Iterator[Path]:
 
 @contextmanager
 def second_trainer(run_dir: Path, place: Path) -> Iterator[None]:
-    """The same training once more, without the service: it writes its events to a directory that nobody reads."""
+    """The same training once more, without the service: it writes its events to a directory without a reader."""
     place.mkdir()
     spec = json.loads((run_dir / "spec.json").read_text())
     spec["run_dir"] = str(place)
@@ -202,7 +202,7 @@ def time_pages(service: TrainingService, path: str, repeats: int) -> list[float]
 def upload(service: TrainingService, blob: Blob) -> dict[str, float]:
     """Seconds of a PUT of the whole file, and how much larger the service was at most meanwhile."""
     before = resident(service)
-    Path(f"/proc/{service.pid}/clear_refs").write_text("5")  # its peak is measured anew from here on
+    Path(f"/proc/{service.pid}/clear_refs").write_text("5")  # its peak is measured again from here on
     with open(blob.path, "rb") as body:
         began = time.perf_counter()
         answer = requests.put(f"{service.url}/v1/blobs/{blob.sha256}", data=body, timeout=300)

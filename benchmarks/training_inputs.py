@@ -101,10 +101,10 @@ def conversational_rows(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
             yield {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
         return
     for example in read_examples(source, "sft"):
-        turns, asked = example.messages, example.prompt_turns
-        if turns is None or asked is None:
+        turns, requested = example.messages, example.prompt_turns
+        if turns is None or requested is None:
             raise RuntimeError(f"{source}: expected rows with a prompt and an answer")
-        yield {"prompt": turns[:asked], "completion": turns[asked:]}
+        yield {"prompt": turns[:requested], "completion": turns[requested:]}
 
 
 def data_file(algorithm: Algorithm) -> Path:
@@ -120,9 +120,9 @@ def _has_answer(row: dict[str, Any], algorithm: Algorithm, tokenizer: Any, max_l
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     # A margin of 8 tokens: the answer's header, and that a template may end a prompt elsewhere than its answer begins.
-    asked = len(ids([])) + 8
+    requested = len(ids([])) + 8
     answers = [row["completion"]] if algorithm == "sft" else [row["chosen"], row["rejected"]]
-    return asked < max_length and all(len(ids(answer)) > asked for answer in answers)
+    return requested < max_length and all(len(ids(answer)) > requested for answer in answers)
 
 
 def read_rows(folder: Path) -> Rows:

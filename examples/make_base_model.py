@@ -22,7 +22,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 class BaseModelError(RuntimeError):
-    """Raised when the base model cannot be made; the message says what to do."""
+    """Raised when the base model cannot be made; the message names the remedy."""
 
 
 def is_complete(model_dir: Path) -> bool:
@@ -62,7 +62,7 @@ def convert(gguf: Path, out_dir: Path) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["TQDM_DISABLE"] = "1"
     try:
-        import gguf as _  # noqa: F401  transformers reads GGUF files with it, and says so only in a traceback
+        import gguf as _  # noqa: F401  transformers reads GGUF files with it, and reports it only in a traceback
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     except ImportError as error:

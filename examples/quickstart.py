@@ -101,7 +101,7 @@ class Stack:
     def train(self, call: str, body: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
         """Submit one job, follow it with a progress bar, and return its last status.
 
-        A job that is interrupted here is cancelled, so that it does not go on training unseen.
+        A job that is interrupted here is cancelled, so that it does not continue training unseen.
         """
         uuid = body["job_uuid"]
         self.call("POST", f"/v1/post-training/{call}", options, json=body)
@@ -197,7 +197,7 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
 
 
 def report(scores: dict[str, dict[str, float]]) -> None:
-    """The table at the end: one row a measure (score.py says what each means), one column a model."""
+    """The table at the end: one row a measure (score.py describes each), one column a model."""
     print("\nHeld-out scores (share of answers, greedy)")
     print(f"{'':28}" + "".join(f"{title:>14}" for title in scores))
     for measure in next(iter(scores.values())):
@@ -276,7 +276,7 @@ def main() -> None:
         print("\n== The same DPO job by the training service", flush=True)
         train_on_service(arguments.service_url, dpo_body, dpo_options, dpo_status)
     print(
-        "\nThe model changed as intended. To go on:\n"
+        "\nThe model changed as intended. To continue:\n"
         "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321\n"
         "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/tutorials)\n"
         "  examples/quickstart.py                         the requests that were just made, to copy from\n"

@@ -8,7 +8,12 @@ __version__ = "0.1.0"
 
 
 async def get_provider_impl(config: Any, deps: dict[Any, Any]) -> Any:
-    """Llama Stack's factory for an inline provider (`config` is our `TrlConfig`, `deps` maps Api to implementation)."""
+    """Build the inline provider: Llama Stack's factory.
+
+    Args:
+        config: our `TrlConfig`.
+        deps: Api to implementation.
+    """
     from .post_training import TrlPostTraining
 
     provider = TrlPostTraining(config, deps)

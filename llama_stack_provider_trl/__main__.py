@@ -1,6 +1,6 @@
-"""`python -m llama_stack_provider_trl`: look at the jobs of a data directory, pause, resume and cancel them.
+"""`python -m llama_stack_provider_trl`: lists the jobs of a data directory, pauses, resumes and cancels them.
 
-Works on the job database itself, so it needs no running Llama Stack; where one supervises, it acts within a second.
+It works on the job database itself and needs no running Llama Stack; a supervisor reacts within a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .stack.responses import status_response
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 with a sentence on standard error."""
+    """Run a command. Returns the exit status: 0, or 1 with a sentence on standard error."""
     options = _parser().parse_args(arguments)
     database = options.data_dir.expanduser() / DATABASE
     try:
@@ -54,8 +54,8 @@ def _run(store: Store, options: argparse.Namespace) -> None:
 
 def _line(job: JobRecord) -> str:
     progress = f"{job.progress.step}/{job.progress.total_steps or '?'}"
-    told = job.detail or job.message.partition("\n")[0]
-    return "  ".join([job.job_uuid, job.state.value, f"step {progress}", f"attempt {job.attempt}", told]).rstrip()
+    detail = job.detail or job.message.partition("\n")[0]
+    return "  ".join([job.job_uuid, job.state.value, f"step {progress}", f"attempt {job.attempt}", detail]).rstrip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,7 +35,7 @@ class EngineSettings(JobSettings):
     """Processes that a training may have; more ends it. null: no limit."""
 
     blob_retention: float | None = Field(604800.0, ge=3600)
-    """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: for ever."""
+    """Seconds (7 days) for which rows that no job and no registered dataset refers to are kept; null: forever."""
 
     @field_validator("train_python", mode="before")
     @classmethod

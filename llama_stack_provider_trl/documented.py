@@ -1,4 +1,4 @@
-"""Models whose fields are described by the strings below them, in the schemas that they give."""
+"""Models whose schemas describe fields by the strings below them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic_core import CoreSchema
 
 
 class Documented(BaseModel):
-    """The strings are read when somebody asks for a schema. pydantic's `use_attribute_docstrings` reads them when the
-    class is made, which takes 0.3 s of CPU time at every start of Llama Stack."""
+    """The strings are read when a schema is requested. pydantic's `use_attribute_docstrings` reads them at the
+    definition of the class, which takes 0.3 s of CPU time at every start of Llama Stack."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

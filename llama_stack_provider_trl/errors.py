@@ -11,7 +11,7 @@
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
     `-- JobFailure (RuntimeError)          raised in a training process; becomes the job's failure reason
 
-A message says what was found, what was expected, and what to do next.
+A message states what was found, what was expected, and what to do next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 class TrlError(Exception):
     """Base of every error that this project raises on purpose.
 
-    Survives pickling, whatever the arguments of a subclass are: ranks and worker processes exchange errors that way.
+    Every subclass survives pickling, with any arguments: ranks and worker processes exchange errors that way.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -33,12 +33,12 @@ class TrlError(Exception):
 
 
 class InvalidRequest(TrlError, ValueError):
-    """Raised when a request cannot be honoured as it stands.
+    """Raised when a request cannot be honoured.
 
     Args:
         field: dotted path of the offending field, such as `training_config.data_config.packed`.
         value: what was found there.
-        hint: the nearest thing that works, as a full sentence.
+        hint: the nearest supported value, as a full sentence.
     """
 
     def __init__(self, field: str, value: Any, hint: str) -> None:
@@ -73,14 +73,14 @@ class LimitReached(TrlError, RuntimeError):
 
 
 class StoreError(TrlError, RuntimeError):
-    """Raised when the job database or a dataset cannot be opened or written; says which file and why."""
+    """Raised when the job database or a dataset cannot be opened or written; names the file and the reason."""
 
     status_code = 500
-    """Llama Stack shows the text of an error that carries its own status; of others it says "unexpected"."""
+    """Its own status: Llama Stack shows the text of an error that carries one, and "unexpected" for others."""
 
 
 class ServiceUnreachable(TrlError, ConnectionError):
-    """Raised when the training service cannot be reached, falls silent, or is something else; names its URL.
+    """Raised when the training service cannot be reached, stops answering, or is another program; names its URL.
 
     Llama Stack answers a ConnectionError with 502 and its text.
     """
@@ -98,13 +98,14 @@ class ServiceRefusal(TrlError, RuntimeError):
         url: address of the service.
         status: HTTP status of its answer.
         detail: its sentence.
-        of_token: what to say of the token where that was refused.
+        of_token: advice about the token where that was refused.
     """
 
     THEIRS = frozenset({400, 404, 409})
-    """What is wrong with the request itself: the service's sentence says all there is to say."""
+    """The request itself is wrong: the service's sentence is complete."""
     PASSED_ON = frozenset({*THEIRS, 413, 429, 503, 507})
-    """Of the others, a wrong token for instance, a client of Llama Stack must not think that it is its own."""
+    """Statuses that Llama Stack passes on. Others, such as a wrong token, concern the adapter and not its client:
+    502."""
     OF_TOKEN = "The token is TRL_SERVICE_TOKEN, in Llama Stack the `api_token` of remote::trl_remote"
 
     def __init__(self, url: str, status: int, detail: str, of_token: str = OF_TOKEN) -> None:
@@ -116,12 +117,12 @@ class ServiceRefusal(TrlError, RuntimeError):
 
     @property
     def status_code(self) -> int:
-        """What Llama Stack answers."""
+        """The status of Llama Stack's answer."""
         return self.status if self.status in self.PASSED_ON else 502
 
 
 class JobFailure(TrlError, RuntimeError):
-    """Raised inside a training process when the job cannot go on.
+    """Raised inside a training process when the job cannot continue.
 
     Args:
         reason: a value of `specs.events.Reason`.
@@ -143,7 +144,7 @@ def _unpickled(kind: type[TrlError], args: tuple[Any, ...], state: dict[str, Any
 def is_exhausted(error: BaseException | None) -> bool:
     """Whether an error, or one that caused it, is a lack of file descriptors, memory or processes.
 
-    Such an error is about this process at this moment, and never about the file or the job that it was busy with.
+    Such an error concerns this process at this moment, and never the file or the job at hand.
     """
     seen = 0
     while error is not None and seen < 20:

@@ -1,7 +1,7 @@
-"""Points at which a test can stop, kill or slow down a process of the product. Without TRL_FAULTS nothing happens.
+"""Points at which a test can stop, kill or slow down a process of the product. They have no effect without TRL_FAULTS.
 
 TRL_FAULTS names a directory. A test arms the point `step-3` by a file of that name whose text is an action; the first
-process that comes by takes it (the file becomes `step-3.taken`) and acts, once, whoever comes by later. The points are
+process that reaches the point takes it (the file becomes `step-3.taken`) and acts. It acts once only. The points are
 the calls of `reach` in the recipes, the runner and the supervisor; tests/README.md lists them.
 """
 
@@ -17,11 +17,11 @@ VARIABLE = "TRL_FAULTS"
 
 
 def reach(point: str) -> None:
-    """Act on what a test armed for `point`.
+    """Act on the fault that a test has armed for `point`.
 
-    `kill`: SIGKILL to this process. `stop`: SIGSTOP. `stall`: sleep for ever. `hold`: wait for a file `<point>.go`.
-    `delay SECONDS`. `full`: raise what a full disk raises. `error`: raise RuntimeError. `memory`: raise MemoryError.
-    `exit STATUS`: leave at once.
+    `kill`: SIGKILL to this process. `stop`: SIGSTOP. `stall`: sleep forever. `hold`: wait for a file `<point>.go`.
+    `delay SECONDS`. `full`: raise the error of a full disk. `error`: raise RuntimeError. `memory`: raise MemoryError.
+    `exit STATUS`: exit immediately.
     """
     directory = os.environ.get(VARIABLE)
     if directory:

@@ -1,3 +1,3 @@
-"""The import path of `ProviderData` that provider files name (`provider_data_validator`), those of users among them."""
+"""The import path of `ProviderData` in provider files (`provider_data_validator`), those of users included."""
 
 from .requests.options import ProviderData as ProviderData

@@ -34,7 +34,7 @@ from .stack.responses import (
 
 
 class TrlPostTraining(SubmittingCalls):
-    """The provider object inside Llama Stack. Training happens in processes of its own; this imports no torch."""
+    """The provider object inside Llama Stack. Training runs in processes of its own; this imports no torch."""
 
     def __init__(self, config: TrlConfig, deps: dict[Any, Any]) -> None:
         self.deps = deps
@@ -58,11 +58,11 @@ class TrlPostTraining(SubmittingCalls):
         )
 
     async def initialize(self) -> None:
-        """Start supervising. A thread, not a task: the event loop of this call is closed before the first request."""
+        """Start to supervise, in a thread: the event loop of this call is closed before the first request."""
         self.supervisor.start()
 
     async def shutdown(self) -> None:
-        """Stop supervising; trainings go on and are taken up at the next start."""
+        """Stop supervising; trainings continue and are resumed at the next start."""
         await asyncio.to_thread(self.supervisor.stop)
         self.store.close()
 
@@ -74,7 +74,7 @@ class TrlPostTraining(SubmittingCalls):
 
     @answers_clearly
     async def get_training_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """How a job stands; `resources_allocated` holds progress, effective configuration, warnings and errors."""
+        """The status of a job; `resources_allocated` holds progress, effective configuration, warnings and errors."""
         return await asyncio.to_thread(self._status, job_uuid)
 
     @answers_clearly
@@ -97,7 +97,7 @@ class TrlPostTraining(SubmittingCalls):
         return artifacts_response(self.store.get(job_uuid), self.store.checkpoints(job_uuid))
 
     async def _submit(self, request: Request) -> PostTrainingJob:
-        """Answer only when the job is stored: from then on nothing can lose it."""
+        """Answer only when the job is stored: nothing can lose it afterwards."""
         options = ProviderOptions.parse(self._trl_options())
         if await submit(request, options, request.digest(options), self.settings, self.store, self._dataset):
             self.supervisor.wake()

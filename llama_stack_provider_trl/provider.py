@@ -1,4 +1,4 @@
-"""Registration: `module: llama_stack_provider_trl` in run.yaml makes Llama Stack import this and ask for the spec."""
+"""Registration: Llama Stack imports this for `module: llama_stack_provider_trl` in run.yaml and reads the spec."""
 
 from .stack.compat import ProviderSpec, inline_spec
 
@@ -9,7 +9,7 @@ def get_provider_spec() -> ProviderSpec:
     return inline_spec(
         module=package,
         config_class=f"{package}.config.TrlConfig",
-        # Not `train`: 0.2 admits no library that trains, and where it is missing the provider says so when it starts.
+        # Not `train`: 0.2 admits no library that trains; where it is missing the provider reports it at its start.
         pip_packages=[f"{package}[stack]"],
         validator=f"{package}.options.ProviderData",
     )

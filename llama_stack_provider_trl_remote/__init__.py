@@ -6,7 +6,12 @@ from typing import Any
 
 
 async def get_adapter_impl(config: Any, deps: dict[Any, Any]) -> Any:
-    """Llama Stack's factory for a remote provider (`config`: `TrlRemoteConfig`; `deps`: Api to implementation)."""
+    """Build the adapter: Llama Stack's factory for a remote provider.
+
+    Args:
+        config: `TrlRemoteConfig`.
+        deps: Api to implementation.
+    """
     from .adapter import TrlRemotePostTraining
 
     return TrlRemotePostTraining(config, deps)

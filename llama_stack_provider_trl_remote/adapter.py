@@ -1,4 +1,4 @@
-"""`remote::trl_remote`: Llama Stack's six post-training calls, answered by the training service.
+"""`remote::trl_remote`: forwards Llama Stack's six post-training calls to the training service.
 
 No `from __future__ import annotations` here: Llama Stack up to 0.4 builds its HTTP schema from these annotations, and
 strings would turn every POST into a 500.
@@ -28,7 +28,7 @@ from .config import TrlRemoteConfig
 
 
 class TrlRemotePostTraining(SubmittingCalls):
-    """The provider object inside Llama Stack. It keeps nothing: the jobs are the service's."""
+    """The provider object inside Llama Stack. It has no state: the service has the jobs."""
 
     def __init__(self, config: TrlRemoteConfig, deps: dict[Any, Any]) -> None:
         self.deps = deps
@@ -37,7 +37,7 @@ class TrlRemotePostTraining(SubmittingCalls):
         self.client = ServiceClient(config.url, token, timeouts)
 
     async def shutdown(self) -> None:
-        """Nothing to do: no connection is kept, and the service goes on."""
+        """Nothing to do: no connection is kept, and the service continues."""
 
     @answers_clearly
     async def get_training_jobs(self) -> ListPostTrainingJobsResponse:
@@ -46,7 +46,7 @@ class TrlRemotePostTraining(SubmittingCalls):
 
     @answers_clearly
     async def get_training_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """How a job stands; `resources_allocated` holds progress, effective configuration, warnings and errors."""
+        """The status of a job; `resources_allocated` holds progress, effective configuration, warnings and errors."""
         return self._parsed(PostTrainingJobStatusResponse, await self.client.status(job_uuid))
 
     @answers_clearly
@@ -56,30 +56,30 @@ class TrlRemotePostTraining(SubmittingCalls):
 
     @answers_clearly
     async def get_training_job_artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
-        """Every complete checkpoint of a job; its paths are on the service's machine."""
+        """Every complete checkpoint of a job; its paths are valid on the service's machine."""
         return self._parsed(PostTrainingJobArtifactsResponse, await self.client.artifacts(job_uuid))
 
     async def _submit(self, request: SupervisedFineTuneRequest | PreferenceOptimizeRequest) -> PostTrainingJob:
-        # Without the nulls that this call's own signature adds, the same body sent to 8322 directly is the same job.
+        # The nulls that this call's own signature adds are left out: the same body sent to 8322 is then the same job.
         fields = request.model_dump(mode="json", exclude_unset=True)
         body = {name: value for name, value in fields.items() if value is not None}
         if (options := self._trl_options()) is not None:
             body["provider_options"] = options
-        # A repeated POST gets its job back, or its conflict, even when its dataset is gone by now.
+        # A repeated POST returns its job or its conflict, even when its dataset has been deleted since.
         if not await self.client.holds(request.job_uuid):
             body["dataset_digests"] = await self._upload_datasets(request)
         path = SUPERVISED_FINE_TUNE if isinstance(request, SupervisedFineTuneRequest) else PREFERENCE_OPTIMIZE
         return self._parsed(PostTrainingJob, await self.client.submit(path, body))
 
     async def _upload_datasets(self, request: SupervisedFineTuneRequest | PreferenceOptimizeRequest) -> dict[str, str]:
-        """Give the service the rows that a request names, as far as it does not have them: dataset id -> digest."""
+        """Upload the rows of a request that the service lacks. Returns dataset id -> digest."""
         data = request.training_config.data_config
         named = (data.dataset_id, data.validation_dataset_id) if data is not None else ()
         names = [name for name in dict.fromkeys(named) if name is not None]
         return {name: await self._upload(name) for name in names if await self._is_ours(name)}
 
     async def _is_ours(self, dataset_id: str) -> bool:
-        """Whether this Llama Stack has the rows; of others, the service does."""
+        """Whether this Llama Stack has the rows; the service has those of other datasets."""
         return True
 
     async def _upload(self, dataset_id: str) -> str:
@@ -97,7 +97,7 @@ class TrlRemotePostTraining(SubmittingCalls):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the answer"
-            found = f"answered something that is no {model.__name__} ({where}: {first['msg']})"
+            found = f"returned an invalid {model.__name__} ({where}: {first['msg']})"
             raise ServiceUnreachable(self.client.url, found, "install the same release on both sides") from error
 
 

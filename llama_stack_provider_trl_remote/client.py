@@ -36,21 +36,22 @@ SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFLIGHT = "/v1/post-training/preflight"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
-"""Bytes per second that an upload may go at."""
+"""Lowest speed of an upload, in bytes per second."""
 SLOWEST_DISK = 32 << 20
-"""Bytes per second at which the service may force an upload to its disk, before it answers."""
+"""Lowest speed at which the service forces an upload to its disk before it answers, in bytes per second."""
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
 _BUSY = (502, 503, 504)
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
-"""What OpenSSL, by version, calls an answer that is plain text."""
+"""OpenSSL's names, by version, for an answer in plain text."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence before the first probe, between two, and how many: some answers may take the service an hour, and
-while we wait for it, a service whose machine is gone is missed after half a minute."""
+"""TCP keepalive: seconds before the first probe, seconds between two, and their number.
+
+Some answers take the service an hour. A service whose machine is gone is noticed after half a minute."""
 
 
 class Timeouts(NamedTuple):
-    """Seconds; `TrlRemoteConfig` documents them."""
+    """Timeouts in seconds; `TrlRemoteConfig` documents them."""
 
     connect: float = 5.0
     read: float = 60.0
@@ -59,28 +60,30 @@ class Timeouts(NamedTuple):
 
 
 class ServiceAnswer(NamedTuple):
-    """What came back, read whole."""
+    """A complete answer."""
 
     status: int
     content_type: str
     body: bytes
     offset: str | None = None
-    """Header Upload-Offset: how much the service has of a file that comes in pieces."""
+    """Header Upload-Offset: bytes that the service has of a file that is sent in parts."""
 
 
 class ServiceClient:
-    """Calls the service. Every request has a connection of its own: nothing is bound to an event loop (Llama Stack
-    closes the one in which it makes its providers), nothing is left to close, and no kept connection goes stale.
+    """Calls the service.
 
-    A request that can be repeated without harm is: after a lost connection or an answer of 502 to 504, once for each of
-    `pauses`. A connection that was refused sent nothing, so then every request is repeated. What timed out is not: the
-    caller has waited long enough. (`submit` alone is: the service may have a large dataset to check.)
+    Every request has a connection of its own. So nothing is bound to an event loop (Llama Stack closes the one in which
+    it creates its providers), nothing has to be closed, and no connection is stale.
+
+    A request that can be repeated without harm is repeated after a lost connection or an answer of 502 to 504, once for
+    each of `pauses`. A refused connection sent nothing, so every request is repeated then. A timeout is not: the caller
+    has waited long enough. The exception is `submit`, since the service may have a large dataset to check.
 
     Args:
         url: address of the service, as `config.checked_url` returns it.
         token: sent as a bearer token.
         pauses: seconds before each repetition.
-        tls: whom to trust at an https address; None: whom the system trusts.
+        tls: trusted certificates for an https address; None: those of the system.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class ServiceClient:
         self._identified = False
 
     async def submit(self, path: str, body: dict[str, Any]) -> Any:
-        """POST a job. Its job_uuid makes it one job, however often it is sent: where the service checks a large dataset
-        before it answers, it is asked again, and goes on with what it has begun."""
+        """POST a job. Its job_uuid makes it one job, however often it is sent. Where the service checks a large dataset
+        before it answers, the POST is repeated, and the service continues the check that it has begun."""
         began = time.monotonic()
         while True:
             try:
@@ -109,9 +112,9 @@ class ServiceClient:
                 waited = time.monotonic() - began
                 if not _fell_silent(error) or waited >= self._timeouts.submit:
                     raise
-                await self.get("/v1/health")  # it lives
-                said = "%s has not answered a job's POST for %.0f s, checking a large dataset takes long: asking again"
-                log.warning(said, self.url, waited)
+                await self.get("/v1/health")  # fails where the service is gone
+                notice = "%s has not answered a POST for %.0f s (checking a large dataset takes long): repeating it"
+                log.warning(notice, self.url, waited)
 
     async def get(self, path: str, **params: Any) -> Any:
         """GET a JSON document; parameters that are None are left out."""
@@ -122,8 +125,8 @@ class ServiceClient:
         return answer.body.decode(errors="replace")
 
     async def post(self, path: str, body: Any = None) -> Any:
-        """POST something that must not happen twice."""
-        # Without a body aiohttp would call it application/octet-stream, which the service refuses.
+        """POST a request that must not be repeated."""
+        # Without a body aiohttp would declare application/octet-stream, which the service refuses.
         return _json(self.url, await self._call("POST", path, json={} if body is None else body))
 
     async def delete(self, path: str) -> None:
@@ -148,10 +151,10 @@ class ServiceClient:
         return True
 
     async def put_blob(self, sha256: str, file: Path) -> None:
-        """Upload a file, in pieces."""
+        """Upload a file in parts."""
         size = file.stat().st_size
         total, read = self._timeouts.total + size / SLOWEST_UPLOAD, self._timeouts.read + size / SLOWEST_DISK
-        # 100-continue: a body that is too large is refused before it is sent, and the refusal then arrives for sure.
+        # 100-continue: a body that is too large is refused before it is sent, so the refusal always arrives.
         more = {"headers": {"Content-Type": "application/x-ndjson"}, "expect100": True, "total": total, "read": read}
         await self._call("PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, **more)
 
@@ -167,17 +170,17 @@ class ServiceClient:
 
     @asynccontextmanager
     async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """A file from byte `start` on: (where the service really begins, the bytes). It may begin at 0 again."""
+        """A file from byte `start` on: (the byte at which the service begins, the bytes). It may begin at 0 again."""
         await self._identify()
         headers = {"Range": f"bytes={start}-"} if start else {}
-        # 0 is no limit: how long a file takes is between the disk and the network.
+        # 0 is no limit: the time for a file depends on disk and network.
         async with self._open("GET", path, total=0, headers=headers) as response:
             if response.status not in (200, 206):
                 raise self._refusal(path, await _read(response))
             yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
 
     async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> ServiceAnswer:
-        """One answer that is no error, after as many tries as the request permits."""
+        """Send a request until its answer is no error, as often as the request permits."""
         await self._identify()
         return await self._tries(method, path, repeat=repeat, **request)
 
@@ -188,7 +191,7 @@ class ServiceClient:
                 if answer.status < 300:
                     return answer
                 error: Exception = self._refusal(path, answer)
-                # A request over a rate limit had no effect, so it can be sent again whatever it is.
+                # A request over a rate limit had no effect, so every request can be repeated.
                 again = (repeat and answer.status in _BUSY) or answer.status == 429
             except ServiceUnreachable as unreachable:
                 error = unreachable
@@ -210,7 +213,7 @@ class ServiceClient:
     async def _open(
         self, method: str, path: str, *, total: float | None = None, read: float | None = None, **request: Any
     ) -> AsyncIterator[ClientResponse]:
-        """One request; whatever keeps its answer from arriving becomes a ServiceUnreachable."""
+        """Send one request; every failure to receive its answer becomes a ServiceUnreachable."""
         connect, usual_read, usual, _ = self._timeouts
         read = usual_read if read is None else read
         timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
@@ -219,16 +222,14 @@ class ServiceClient:
                 ClientSession(
                     headers=self._headers, timeout=timeout, connector=TCPConnector(socket_factory=_watched_socket)
                 ) as session,
-                # Redirects would carry the token to whoever they name.
+                # Redirects would carry the token to the host that they name.
                 session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
             ):
                 yield response
         except ConnectionTimeoutError as error:
-            raise ServiceUnreachable(self.url, f"took no connection within {connect:g} s") from error
+            raise ServiceUnreachable(self.url, f"accepted no connection within {connect:g} s") from error
         except TimeoutError as error:
-            advice = (
-                "ask again (a job that is posted again is the same job), or raise the timeouts of remote::trl_remote"
-            )
+            advice = "repeat it (a repeated POST of a job is the same job), or raise the timeouts of remote::trl_remote"
             found = f"has not answered {method} {path} within {min(read, timeout.total or read):g} s"
             raise ServiceUnreachable(self.url, found, advice) from error
         except ClientConnectorCertificateError as error:
@@ -241,20 +242,22 @@ class ServiceClient:
                 raise ServiceUnreachable(
                     self.url, found, "name it with http://, or give it tls_cert and tls_key"
                 ) from error
-            found, advice = f"takes no TLS connection ({_reason(error)})", "compare the TLS settings of both machines"
+            found, advice = f"accepts no TLS connection ({_reason(error)})", "compare the TLS settings of both machines"
             raise ServiceUnreachable(self.url, found, advice) from error
         except ClientConnectorError as error:
-            raise ServiceUnreachable(self.url, f"takes no connection ({_reason(error)})") from error
+            raise ServiceUnreachable(self.url, f"accepts no connection ({_reason(error)})") from error
         except ClientError as error:
-            found, advice = f"broke off {method} {path} ({_reason(error)})", "look into its log; it may be restarting"
+            found, advice = f"broke off {method} {path} ({_reason(error)})", "read its log; it may be restarting"
             if not self._identified and self.url.lower().startswith("http://"):
-                # A server with TLS hangs up on a request in the clear.
+                # A server with TLS closes the connection on a request in plain text.
                 advice += ", or it may want https://"
             raise ServiceUnreachable(self.url, found, advice) from error
 
     async def _identify(self) -> None:
-        """Make sure, once, that a training service is what listens: Llama Stack itself serves some of its paths, and
-        an adapter that was pointed at its own Llama Stack would call itself without end."""
+        """Check once that a training service is listening.
+
+        Llama Stack serves some of its paths too, and an adapter with the URL of its own Llama Stack would call itself
+        forever."""
         if self._identified:
             return
         answer = await self._tries("GET", "/v1/health", repeat=True)
@@ -278,7 +281,8 @@ class ServiceClient:
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """For an entry of getaddrinfo. Linux; macOS names the first option otherwise, and keeps its two hours."""
+    """TCP keepalive for an entry of getaddrinfo, on Linux. macOS has another name for the first option, and keeps its
+    two hours."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -314,7 +318,7 @@ def _json(url: str, answer: ServiceAnswer) -> Any:
 
 
 def _detail(answer: ServiceAnswer) -> str:
-    """The sentence of an error answer; the beginning of its text where there is none."""
+    """The message of an error answer; the beginning of its text where it has none."""
     try:
         body = json.loads(answer.body)
         detail = body["detail"]
@@ -333,7 +337,7 @@ def _refused_connection(error: ServiceUnreachable) -> bool:
 
 
 def _fell_silent(error: ServiceUnreachable) -> bool:
-    """It took the connection, and then said nothing."""
+    """Whether the service accepted the connection and then sent nothing."""
     return _timed_out(error) and not isinstance(error.__cause__, ConnectionTimeoutError)
 
 
@@ -344,9 +348,9 @@ def _timed_out(error: ServiceUnreachable) -> bool:
 def _reason(error: ClientError) -> str:
     cause = getattr(error, "os_error", error)
     if isinstance(cause, ssl.SSLError) and cause.reason:
-        # Its errno is no number of the system: 1 would be "Operation not permitted".
+        # Its errno is not the system's: 1 would be "Operation not permitted".
         return cause.reason.replace("_", " ").lower()
     number = getattr(cause, "errno", None) or 0
-    # asyncio's own text is "Connect call failed"; name resolution has negative numbers and good texts.
+    # asyncio's own text is "Connect call failed"; errors of name resolution have negative numbers and clear texts.
     text = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause)
     return text or type(cause).__name__

@@ -14,7 +14,7 @@ DEFAULT_URL = "http://127.0.0.1:8322"
 
 
 def checked_url(url: str) -> str:
-    """A service's address without a trailing slash or `/v1`.
+    """Validate a service's address. Returns it without a trailing slash or `/v1`.
 
     Raises:
         ValueError: it is not an http(s) URL, or carries a user name, a query or a fragment.
@@ -32,36 +32,34 @@ def checked_url(url: str) -> str:
 
 
 def checked_token(token: str | None) -> str | None:
-    """A token without white space around it (a file's last line has an end); None: there is none.
+    """A token without surrounding white space (a file's last line ends with a newline); None: there is none.
 
     Raises:
         ValueError: no HTTP header can carry it.
     """
     found = (token or "").strip()
     if not found.isprintable():
-        raise ValueError(
-            "the token has a character in it that cannot be printed, such as a line's end: give it as one line"
-        )
+        raise ValueError("the token has a character that cannot be printed, such as a newline: set it as one line")
     return found or None
 
 
 class TrlRemoteConfig(Documented):
-    """What `remote::trl_remote` needs. Other keys belong to the service, which refuses those that it does not know."""
+    """Settings of the adapter. Other keys belong to the service, which refuses unknown ones."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     url: str = DEFAULT_URL
     """Address of the service."""
     api_token: SecretStr | None = Field(None, validation_alias=AliasChoices("api_token", "token"))
-    """Sent with every request. Llama Stack hides a key of this name in its log and answers, `token` it shows."""
+    """Token of every request. Llama Stack hides a key of this name in its log and answers, but shows `token`."""
     connect_timeout: float = Field(5.0, gt=0, lt=math.inf)
     """Seconds to wait for a connection."""
     read_timeout: float = Field(60.0, gt=0, lt=math.inf)
-    """Seconds that the service may be silent while its answer is awaited."""
+    """Seconds without data after which the wait for an answer ends."""
     total_timeout: float = Field(120.0, gt=0, lt=math.inf)
-    """Seconds that one request may take; uploads get a second more for every MiB."""
+    """Seconds that one request may take; an upload has a further second for every MiB."""
     submit_timeout: float = Field(900.0, gt=0, lt=math.inf)
-    """Seconds that the service may take to check the datasets of a job; it is asked again meanwhile."""
+    """Seconds that the service may take to check the datasets of a job; the POST is repeated meanwhile."""
 
     @field_validator("url", mode="before")
     @classmethod

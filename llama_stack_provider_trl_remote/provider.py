@@ -1,4 +1,4 @@
-"""Registration: `module: llama_stack_provider_trl_remote` in run_fsdp.yaml makes Llama Stack ask this for the spec."""
+"""Registration: Llama Stack reads the spec here, for `module: llama_stack_provider_trl_remote` in run_fsdp.yaml."""
 
 from llama_stack_provider_trl.stack.compat import ProviderSpec, remote_spec
 

@@ -1,4 +1,4 @@
-"""Downloading a checkpoint: resumed where it stopped, verified, and put in place in one step."""
+"""Downloads a checkpoint: resumed where it stopped, verified, and made visible in one step."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ _TRIES = 5
 
 
 class OtherBytes(ServiceUnreachable):
-    """Raised when the service sends something else than it announced, a second time too."""
+    """Raised when the service sends other bytes than it announced, the second time too."""
 
 
-async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, say: Callable[[str], None]) -> str:
+async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, note: Callable[[str], None]) -> str:
     """Download a checkpoint into `target`, which appears when it is complete.
 
-    Until then the files are in a directory beside it; called again, it goes on with what is there.
+    Until then the files are in a directory beside it; a further call continues with them.
 
     Args:
         name: the identifier, or its end: `final`, `merged`, `checkpoint-100`.
-        say: told of each file.
+        note: receives a line for each file.
 
     Returns:
         The checkpoint's identifier.
 
     Raises:
         InvalidRequest: there is no such checkpoint, or `target` exists.
-        ServiceUnreachable: the service has gone away; call again when it is back.
+        ServiceUnreachable: the service cannot be reached; call again when it is back.
     """
     if target.exists():
-        raise InvalidRequest("DIR", str(target), "it exists already; name a new directory.")
+        raise InvalidRequest("DIR", str(target), "it exists already: name a new directory.")
     identifier = _chosen(await client.get(job_path(job_uuid, "/checkpoints")), name)
     root = job_path(job_uuid, f"/checkpoints/{quote(identifier, safe='')}")
     files = (await client.get(root))["files"]
-    # Named after its content: what another checkpoint has left behind is not taken for this one's.
+    # Named after its content, so that the rest of another checkpoint is not mistaken for this one's.
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
     staging = target.with_name(f".{target.name}.{digest}.pulling")
     staging.mkdir(parents=True, exist_ok=True)
     for file in files:
         path = resolve_under(staging, file["path"], "checkpoint file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        say(f"{file['path']}  {file['size']:,} bytes")
+        note(f"{file['path']}  {file['size']:,} bytes")
         await fetch(client, f"{root}/files/{quote(file['path'])}", path, file)
     put_in_place(staging, target)
     return identifier
@@ -61,23 +61,23 @@ def _chosen(answer: Any, name: str) -> str:
     for identifier in found:
         if identifier == name or identifier.endswith(f"-{name}"):
             return identifier
-    there = f"there are {', '.join(found)}." if found else "the job has none yet."
+    there = f"the job has {', '.join(found)}." if found else "the job has none yet."
     raise InvalidRequest("--checkpoint", name, there)
 
 
 async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
-    """One file, as far as it is not there; a second time from its beginning where what was there was damaged.
+    """Download the missing part of one file; where the present part was damaged, all of it.
 
     Args:
         file: its `path` (for a sentence), `size` (None: not known) and `sha256`, as the service lists them.
 
     Raises:
-        ServiceUnreachable: the service has gone away.
+        ServiceUnreachable: the service cannot be reached.
         OtherBytes.
     """
     for last_chance in (False, True):
         resumed = await _complete(client, url, path, file["size"])
-        # Of gigabytes it takes longer than a node may be silent.
+        # In a thread: the digest of gigabytes takes longer than a node's deadline.
         if await asyncio.to_thread(_sha256, path) == file["sha256"]:
             return
         path.unlink()
@@ -88,7 +88,7 @@ async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any
 
 
 async def _complete(client: ServiceClient, url: str, path: Path, size: int | None) -> bool:
-    """Append what is missing; whether something was there before."""
+    """Append the missing part. Returns whether there was a part before."""
     resumed = path.exists()
     for further in reversed(range(_TRIES)):
         have = path.stat().st_size if path.exists() else 0
@@ -102,7 +102,7 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
             if size is None:
                 break
         except ServiceRefusal as error:
-            if size is not None or error.status != 416:  # else all of it was there
+            if size is not None or error.status != 416:  # otherwise the file is complete
                 raise
             break
         except ServiceUnreachable:

@@ -1,9 +1,8 @@
-"""The messages between a worker node and the service. Plain models; both ends import them and nothing else of the
-other.
+"""Messages between a worker node and the service. Plain models, the only module that both ends share.
 
-The node always calls. Only the service's port is open to it, and nothing listens on a node but the ranks themselves
-and, for a moment, the probe. Events, logs and files of checkpoints are sent in pieces that name their offset. The
-answer's header Upload-Offset has the size that the service has then, with 409 where a piece did not fit.
+The node always calls. Only the service's port has to be open to it. On a node only the ranks listen and, before them,
+the probe. Events, logs and files of checkpoints are sent in parts with their offset. The answer's header Upload-Offset
+has the size of the service's file then, with 409 where a part did not fit.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
-"""A node's name: what a host name may be."""
+"""A node's name: any host name."""
 POLL_SECONDS = 5.0
-"""How long the service keeps a poll for which it has nothing new."""
+"""Seconds for which the service keeps a poll open without news."""
 SILENCE = 15.0
 """Seconds without a call after which a node counts as absent, and its tasks start elsewhere."""
 LEASE = 600.0
-"""Seconds without an answer after which a node ends its tasks by itself and frees their devices."""
+"""Seconds without an answer after which a node ends its tasks itself and frees their devices."""
 GIVEN = "resume-from"
-"""Identifier, on the checkpoint routes, of a job's own copy of the other job's checkpoint that it begins with."""
+"""Identifier, on the checkpoint routes, of a job's own copy of the checkpoint of another job that it resumes from."""
 VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
-"""Packages that must be the same on every node of a job; of torch, the public part (2.13.0, not +cu126)."""
+"""Packages whose versions must be equal on every node of a job; for torch, the public part (2.13.0, not +cu126)."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
 MOST_KEPT = 20
-"""Jobs that a poll names (`?kept=`): those of which the node has files and no task."""
+"""Jobs that a poll names (`?kept=`): those with files on the node and no task."""
 MOST_TEXT = 8192
-"""Characters of a sentence in a report."""
+"""Characters of a text in a report."""
 MOST_JSON = 1 << 18
-"""Characters of an observation, or of a `failed` event, as JSON. A training reserves 20 KiB for its last ones."""
+"""Characters of an observation, or of a `failed` event, as JSON. A training reserves 20 KiB for its final events."""
 _MOST_BYTES = 2**53
-"""What every JSON parser reads exactly."""
+"""The largest integer that every JSON parser reads exactly."""
 
 _Id = Annotated[str, StringConstraints(max_length=200)]
 _Short = Annotated[str, StringConstraints(max_length=64)]
@@ -43,7 +42,7 @@ _Short = Annotated[str, StringConstraints(max_length=64)]
 
 def _small(value: dict[str, Any]) -> dict[str, Any]:
     if (size := len(json.dumps(value))) > MOST_JSON:
-        raise ValueError(f"it has {size} characters as JSON, at most {MOST_JSON} are taken")
+        raise ValueError(f"it has {size} characters as JSON, expected at most {MOST_JSON}")
     return value
 
 
@@ -58,29 +57,30 @@ class DeviceReport(_Message):
     name: str = Field(pattern=r"^(cpu|mps|cuda:\d{1,3})$")
     """cpu, mps or cuda:N."""
     memory_bytes: int | None = Field(None, ge=0, le=_MOST_BYTES)
-    """Of a GPU; None: unknown, or the machine's own memory."""
+    """Memory of a GPU; None: unknown, or the machine's own memory."""
     model: str = Field("", max_length=200)
-    """Such as `NVIDIA H100`."""
+    """Model, such as `NVIDIA H100`."""
 
 
 class NodeReport(_Message):
-    """What a machine is, as it joins; sent anew when it changes."""
+    """Description of a machine, sent when it joins and when it changes."""
 
     name: str = Field(pattern=NAME)
     machine_id: _Id
-    """Of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one share it."""
+    """Identifier of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one
+    share it."""
     boot_id: _Id
     agent_id: _Id = ""
-    """Of the agent's data directory: two on one machine are not each other."""
+    """Identifier of the agent's data directory: it distinguishes two agents on one machine."""
     address: _Short
-    """Literal IP address at which other nodes reach this one: that of its connection to the service, or
+    """Literal IP address at which other nodes reach this one: the local address of its connection to the service, or
     TRL_NODE_ADDRESS. Never a loopback address."""
     cpus: int = Field(gt=0, le=2**20)
     memory_bytes: int = Field(gt=0, le=_MOST_BYTES)
     disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
     devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=64)
     versions: dict[_Short, _Short] = Field(max_length=32)
-    """Of VERSIONS and of python, trl, transformers, peft; "" where it is not installed."""
+    """Versions of VERSIONS and of python, trl, transformers, peft; "" where one is not installed."""
     models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
     """Model ids in its local cache."""
     labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)
@@ -94,8 +94,8 @@ class Joined(_Message):
     """Name of the service's machine."""
     version: str
     credential: str = Field("", repr=False)
-    """Sent as the bearer token of every call from now on, also to join anew. The one before it is valid until this one
-    was used. Empty: the caller keeps what it has sent."""
+    """Bearer token of every call from now on, also to join again. The one before it is valid until this one was used.
+    Empty: the caller keeps its token."""
 
 
 class Peer(_Message):
@@ -104,11 +104,11 @@ class Peer(_Message):
     node: str
     address: str
     port: int
-    """Where it listens for the probe; rank 0's node: where the ranks meet."""
+    """Port at which it listens for the probe; for rank 0's node: the rendezvous port of the ranks."""
 
 
 class Stage(StrEnum):
-    """How far the service wants a task to be. A node enters them in this order, and only when ordered to."""
+    """Stages of a task. A node enters them in this order, and only when ordered to."""
 
     prepare = "prepare"
     """Fetch rows and the checkpoint to resume from, then listen at a port of the range."""
@@ -117,11 +117,11 @@ class Stage(StrEnum):
     run = "run"
     pause = "pause"
     stop = "stop"
-    """End it and forget it. Every later call about it is answered with 410."""
+    """End the task and delete it. Every later call about it is answered with 410."""
 
 
 class TaskOrder(_Message):
-    """One task as the service wants it."""
+    """An order for one task."""
 
     task_id: str
     job_uuid: str
@@ -130,12 +130,12 @@ class TaskOrder(_Message):
     node_rank: int = 0
     nodes: int = 1
     ranks: int = 1
-    """On this node; as many on each of the others."""
+    """Ranks on this node, and on each of the others."""
     devices: tuple[str, ...]
     spec: dict[str, Any]
-    """The AttemptSpec, with the service's paths: the node puts its own in their place."""
+    """The AttemptSpec, with the service's paths: the node replaces them by its own."""
     ports: tuple[int, int] = (29500, 100)
-    """The first port at which ranks may meet, and how many there are."""
+    """The first port for a rendezvous, and the number of ports."""
     master: Peer | None = None
     """Rank 0's node; known from `probe` on."""
     peers: tuple[Peer, ...] = ()
@@ -143,8 +143,8 @@ class TaskOrder(_Message):
     time_limit: float | None = None
     hang_timeout: float | None = None
     shared_mark: str = ""
-    """Path of a file that the service has made in the job's checkpoint directory. A node that finds it there, with the
-    task id as its text, sees the same file system: checkpoints go straight there."""
+    """Path of a file that the service has created in the job's checkpoint directory. A node that finds it there, with
+    the task id as its text, shares the file system: it writes checkpoints there directly."""
 
 
 class StageProgress(StrEnum):
@@ -156,58 +156,58 @@ class StageProgress(StrEnum):
 
 
 class TaskReport(_Message):
-    """One task as the node sees it."""
+    """A node's report of one task."""
 
     task_id: _Id
     stage: Stage
-    """The last one that was ordered."""
+    """The last stage that was ordered."""
     progress: StageProgress
     detail: str = Field("", max_length=MOST_TEXT)
-    """What it does at the moment: `fetches checkpoint-6 (120 of 512 MiB)`."""
+    """Current work: `fetches checkpoint-6 (120 of 512 MiB)`."""
     error: str = Field("", max_length=MOST_TEXT)
-    """Why the stage failed, and what to do about it."""
+    """Why the stage failed, and the remedy."""
     lasting: bool = False
     """The stage fails again for this job until something on the node is changed."""
     port: int | None = Field(None, ge=0, le=65535)
-    """Where it listens, once prepared."""
+    """Port at which it listens, once prepared."""
     observation: _SmallJson | None = None
-    """`launch.base.Observation` as a dict, once it was started."""
+    """`launch.base.Observation` as a dict, once the task was started."""
     failed: _SmallJson | None = None
     """A `failed` event that a rank of a node without rank 0 has written."""
     shipped: bool = False
-    """All events, logs and checkpoints of the task are with the service; nothing more will come."""
+    """Whether the service has all events, logs and checkpoints of the task."""
 
 
 class Poll(_Message):
-    """`POST /v1/nodes/{name}/poll`: what the node has, and what it knows already."""
+    """`POST /v1/nodes/{name}/poll`: the node's reports, and the orders that it has."""
 
     boot_id: _Id
     agent_id: _Id = ""
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
-    """`Orders.revision` of the last answer: an answer comes at once if there is another, else after POLL_SECONDS."""
+    """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 
 
 class Orders(_Message):
-    """The answer: every task that the node is to know. A task that is missing has ended or belongs to another node."""
+    """The answer: every current task of the node. A task that is missing has ended or belongs to another node."""
 
     revision: int
     tasks: tuple[TaskOrder, ...] = ()
     over: tuple[str, ...] = ()
-    """Of the jobs that the poll named as kept, those that have ended. Sent only where there are any: an agent that
-    names none may not know this field."""
+    """Jobs that have ended, among those that the poll named as kept. Left out where there are none: an agent that names
+    none may not know this field."""
 
 
 class CheckpointFileReport(_Message):
     path: str
-    """Relative to the checkpoint."""
+    """Path relative to the checkpoint."""
     size: int = Field(ge=0)
     sha256: str
 
 
 class CheckpointReport(_Message):
-    """`POST /v1/nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}`: asks for it to be put in place. The service
-    answers with the files that it lacks; when it lacks none, the checkpoint is complete there."""
+    """`POST /v1/nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}`: announces a checkpoint. The service answers
+    with the files that it lacks; where it lacks none, the checkpoint is complete there."""
 
     kind: Literal["step", "final", "merged"]
     files: tuple[CheckpointFileReport, ...]
@@ -215,6 +215,6 @@ class CheckpointReport(_Message):
 
 class CheckpointAnswer(_Message):
     missing: tuple[str, ...]
-    """Paths to upload; empty: it is in place."""
+    """Paths to upload; empty: the checkpoint is complete."""
     path: str = ""
-    """Where it is, once in place."""
+    """Its path, once complete."""

@@ -19,31 +19,31 @@ LOCK=.venv.lock
 # shellcheck source=scripts/pythons.sh
 . ./scripts/pythons.sh
 
-# What these hold would leak into every question asked of .venv.
+# What these hold would leak into every call of .venv.
 unset PYTHONHOME PYTHONPATH
 
 main() {
     [ -f "$CONSTRAINTS" ] || die "no constraints file at '$CONSTRAINTS' (from TRL_CONSTRAINTS, relative to $PWD)."
     if up_to_date; then
-        say ".venv is ready."
+        note ".venv is ready."
         return
     fi
     local python
     python="$(find_python)"
     take_lock "$python"
     if up_to_date; then
-        say ".venv was made ready by another call."
+        note ".venv was made ready by another call."
         return
     fi
     reusable "$python" || make_venv "$python"
     install
-    say ".venv is ready."
+    note ".venv is ready."
 }
 
-say() { echo "prepare-env: $*"; }
+note() { echo "prepare-env: $*"; }
 
 die() {
-    say "$*" >&2
+    note "$*" >&2
     exit 1
 }
 
@@ -91,7 +91,7 @@ find_python() {
 take_lock() {
     exec 9>>"$LOCK"
     "$1" -E -S -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null && return
-    say "waiting for another prepare-env.sh in this checkout ..."
+    note "waiting for another prepare-env.sh in this checkout ..."
     "$1" -E -S -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
 }
 
@@ -99,25 +99,25 @@ take_lock() {
 reusable() {
     [ -d .venv ] || return 1
     if [ -s "$LOCK" ]; then
-        say "the last run was interrupted; starting over."
+        note "the last run was interrupted; starting over."
         return 1
     fi
     if [ -f "$STAMP" ] && [ "$(sed -n 1p "$STAMP")" != "$PWD" ]; then
-        say "this checkout was moved; starting over."
+        note "this checkout was moved; starting over."
         return 1
     fi
     if [ -n "${TRL_PYTHON:-}" ] && [ "$(version_of "$1")" != "$(version_of "$VENV_PYTHON")" ]; then
-        say "TRL_PYTHON is Python $(version_of "$1"), .venv is another; starting over."
+        note "TRL_PYTHON is Python $(version_of "$1"), .venv is another; starting over."
         return 1
     fi
     if [ -z "$(probe "$VENV_PYTHON")" ] || ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
-        say ".venv has no working Python >= 3.12 with pip; starting over."
+        note ".venv has no working Python >= 3.12 with pip; starting over."
         return 1
     fi
 }
 
 make_venv() {
-    say "making .venv with Python $(version_of "$1"); the first time this takes about 3 minutes and 5 GB."
+    note "making .venv with Python $(version_of "$1"); the first time this takes about 3 minutes and 5 GB."
     echo 'making .venv' >"$LOCK"
     # By its real path, so that .venv may be a link to a larger disk.
     mkdir -p .venv
@@ -125,7 +125,7 @@ make_venv() {
 }
 
 install() {
-    say "installing what $CONSTRAINTS names (watch it: tail -f '$PWD/$LOG') ..."
+    note "installing what $CONSTRAINTS names (watch it: tail -f '$PWD/$LOG') ..."
     rm -f "$STAMP"
     echo 'installing' >"$LOCK"
     : >"$LOG"

@@ -2,7 +2,7 @@
 # Runs the suite of Llama Stack releases against a real server of each, and writes the table of docs/reference/compatibility.md.
 #
 #   ./scripts/test-matrix.sh                     every release; the first time this installs an environment for each
-#   ./scripts/test-matrix.sh 0.3.5 0.6.1         some; the table then keeps what it says of the others
+#   ./scripts/test-matrix.sh 0.3.5 0.6.1         some; the table then keeps the results of the others
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 ./scripts/prepare-env.sh

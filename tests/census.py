@@ -36,7 +36,7 @@ class Census:
 
 
 def census(data_dir: Path) -> Census:
-    """What is running or staged of any job of a data directory, whatever the job's state says."""
+    """What is running or staged of any job of a data directory, whatever the state of the job."""
     tasks = tasks_below(data_dir.resolve() / "jobs")
     store = Store(data_dir / DATABASE)
     try:

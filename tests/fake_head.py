@@ -26,7 +26,7 @@ URL = "http://head:8322"
 
 class FakeHead:
     """Keeps events, logs and checkpoints in memory. A poll answers at once if there is something new, and else when
-    `order` or `let_go` is called."""
+    `order` or `release` is called."""
 
     def __init__(self) -> None:
         self.url = URL
@@ -65,18 +65,18 @@ class FakeHead:
     def order(self, *orders: TaskOrder) -> None:
         """What the node is to know from now on."""
         self.wanted = {order.task_id: order for order in orders}
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.revision += 1
         self._news.set()
 
     @property
-    def said(self) -> list[dict[str, Any]]:
+    def received_events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.events.splitlines()]
 
     def report(self, task_id: str = "job-1") -> TaskReport | None:
-        """What the node said of a task last."""
+        """The last report of a task."""
         return next((task for task in self.polls[-1].tasks if task.task_id == task_id), None) if self.polls else None
 
     async def until(self, holds: Callable[[], Any]) -> None:
@@ -165,7 +165,7 @@ class FakeHead:
 
 
 def away() -> ServiceUnreachable:
-    return ServiceUnreachable(URL, "takes no connection")
+    return ServiceUnreachable(URL, "accepts no connection")
 
 
 def refusal(status: int, detail: str = "no") -> ServiceRefusal:

@@ -1,4 +1,4 @@
-"""The training service as its clients see it, played in this process: jobs are what a test says they are."""
+"""The training service as its clients see it, played in this process: a test chooses its jobs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FakeService:
         return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """A body that is refused is never asked for."""
+        """A body that is refused is never requested."""
         if self.trouble[:1] == [413]:
             self.refused_unsent += 1
             return self._error(int(self.trouble.pop(0)))

@@ -3,7 +3,7 @@
 The real supervisor starts it by the real launcher; it writes real events and a directory per checkpoint, a step every
 0.02 s, one step per epoch. Jobs whose name contains `held` stop before their last step until their run directory has a
 file `go`. Those whose name contains `slow` take half a second per step. Those whose name contains `real` are trained by
-this environment's own interpreter, and so is everything else that an interpreter is asked.
+this environment's own interpreter, and so is every other use of an interpreter.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SHEBANG = f"""#!/bin/sh
 
 
 class FakeClock:
-    """Seconds since the epoch, which pass when a test says so."""
+    """Seconds since the epoch, which only a test advances."""
 
     def __init__(self, now: float = 1_800_000_000.0) -> None:
         self.now = now
@@ -45,7 +45,7 @@ class FakeTask:
 
 
 class FakeLauncher:
-    """A Launcher whose processes are played by the test: `say` writes their events, `exit` ends them.
+    """A Launcher whose processes are played by the test: `emit` writes their events, `exit` ends them.
 
     Args:
         obedient: a task that is cancelled ends at once, by SIGTERM; otherwise the test ends it.
@@ -91,7 +91,7 @@ class FakeLauncher:
             self.exit(task.spec.task_id, -9)
         return [task.spec.run_dir for task in left]
 
-    def say(self, task_id: str, *events: BaseModel) -> None:
+    def emit(self, task_id: str, *events: BaseModel) -> None:
         """Append events to the task's event file, as its rank 0 would."""
         writer = EventWriter(RunDir(self.tasks[task_id].spec.run_dir).events)
         for event in events:

@@ -130,7 +130,7 @@ def _answer(service: TreeService, path: str) -> Json:
 
 
 def _paths() -> list[str]:
-    """What is asked of both services."""
+    """The requests to both services."""
     jobs = "/post-training/jobs"
     # Of the other checkpoints some files name paths: the copy has other digests than the release has answered.
     files = f"{jobs}/sft-whole/checkpoints/checkpoint-{STEPS - SAVE_STEPS}"
@@ -151,7 +151,7 @@ def _keep(target: Path, answers: Json) -> None:
     (target / "answers.json").write_text(json.dumps(answers) + "\n")
     (target / "requests.json").write_text(json.dumps(requests(), indent=1) + "\n")
     home = pwd.getpwuid(os.getuid()).pw_dir
-    for task in target.rglob("task.json"):  # isolation covers the home of the account, whatever HOME says
+    for task in target.rglob("task.json"):  # isolation covers the home of the account, whatever HOME is
         task.write_text(task.read_text().replace(f'"{home}/', f'"{ORIGINAL}/home/'))
     local = [str(REPOSITORY), str(Path(sys.prefix).parent), f"{home}/"]
     for path in [path for path in target.rglob("*") if path.is_file()]:

@@ -55,7 +55,7 @@ class Ranks:
             fall_back_to: checkpoints for the case that `resume_from` is damaged.
             prepare: called with the run directory before they start.
             constants: values for constants of the recipes, by `module.NAME`.
-            elsewhere: what nodes beyond the first are told: the same attempt, at their own paths.
+            elsewhere: the specs of nodes beyond the first: the same attempt, at their own paths.
         """
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)

@@ -92,7 +92,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def pins(release: str) -> dict[str, str]:
-    """Distribution -> version, as its constraints say."""
+    """Distribution -> version, as in its constraints."""
     lines = re.findall(r"^([\w.-]+)==(\S+)$", constraints_of(release).read_text(), re.MULTILINE)
     return {name.lower().replace("_", "-"): version for name, version in lines}
 

@@ -41,7 +41,7 @@ class ForkLauncher:
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
         self.processes: dict[str, ProcessId | None] = {}
-        """Task id -> its process; None: it was gone before we could look."""
+        """Task id -> its process; None: it was gone before the poll."""
         assert self._ask("") == "ready\n"
 
     def start(self, task: TaskSpec) -> None:
@@ -115,7 +115,7 @@ def _fork(spec: str, faults_dir: str) -> int:
 
 
 def train_and_exit(spec: str, rank: int = 0) -> NoReturn:
-    """Go on as the training process of a spec file, in a process that was forked for it."""
+    """Continue as the training process of a spec file, in a process that was forked for it."""
     log = os.open(RunDir(Path(spec).parent).rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

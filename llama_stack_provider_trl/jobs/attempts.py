@@ -97,14 +97,13 @@ class Attempts:
         remove_leftovers(job.spec.checkpoint_dir, listed)
 
     def _warn_of_fewer_nodes(self, job: JobRecord, nodes: int) -> None:
-        asked = job.spec.resources
-        if asked is not None and nodes < (asked.min_nodes if job.attempt else asked.nodes):
+        requested = job.spec.resources
+        if requested is not None and nodes < (requested.min_nodes if job.attempt else requested.nodes):
             where = f"{nodes} nodes" if nodes > 1 else "one node"
             self._store.warn(
                 job.job_uuid,
-                f"it asks for {asked.nodes} nodes, and those that could serve it are fewer machines, where a second "
-                f"agent's processes would only slow the first one's down: it trains on {where}, with the same rows per "
-                "step",
+                f"{requested.nodes} nodes were requested, and fewer machines can serve the job; a second agent on a "
+                f"machine would only slow the first one down: it trains on {where}, with the same rows per step",
             )
 
     def _check_disk(self, job: JobRecord) -> None:

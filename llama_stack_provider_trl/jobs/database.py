@@ -30,7 +30,7 @@ _PRIVATE = ("jobs", "datasets", "reference", "preflights")
 _BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
 """What a data directory of the provider may hold before its first job database exists."""
 _BUSY_SECONDS = 10.0
-"""How long a writer waits for another. Transactions take about a millisecond."""
+"""Seconds that a writer waits for another. Transactions take about a millisecond."""
 log = logging.getLogger(__name__)
 
 Execute = Callable[[str, Mapping[str, Any]], sqlite3.Cursor]
@@ -107,7 +107,7 @@ class Database:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raises StoreError in place of an error that the file causes."""
+        """Raise StoreError in place of an error that the file causes."""
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
@@ -176,7 +176,9 @@ def private_data_dir(data_dir: Path) -> None:
     if not data_dir.exists() or _is_own(data_dir):
         return private_directory(data_dir)
     if data_dir.stat().st_mode & 0o077:
-        log.warning("%s holds files of others and stays as it is: only what is written there is made private", data_dir)
+        log.warning(
+            "%s holds other files and keeps its mode: only the provider's own files in it become private", data_dir
+        )
         for name in _PRIVATE:
             private_directory(data_dir / name)
 

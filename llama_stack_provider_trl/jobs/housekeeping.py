@@ -31,7 +31,7 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
 
     Args:
         directory: `<data_dir>/datasets`.
-        retention: seconds for which unused rows are kept; None: for ever.
+        retention: seconds for which unused rows are kept; None: forever.
 
     Returns:
         The digests of what was removed.

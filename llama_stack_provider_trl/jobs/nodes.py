@@ -10,9 +10,10 @@ from .records import CredentialRecord, NodeMode, NodeRecord
 from .row_mapping import node_record
 
 _REPLACED_SECONDS = 30.0
-"""How long the credential of a node stays valid after its successor was used: requests with it may be in flight."""
+"""Seconds for which the credential of a node stays valid after its successor was used: requests with it may be in
+flight."""
 _REVOKED_SECONDS = 30 * 24 * 3600.0
-"""How long the credential of a removed node is recognized as that."""
+"""Seconds for which the credential of a removed node is recognised as such."""
 _UNUSED_CREDENTIALS = 4
 
 
@@ -63,7 +64,7 @@ class Nodes:
                 execute("delete_expired_credentials", {"now": now})
 
     def all(self) -> Sequence[NodeRecord]:
-        """In the order in which they first joined."""
+        """All nodes in the order in which they first joined."""
         return [node_record(row) for row in self._database.select("select_nodes", {})]
 
     def get(self, name: str) -> NodeRecord | None:

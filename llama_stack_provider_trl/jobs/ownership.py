@@ -40,7 +40,7 @@ class Ownership:
         self._data_dir = data_dir.resolve()
 
     def check(self, checkpoint_dir: Path) -> None:
-        """Make sure that a job's checkpoint directory is not in the way of another data directory's job.
+        """Refuse a checkpoint directory that conflicts with another data directory's job.
 
         Raises:
             JobConflict: another one owns it, or a directory above or below it; names both, and

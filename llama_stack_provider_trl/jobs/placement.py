@@ -1,4 +1,4 @@
-"""Which queued job gets which devices of which nodes. Pure: from a snapshot of queue and nodes to assignments."""
+"""Assigns devices of nodes to queued jobs. Pure functions, from a snapshot of queue and nodes to assignments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Demand(BaseModel):
 
     resources: ResourcesSpec = ResourcesSpec()
     model: str | None = None
-    """It must be in a node's local cache; None: it need not."""
+    """Model that must be in a node's local cache; None: none."""
     home: bool = False
-    """The job runs on the service's own machine only."""
+    """Whether the job runs on the service's own machine only."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Demand:
@@ -40,50 +40,50 @@ def demand(text: str) -> Demand:
 
 
 class Queued(NamedTuple):
-    """A job that waits."""
+    """A waiting job."""
 
     job_uuid: str
     device: str
     """As requested: auto, cpu, cuda, cuda:N or mps."""
     age: int
-    """Its number in the order of arrival: the lower, the older."""
+    """Number in the order of arrival: the lower, the older."""
     priority: int = 0
     """The higher, the sooner; among equals the older comes first."""
     detail: str = ""
-    """What it waits for, as in its status."""
+    """The reason for waiting, as in its status."""
     ranks: int = 1
     """Processes that train together, over all nodes."""
     scheduled_at: float = 0.0
-    """Seconds since the epoch."""
+    """End of the wait before a retry, in seconds since the epoch."""
     demand: str = ""
     """`Demand.text`."""
     tried: bool = False
-    """It has had an attempt: it may continue with fewer nodes than requested."""
+    """Whether it has had an attempt: it may continue with fewer nodes than requested."""
     failed_on: str = ""
-    """Places, with commas, of its attempts that could not be launched: others come first."""
+    """Places, with commas, of its attempts that could not be launched: other places come first."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine as a job sees it."""
+    """A machine as the placement sees it."""
 
     name: str
     devices: tuple[str, ...]
-    """Best first, such as ("cpu",) or ("cuda:0", "cuda:1")."""
+    """Devices, best first, such as ("cpu",) or ("cuda:0", "cuda:1")."""
     machine: str = ""
-    """Nodes with the same one are one machine, and share its devices. Empty: no other node is on it."""
+    """Identifier of the machine: nodes with the same one share its devices. Empty: no other node is on it."""
     head: bool = False
-    """The service's own machine; of the nodes it is always the first."""
+    """Whether it is the service's own machine, which is always the first of the nodes."""
     joins: bool = True
-    """It has an agent, and can be one of several nodes of a job."""
+    """Whether it has an agent, and can be one of several nodes of a job."""
     why_closed: str = ""
-    """Why it takes no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it does."""
+    """The reason for taking no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it takes jobs."""
     draining: bool = False
-    """The jobs on it are to save and to resume on other nodes."""
+    """Whether the jobs on it are to save and to resume on other nodes."""
     memory: Mapping[str, int] | None = None
-    """Bytes per GPU, as far as known."""
+    """Bytes per GPU, where known."""
     cpus: int = 0
-    """Cores. On a CPU it takes as many ranks of a job that may go to other machines; 0: not known, and it takes one."""
+    """Cores. A CPU takes as many ranks of a job that may use other machines; 0: unknown, and it takes one."""
     memory_bytes: int = 0
     labels: Mapping[str, str] | None = None
     models: frozenset[str] = frozenset()
@@ -91,12 +91,12 @@ class Node:
     """Job that it cannot start for a lasting reason -> the reason."""
 
     def place(self, device: str) -> str:
-        """The device as an attempt's record names it."""
+        """The device in the form of an attempt's record."""
         return device if self.head else f"{self.name}/{device}"
 
     @property
     def where(self) -> str:
-        """The same for all nodes on one machine."""
+        """Key of a machine, the same for all nodes on it."""
         return self.machine or self.name
 
 
@@ -125,7 +125,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     So none starves: once a job has lost its patience and no other comes before it, it waits no longer than the jobs run
     that run at that moment, as long as the nodes that it needs stay open; one that has others before it, at most as
     much for each of these. Others are the older ones of its priority and all of a higher one: for who has a low
-    priority, jobs with a higher one that never end coming are in the way for ever.
+    priority, an endless supply of jobs with a higher one blocks it forever.
 
     Args:
         nodes: the service's own machine first.
@@ -163,7 +163,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
 
 
 def is_remote(places: Sequence[str]) -> bool:
-    """Whether an attempt at these places runs on another machine than the service's own."""
+    """Whether an attempt at these places uses another machine than the service's own."""
     return any("/" in place for place in places)
 
 
@@ -173,15 +173,15 @@ def nodes_of(places: Sequence[str]) -> int:
 
 
 def devices_needed(job: Queued, devices: Sequence[str]) -> int:
-    """How many of a node's devices the job takes."""
+    """The number of a node's devices that the job takes."""
     return _needed(job, suitable(job.device, devices))
 
 
 def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> list[str]:
     """The node's devices that serve a request, best first.
 
-    `auto` means the kind of the service's (or this node's) first device: a job never slides from a GPU to the CPU
-    because the GPU is busy. `cuda` means any of the node's cuda devices.
+    `auto` means the kind of the service's (or this node's) first device: a job never falls back from a busy GPU to the
+    CPU. `cuda` means any of the node's cuda devices.
     """
     return list(_suitable(wanted, tuple(devices), auto))
 
@@ -192,7 +192,7 @@ def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str])
 
 
 def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """What a job that found no devices waits for, for its status.
+    """The reason for which a job found no devices, for its status.
 
     Args:
         holders: place -> job_uuid of the job that has it.
@@ -218,11 +218,11 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
 
 
 def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
-    """How many of the requested nodes can be of use to a job. Fewer than these where there are as many agents
-    but fewer machines, and it trains on CPUs (or mps): a second process on the same one only slows the first one down.
+    """The number of requested nodes that a job can use. It is lower where several agents share a machine and the job
+    trains on CPUs (or mps): a second process on the same machine only slows the first one down.
 
     Args:
-        suited: the nodes that could serve it, closed ones too: those are waited for.
+        suited: the nodes that could serve it, closed ones included, since a job waits for those.
     """
     wanted = _nodes(job)
     machines = {node.where for node in suited}
@@ -233,11 +233,11 @@ def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
 
 
 def unsuited(job: Queued, node: Node, auto: str) -> str:
-    """Why a node can never serve a job as it is, in a few words; empty: it can."""
-    asked, resources = demand(job.demand), demand(job.demand).resources
+    """The reason for which a node can never serve a job; empty: it can."""
+    requested, resources = demand(job.demand), demand(job.demand).resources
     if node.refused and (why := node.refused.get(job.job_uuid)):
         return f"cannot start it until its agent joins again: {why}"
-    if asked.home and not node.head:
+    if requested.home and not node.head:
         return "the job runs on the service's machine only"
     if resources.nodes > 1 and not node.joins:
         return "has no agent"
@@ -252,9 +252,9 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     if len(fitting) < needed:
         return f"has {len(fitting)} of {needed} devices"
     ranks = job.ranks // _nodes(job)
-    # The service checked its own machine's cores when it accepted a job that stays there, and its configuration may
-    # allow more ranks than these.
-    if not asked.home and _kind(fitting[0]) != "cuda" and ranks > max(node.cpus, 1):
+    # The service checks its own machine's cores when it accepts a job that stays there. Its configuration may allow
+    # more ranks than these.
+    if not requested.home and _kind(fitting[0]) != "cuda" and ranks > max(node.cpus, 1):
         return f"has {node.cpus} CPU cores for {ranks} ranks"
     if resources.cpus and node.cpus < resources.cpus:
         return f"has {node.cpus} CPUs"
@@ -263,8 +263,8 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     for name, value in resources.labels.items():
         if (node.labels or {}).get(name) != value:
             return f"lacks the label {name}={value}"
-    if asked.model is not None and asked.model not in node.models:
-        return f"has no {asked.model}"
+    if requested.model is not None and requested.model not in node.models:
+        return f"has no {requested.model}"
     return ""
 
 
@@ -275,12 +275,12 @@ def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[
 
 
 class _Offer(NamedTuple):
-    """What a node has for jobs of a kind once all of it is free."""
+    """Devices of a node for jobs of a kind, if all of them were free."""
 
     node: Node
     devices: Sequence[str]
     needed: int
-    """Devices that a job takes of it."""
+    """Number of its devices that a job takes."""
 
 
 class _Free:
@@ -309,7 +309,7 @@ class _Free:
 
 
 def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
-    """Of the nodes that are open."""
+    """Free devices of the open nodes."""
     memory = demand(job.demand).resources.gpu_memory_gb
     offers = []
     for node in suited:
@@ -322,13 +322,13 @@ def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
 
 
 def _fewest(job: Queued, suited: Sequence[Node], auto: str) -> int:
-    """Machines without which it does not start."""
+    """Number of machines that it needs to start."""
     useful = side_by_side(job, suited, auto)
     return min(useful, demand(job.demand).resources.min_nodes) if job.tried else useful
 
 
 def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
-    """Nodes and devices for the job; none: there are too few."""
+    """Nodes and devices for the job; empty: too few are free."""
     found = [(offer, free.of(offer)) for offer in offers]
     enough = [(offer, devices) for offer, devices in found if len(devices) >= offer.needed]
     fitting: dict[str, tuple[Node, list[str]]] = {}
@@ -339,7 +339,7 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
         return ("" if node.head else node.name) in failed, not node.head, len(one[1])
 
     for offer, devices in sorted(enough, key=rank):
-        # The first of a machine counts: two agents on it do not make two machines of it.
+        # The first node of a machine counts: two agents on it are one machine.
         fitting.setdefault(offer.node.where, (offer.node, devices[: offer.needed]))
     return list(fitting.values())[: _nodes(job)] if len(fitting) >= fewest else []
 
@@ -347,9 +347,9 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
 def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
     """Free devices that are kept for a job which has waited too long, if it can ever be placed.
 
-    On nodes where it could start, and then on the first others: the same at every pass, until one more can serve it.
-    What becomes free there stays free, so that they can serve it once what runs there now has ended. Those with the
-    most free devices would be others again and again, and idle more: 87 % of the GPUs in use instead of 92 %.
+    Devices are kept on nodes where the job could start, then on the first others: the same ones at every pass, until
+    one more node can serve it. Devices that become free there stay free until the running jobs have ended. A choice by
+    the most free devices would change at every pass and idle more: 87 % of the GPUs in use instead of 92 %.
     """
     found = [(offer, free.of(offer)) for offer in offers]
     kept: dict[str, tuple[Node, list[str]]] = {}
@@ -374,7 +374,7 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
     ]
     what = f"{count} nodes" if count > 1 else "a node"
     if len(machines) < count:
-        there = f"{len(machines)} of the {len(nodes)} that there are can serve it"
+        there = f"{len(machines)} of {len(nodes)} can serve it"
         return f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}"
     if held or closed:
         # Jobs of one kind share a detail: the refusals of one job keep it apart from the others.
@@ -393,7 +393,7 @@ def _large(node: Node, devices: Sequence[str], gib: float) -> list[str]:
 
 
 def _needed(job: Queued, fitting: Sequence[str]) -> int:
-    """How many of the devices that would serve it a job takes on one node."""
+    """The number of devices that a job takes on one node, of those that would serve it."""
     return job.ranks // _nodes(job) if fitting and _kind(fitting[0]) == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
--- Every statement of the store, by name. `name:` starts one; what follows says when it is used.
+-- Every statement of the store, by name. `name:` starts one; the rest of the line describes its use.
 
 -- name: insert_job
 -- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
@@ -19,7 +19,7 @@ SELECT state FROM jobs WHERE job_uuid = :job_uuid;
 SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
 
 -- name: insert_warning
--- Said again, for example by a second attempt: once is enough. Of the first 200 only: they are part of the job's record,
+-- A repeated warning, for example of a second attempt, is stored once. Of the first 200 only: they are part of the job's record,
 -- which is read at every pass.
 INSERT INTO warnings (job_uuid, message)
 SELECT :job_uuid, :message WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
@@ -64,7 +64,7 @@ FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.a
 WHERE jobs.job_uuid = :job_uuid ORDER BY attempts.attempt;
 
 -- name: select_run_dirs
--- Run directories whose processes belong to somebody: the current attempts of jobs in states.ACTIVE.
+-- Run directories whose processes belong to a job: the current attempts of jobs in states.ACTIVE.
 SELECT run_dir FROM jobs JOIN attempts USING (job_uuid, attempt)
 WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
 
@@ -77,7 +77,7 @@ WHERE checkpoint_dir IN (SELECT value FROM json_each(:here_or_above))
 LIMIT 1;
 
 -- name: select_active
--- Jobs of which processes may exist (states.ACTIVE). Asked for several times a second: it must use the index.
+-- Jobs of which processes may exist (states.ACTIVE). Runs several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
 
 -- name: select_places
@@ -152,7 +152,7 @@ UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
 
 -- name: change_waiting
 UPDATE jobs SET detail = :detail
-WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :said
+WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :expected_detail
   AND demand = :demand AND (attempt > 0) = :tried;
 
 -- name: launch_job
@@ -181,7 +181,7 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 UPDATE attempts SET started_at = :time WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_prepared
--- It may go on from another checkpoint than it was given, or from the start, where that one is damaged.
+-- It may resume from another checkpoint than it was given, or from the start, where that one is damaged.
 UPDATE attempts SET prepared = :event, prepared_at = :time, total_steps = :total_steps, start_step = :start_step,
        step = :start_step,
        resume_from = CASE WHEN :start_step = 0 THEN NULL ELSE coalesce(:resumed_from, resume_from) END
@@ -273,7 +273,7 @@ UPDATE node_credentials SET revoked = 1, expires_at = :expires_at WHERE node = :
 DELETE FROM node_credentials WHERE expires_at <= :now;
 
 -- name: insert_task
--- Asked for again after a crash: the first time counts.
+-- Repeated after a crash: the first time counts.
 INSERT INTO tasks (task_id, node, job_uuid, attempt, node_rank, places, stage, task_order)
 VALUES (:task_id, :node, :job_uuid, :attempt, :node_rank, :places, :stage, :order)
 ON CONFLICT (task_id, node) DO NOTHING;
@@ -285,7 +285,7 @@ SELECT * FROM tasks WHERE task_id = :task_id ORDER BY node_rank;
 SELECT * FROM tasks WHERE node = :node AND gone = 0 ORDER BY task_id;
 
 -- name: select_current_task
--- A task that its node may still send something of: of the current attempt of a job in states.ACTIVE, and not told to stop.
+-- A task that its node may still send something of: of the current attempt of a job in states.ACTIVE, and not ordered to stop.
 SELECT tasks.*, run_dir FROM tasks JOIN jobs USING (job_uuid, attempt) JOIN attempts USING (job_uuid, attempt)
 WHERE task_id = :task_id AND node = :node AND gone = 0 AND stage <> 'stop'
   AND state IN ('launching', 'in_progress', 'pausing', 'cancelling');
@@ -305,7 +305,7 @@ WHERE node = :node AND gone = 0 AND stage <> 'stop' AND state IN ('launching', '
 SELECT job_uuid, places FROM tasks WHERE gone = 0;
 
 -- name: advance_task
--- A task that was told to stop stays so.
+-- A task that was ordered to stop stays so.
 UPDATE tasks SET stage = :stage, task_order = :order
 WHERE task_id = :task_id AND node = :node AND stage = :source AND gone = 0;
 

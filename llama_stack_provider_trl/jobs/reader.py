@@ -106,7 +106,7 @@ class JobReader:
         return [job_summary(row) for row in self._page("select_page", after, states, limit)]
 
     def count(self) -> Mapping[JobState, int]:
-        """How many jobs there are in each state that has any."""
+        """The number of jobs in each state that has any."""
         return {JobState(row["state"]): row["jobs"] for row in self.database.select("count_states", {})}
 
     def list(self) -> Sequence[JobRecord]:
@@ -114,7 +114,7 @@ class JobReader:
         return self._readable(self.database.select("select_jobs", {}))
 
     def active(self) -> Sequence[JobRecord]:
-        """Jobs of which processes may exist (`states.ACTIVE`), oldest first."""
+        """Jobs that may have processes (`states.ACTIVE`), oldest first."""
         return self._readable(self.database.select("select_active", {}))
 
     def active_run_dirs(self) -> frozenset[Path]:
@@ -179,8 +179,8 @@ class JobReader:
         return JobState(rows[0]["state"]), files
 
     def holders(self) -> Mapping[str, str]:
-        """Place -> the job that holds it. It holds a place until the node reports that the task is gone. A job whose
-        record cannot be read holds none."""
+        """Place -> the job that holds it, until the node reports that the task is gone. A job whose record cannot be
+        read holds none."""
         active = [row for row in self.database.select("select_places", {}) if row["job_uuid"] not in self._damaged]
         rows = [*self.database.select("select_taken", {}), *active]
         return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}

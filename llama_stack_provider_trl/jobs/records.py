@@ -40,7 +40,7 @@ class JobProgress(ProgressValues):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job as it stands. Times are UTC."""
+    """The record of one job. Times are UTC."""
 
     spec: JobSpec
     """The effective configuration."""
@@ -50,21 +50,21 @@ class JobRecord:
     retries_used: int
     scheduled_at: datetime
     started_at: datetime | None = None
-    """When the first attempt reported `started`."""
+    """Time at which the first attempt reported `started`."""
     completed_at: datetime | None = None
-    """When the job completed, failed or was cancelled."""
+    """Time at which the job completed, failed or was cancelled."""
     device: str | None = None
     """The concrete device of the current attempt; several with commas between them."""
     run_dir: Path | None = None
     """Directory of the current attempt."""
     detail: str = ""
-    """What the job waits for, such as a device and who holds it."""
+    """The cause of the wait, such as a device and its holder."""
     reason: Reason | None = None
     message: str = ""
     """Why it failed: what was found and what was expected."""
     progress: JobProgress = field(default_factory=JobProgress)
     effective: dict[str, Any] | None = None
-    """What the recipe reported when training began: rows, parameters, and what it decided beyond the spec."""
+    """The recipe's report at the beginning of training: rows, parameters, and its own decisions beyond the spec."""
     warnings: tuple[str, ...] = ()
     created_by: str = ""
     """Name of the token that submitted it; empty: not known, as with the inline provider."""
@@ -75,12 +75,12 @@ class JobRecord:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The concrete devices of the current attempt; none while it waits for some."""
+        """The concrete devices of the current attempt; empty while it waits."""
         return tuple(self.device.split(",")) if self.device else ()
 
     @property
     def status(self) -> str:
-        """Llama Stack's word for the state."""
+        """Llama Stack's name of the state."""
         return shown(self.state)
 
     @property
@@ -89,13 +89,13 @@ class JobRecord:
 
     @property
     def advice(self) -> str:
-        """What to do about the failure, as a sentence; empty where there is none."""
+        """The remedy for the failure, as a sentence; empty where there is none."""
         return REASONS[self.reason].advice if self.reason else ""
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """What a list shows of a job. Times are UTC."""
+    """The record of a job in a list. Times are UTC."""
 
     job_uuid: str
     state: JobState
@@ -104,7 +104,7 @@ class JobSummary:
     model: str | None
     priority: int
     progress: JobProgress
-    """Steps only."""
+    """Metric points with steps only."""
     detail: str
     message: str
     scheduled_at: datetime
@@ -132,7 +132,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One try at a job. Times are UTC."""
+    """One attempt at a job. Times are UTC."""
 
     attempt: int
     run_dir: Path
@@ -145,7 +145,7 @@ class AttemptRecord:
     start_step: int
     step: int
     reason: Reason | None
-    """Why it ended; None: it finished, or was cancelled or paused."""
+    """The reason for its end; None: it finished, or was cancelled or paused."""
     message: str
 
 
@@ -162,7 +162,7 @@ class PointRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the event file of an attempt reports about its end so far, and how far it has been read."""
+    """The report of an attempt's event file about its end, and the position up to which it has been read."""
 
     offset: int
     """Bytes of `events.jsonl` that are in the store."""
@@ -183,7 +183,7 @@ class NodeRecord:
     """Its description of itself, as JSON."""
     joined_at: datetime
     seen_at: datetime
-    """To a few seconds."""
+    """Time of its last call, to a few seconds."""
     mode: NodeMode
     revision: int
     """Revision of its orders."""
@@ -191,18 +191,18 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class CredentialRecord:
-    """What a node authenticates with."""
+    """A credential with which a node authenticates."""
 
     node: str
     used: bool
-    """The node has called with it."""
+    """Whether the node has called with it."""
     revoked: bool
-    """The node was removed."""
+    """Whether the node was removed."""
 
 
 @dataclass(frozen=True)
 class NodeTaskRecord:
-    """What one node of an attempt is ordered to do, and its last report."""
+    """The order for one node of an attempt, and its last report."""
 
     task_id: str
     node: str
@@ -210,16 +210,16 @@ class NodeTaskRecord:
     attempt: int
     node_rank: int
     places: tuple[str, ...]
-    """Its devices, as the attempt writes them."""
+    """Its devices, in the form of the attempt's record."""
     stage: str
-    """The stage that it is to reach."""
+    """The stage that was ordered."""
     order: str
-    """As JSON; nothing in `jobs` reads this, `report` and `ending`: they are for `service.cluster`."""
+    """JSON; `jobs` reads neither this, `report` nor `ending`: they are for `service.cluster`."""
     report: str | None
     ending: str | None
-    """How the attempt ends, once that is decided."""
+    """The ending of the attempt, once it is decided."""
     gone: bool
-    """Nothing of it is left on the node."""
+    """Whether nothing of it is left on the node."""
     run_dir: Path | None = None
     """Of the attempt; only `NodeTasks.current` returns it."""
 

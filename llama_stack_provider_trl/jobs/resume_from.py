@@ -1,4 +1,4 @@
-"""A job that resumes from another job's step checkpoint: which one, whether that is possible, and a copy of it."""
+"""Resumes a job from another job's step checkpoint: finds it, checks that it fits, and copies it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _MUST_MATCH = (
 
 
 def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
-    """The job with the path of its own copy of the checkpoint that `resume_from` names. Hard links (or copies) in the
-    job's own directory keep it when the other job is deleted. A job without `resume_from` is returned as it is.
+    """The job with the path of its own copy of the checkpoint that `resume_from` names.
+
+    Hard links (or copies) in the job's own directory keep the checkpoint when the other job is deleted. A job without
+    `resume_from` is returned unchanged.
 
     Every call makes a copy of its own, since a client may repeat a POST while the first one still copies.
     `discard_checkpoint` removes the copy if the job is not added.
@@ -38,28 +40,30 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     wanted = spec.resume_from
     if wanted is None:
         return spec
-    asked = "/".join(filter(None, (wanted.job_uuid, wanted.checkpoint)))
+    requested = "/".join(filter(None, (wanted.job_uuid, wanted.checkpoint)))
     try:
         other = store.get(wanted.job_uuid).spec
     except JobNotFound as error:
         raise InvalidRequest(
-            FIELD, asked, "there is no such job: name one whose checkpoints are listed here"
+            FIELD, requested, "this job does not exist: name one whose checkpoints are listed here"
         ) from error
     listed = [one.path for one in store.checkpoints(wanted.job_uuid) if one.kind == "step" and is_whole(one.path)]
     fitting = [path for path in listed if wanted.checkpoint in (None, path.name)]
     if not fitting:
         names = ", ".join(path.name for path in listed) or "none that is whole; `final` holds no optimizer"
-        raise InvalidRequest(FIELD, asked, f"there is no such step checkpoint: job {wanted.job_uuid!r} has {names}")
-    _refuse_differences(asked, other, spec)
+        raise InvalidRequest(
+            FIELD, requested, f"this step checkpoint does not exist: job {wanted.job_uuid!r} has {names}"
+        )
+    _refuse_differences(requested, other, spec)
     home = resolve_under(data_dir / "jobs", spec.job_uuid, "job_uuid")
     path = home / "resume" / uuid4().hex / fitting[-1].name
     try:
         path.parent.mkdir(parents=True)
-        _refuse_links(asked, fitting[-1])
+        _refuse_links(requested, fitting[-1])
         shutil.copytree(fitting[-1], path, symlinks=True, copy_function=_link)
-        _refuse_links(asked, path)  # a file may have been replaced in the meantime
+        _refuse_links(requested, path)  # a file may have been replaced in the meantime
         if not is_whole(path):
-            raise FileNotFoundError("it was removed meanwhile, send the request again")
+            raise FileNotFoundError("it was removed meanwhile: send the request again")
         fsync_tree(path.parent.parent)
     except InvalidRequest:
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -76,7 +80,7 @@ def discard_checkpoint(spec: JobSpec) -> None:
         shutil.rmtree(spec.resume_from.path.parent, ignore_errors=True)
 
 
-def _refuse_links(asked: str, checkpoint: Path) -> None:
+def _refuse_links(requested: str, checkpoint: Path) -> None:
     """Refuse a checkpoint that holds anything but directories and regular files: its training may have put a symbolic
     link to other jobs' files there, or a FIFO, which blocks the process that opens it."""
     for found in list(checkpoint.rglob("*")):
@@ -86,22 +90,22 @@ def _refuse_links(asked: str, checkpoint: Path) -> None:
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
         relative = str(found.relative_to(checkpoint))
         raise InvalidRequest(
-            FIELD, asked, f"{relative!r} in that checkpoint is {kind}; a checkpoint holds regular files only"
+            FIELD, requested, f"{relative!r} in that checkpoint is {kind}; a checkpoint holds regular files only"
         )
 
 
-def _refuse_differences(asked: str, other: JobSpec, spec: JobSpec) -> None:
+def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
     pairs = [(name, getattr(other, name), getattr(spec, name)) for name in _MUST_MATCH]
     pairs.append(("dataset (its rows' sha256)", other.dataset.sha256, spec.dataset.sha256))
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise InvalidRequest(
-                FIELD, asked, f"{name} is {_text(theirs)} in that job and {_text(ours)} in this one: send the same"
+                FIELD, requested, f"{name} is {_text(theirs)} in that job and {_text(ours)} in this one: send the same"
             )
     if other.rows_per_step != spec.rows_per_step:
         raise InvalidRequest(
             FIELD,
-            asked,
+            requested,
             f"that job takes {other.rows_per_step} rows per optimizer step and this one {spec.rows_per_step}: choose "
             f"batch_size x gradient_accumulation_steps x nproc_per_node = {other.rows_per_step}",
         )

@@ -1,4 +1,4 @@
-"""Whether a job whose attempt has failed is queued again, and how."""
+"""Decides whether a job whose attempt has failed is queued again, and with which changes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 LONGEST_BACKOFF = 600.0
 """Seconds."""
 LOSSES_IN_A_ROW = 5
-"""Attempts in a row that a job may lose to lost nodes without a step, before another one counts as a retry."""
+"""Attempts in a row without a step that a job may lose to lost nodes before a further one counts as a retry."""
 
 
 class Retries:
     """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued.
 
     Args:
-        nodes: the machines that there are, this one first.
+        nodes: all machines, this one first.
     """
 
     def __init__(self, store: Store, nodes: Callable[[], Sequence[Node]]) -> None:
@@ -73,8 +73,9 @@ class Retries:
         return self._store.retry(job, decided.reason, decided.message, 0.0, counts=False)
 
     def _without_the_node(self, job: JobRecord, message: str) -> bool:
-        """Queue a job that has lost a node again. The job is not at fault: that counts as a retry only after
-        `LOSSES_IN_A_ROW` attempts without a step."""
+        """Queue a job that has lost a node again.
+
+        The job is not at fault: the loss counts as a retry only after `LOSSES_IN_A_ROW` attempts without a step."""
         if not is_remote(job.devices):
             return False
         without_step = 0
@@ -90,8 +91,8 @@ class Retries:
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
 
     def _on_other_nodes(self, job: JobRecord, message: str) -> bool:
-        """Queue a job again that a node cannot start for a lasting reason. It counts as no retry: the placement leaves
-        that node out."""
+        """Queue a job again that a node cannot start for a lasting reason. This is no retry: the placement leaves that
+        node out."""
         on = {place.rpartition("/")[0] for place in job.devices}
         refusing = {"" if node.head else node.name for node in self._nodes() if job.job_uuid in (node.refused or ())}
         if not on & refusing:

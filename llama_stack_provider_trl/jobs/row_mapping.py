@@ -1,4 +1,4 @@
-"""Rows of the database -> records, and events -> the statements that store them. Pure."""
+"""Maps rows of the database to records, and events to the statements that store them. Pure functions."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS jobs (
     age INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of arrival: the lower, the older
     job_uuid TEXT NOT NULL UNIQUE,
-    request_digest TEXT NOT NULL,           -- tells a repeated POST from a different one
+    request_digest TEXT NOT NULL,           -- distinguishes a repeated POST from a different one
     spec TEXT NOT NULL,                     -- JobSpec as JSON, frozen at POST
     state TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,     -- the current one; events of any other are refused
@@ -29,14 +29,14 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
 CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
 
--- One row per try. The cursor says how many bytes of events.jsonl the other columns and tables already reflect.
+-- One row per try. The cursor counts the bytes of events.jsonl that the other columns and tables reflect.
 CREATE TABLE IF NOT EXISTS attempts (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
     attempt INTEGER NOT NULL,
     run_dir TEXT NOT NULL,
     device TEXT NOT NULL,
     launched_at REAL NOT NULL,
-    resume_from TEXT,                       -- checkpoint directory it went on from
+    resume_from TEXT,                       -- checkpoint directory it resumed from
     started_at REAL,
     ended_at REAL,
     reason TEXT,                            -- why it ended, if not by finishing
@@ -81,7 +81,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     PRIMARY KEY (job_uuid, path)
 ) STRICT, WITHOUT ROWID;
 
--- What the user should know, each sentence once per job, in the order in which it was first said.
+-- What the user should know, each sentence once per job, in the order of its first report.
 CREATE TABLE IF NOT EXISTS warnings (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
@@ -98,10 +98,10 @@ CREATE TABLE IF NOT EXISTS nodes (
     joined_at REAL NOT NULL,
     seen_at REAL NOT NULL,                  -- to a few seconds; who decides on its silence keeps count by itself
     mode TEXT NOT NULL DEFAULT 'open',      -- open, cordoned or draining
-    revision INTEGER NOT NULL DEFAULT 1     -- raised by every change of what is asked of it
+    revision INTEGER NOT NULL DEFAULT 1     -- raised by every change of its orders
 ) STRICT;
 
--- What each node of an attempt is asked to do (desired) and what it last said (observed).
+-- What each node of an attempt is to do (desired) and what it last reported (observed).
 CREATE TABLE IF NOT EXISTS tasks (
     task_id TEXT NOT NULL,
     node TEXT NOT NULL,
@@ -130,7 +130,7 @@ CREATE TABLE IF NOT EXISTS node_credentials (
     sha256 TEXT NOT NULL UNIQUE,
     node TEXT NOT NULL,
     used INTEGER NOT NULL DEFAULT 0,        -- 1: the node has called with it, so its join's answer was not lost
-    revoked INTEGER NOT NULL DEFAULT 0,     -- 1: the node was removed; kept so that its agent is told so
+    revoked INTEGER NOT NULL DEFAULT 0,     -- 1: the node was removed; kept so that its agent is informed
     expires_at REAL
 ) STRICT;
 

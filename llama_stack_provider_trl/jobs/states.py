@@ -1,4 +1,4 @@
-"""Job states, their transitions, and what each reason for a failure means. Pure."""
+"""Job states, their transitions, and the remedy for each reason of a failure. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JobState(StrEnum):
     paused = "paused"
     """Holds a checkpoint and no device."""
     cancelling = "cancelling"
-    """The intent is recorded; its processes may still live."""
+    """The cancel is recorded; processes may still exist."""
     completed = "completed"
     failed = "failed"
     cancelled = "cancelled"
@@ -33,7 +33,7 @@ ACTIVE = frozenset({JobState.launching, JobState.in_progress, JobState.pausing, 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.scheduled: frozenset({JobState.launching, JobState.paused, JobState.cancelled, JobState.failed}),
     JobState.launching: frozenset(
-        # completed: a short job may start and finish between two polls. scheduled: tried again
+        # completed: a short job may start and finish between two polls. scheduled: retried
         {
             *(JobState.in_progress, JobState.scheduled, JobState.pausing, JobState.cancelling),
             *(JobState.completed, JobState.failed),
@@ -44,7 +44,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     ),
     JobState.pausing: frozenset({JobState.paused, JobState.cancelling, JobState.completed, JobState.failed}),
     JobState.paused: frozenset({JobState.scheduled, JobState.cancelled}),
-    # completed: `finished` beats a late cancel. failed: an error of the supervisor while cancelling
+    # completed: `finished` wins over a late cancel. failed: an error of the supervisor while cancelling
     JobState.cancelling: frozenset({JobState.cancelled, JobState.completed, JobState.failed}),
     JobState.completed: frozenset(),
     JobState.failed: frozenset(),
@@ -65,10 +65,10 @@ def shown(state: JobState) -> str:
 
 
 class Remedy(NamedTuple):
-    """What follows from a reason."""
+    """The remedy for a reason."""
 
     backoff: float | None
-    """Seconds to wait before the job is tried again, doubled with each attempt; None: a retry cannot succeed."""
+    """Seconds before a retry, doubled with each attempt; None: a retry cannot succeed."""
     advice: str
     """What the user can do next, as a full sentence."""
 
@@ -78,9 +78,9 @@ class Remedy(NamedTuple):
 
 
 REASONS: dict[Reason, Remedy] = {
-    Reason.invalid_dataset: Remedy(None, "Correct the dataset as the message says and submit the job again."),
+    Reason.invalid_dataset: Remedy(None, "Correct the dataset as the message describes and submit the job again."),
     Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
-    Reason.invalid_request: Remedy(None, "Change the request as the message says and submit the job again."),
+    Reason.invalid_request: Remedy(None, "Change the request as the message describes and submit the job again."),
     Reason.launch_failed: Remedy(
         10.0,
         "Correct what the message names (interpreter, data directory, the ports from master_port on) and submit the "
@@ -91,7 +91,7 @@ REASONS: dict[Reason, Remedy] = {
         None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),
     Reason.does_not_fit: Remedy(
-        None, "Change the request as the message says; the provider option preflight=warn tries it all the same."
+        None, "Change the request as the message describes; the provider option preflight=warn tries it all the same."
     ),
     Reason.diverged: Remedy(
         None, "Lower the learning rate or add warmup steps, and check the rows if it happens again."
@@ -109,7 +109,7 @@ REASONS: dict[Reason, Remedy] = {
         2.0, "The machine restarted or the training processes were killed from outside: submit the job again."
     ),
     Reason.no_result: Remedy(
-        None, "The training process ended early of its own accord: read the end of the log file (log_path)."
+        None, "The training process ended early by itself: read the end of the log file (log_path)."
     ),
     Reason.internal: Remedy(None, "This is a bug: report it with the server's log and the job's log file."),
 }

@@ -1,4 +1,4 @@
-"""The step checkpoints of a job: which are kept, and from which one an attempt resumes."""
+"""The step checkpoints of a job: which ones are kept, and which one an attempt resumes from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
     """
     steps = _listed(store, job)
     metric = job.spec.best_checkpoint
-    # A better one may still be written and never be announced: the best is one that a retry would find.
+    # A better one may be in progress and never be announced: the best is one that a retry would find.
     evaluations = [one for one in store.evaluations(job.job_uuid) if steps and one[0] <= steps[-1].step]
     best = best_step(metric, evaluations) if metric else None
     for checkpoint in superfluous(steps, job, best):
@@ -71,7 +71,7 @@ def resume_point(store: Store, job: JobRecord) -> tuple[Path, int] | None:
         if is_whole(checkpoint.path) and without_step[checkpoint.path] < _TRIES:
             return checkpoint.path, checkpoint.step
         store.remove_checkpoint(checkpoint)
-        store.warn(job.job_uuid, f"checkpoint {checkpoint.path} is damaged or gone and was not used to go on from")
+        store.warn(job.job_uuid, f"checkpoint {checkpoint.path} is damaged or gone and was skipped")
     given = _given(job)
     return None if given is None else (given, int(given.name.rpartition("-")[2]))
 

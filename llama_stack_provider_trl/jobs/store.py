@@ -1,4 +1,4 @@
-"""The durable record of every job, in one sqlite file. Knows nothing of processes.
+"""The durable record of every job, in one sqlite file. Independent of processes.
 
 Each write is one short transaction that names the state and the attempt it assumes, and returns whether it applied.
 """
@@ -63,7 +63,7 @@ class Store(JobReader):
             needed: rows that it trains on and the checkpoint that it begins with. They must still exist; none is
                 removed in the meantime.
             created_by: name of the caller's token.
-            max_waiting: how many jobs of `created_by` may wait, this one included; None: any number.
+            max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
 
         Returns:
             Whether the job is new.
@@ -71,7 +71,7 @@ class Store(JobReader):
         Raises:
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
-            LimitReached: `created_by` has `max_waiting` jobs that wait.
+            LimitReached: `created_by` has `max_waiting` waiting jobs.
             StoreError: some of `needed` are gone.
         """
         key = {"job_uuid": spec.job_uuid}
@@ -91,7 +91,7 @@ class Store(JobReader):
             neighbour = execute("select_neighbour", {"ours": checkpoint_dir, "here_or_above": here_or_above}).fetchone()
             if neighbour is not None and neighbour["job_uuid"] != spec.job_uuid:
                 raise JobConflict(
-                    f"checkpoint_dir {str(spec.checkpoint_dir)!r} is in the way of job {neighbour['job_uuid']!r}, "
+                    f"checkpoint_dir {str(spec.checkpoint_dir)!r} conflicts with job {neighbour['job_uuid']!r}, "
                     "whose checkpoints lie there: choose another checkpoint_dir"
                 )
             created = execute("insert_job", row).rowcount == 1
@@ -102,7 +102,7 @@ class Store(JobReader):
                 raise digest_conflict(spec.job_uuid)
             if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
                 raise LimitReached(
-                    f"the token {created_by!r} has {max_waiting} jobs that wait, which is its limit (max_queued_jobs): "
+                    f"the token {created_by!r} has {max_waiting} waiting jobs, and max_queued_jobs allows no more: "
                     "submit this one when one of them has started, or cancel one"
                 )
             for message in warnings if created else ():
@@ -150,7 +150,7 @@ class Store(JobReader):
         return job
 
     def request_cancel(self, job_uuid: str) -> JobRecord:
-        """Record that the job is to end: it becomes `cancelled` if it waits and `cancelling` if it runs.
+        """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
 
         Raises:
             JobNotFound.
@@ -161,13 +161,16 @@ class Store(JobReader):
             if job.state in (JobState.cancelling, JobState.cancelled):
                 return job
             if job.state in TERMINAL:
-                raise JobConflict(f"job {job_uuid!r} is {job.state} already: there is nothing left to cancel")
+                raise JobConflict(
+                    f"job {job_uuid!r} is {job.state} already: only a job that has not ended can be cancelled"
+                )
             target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
             # Not applied if the job has changed its state in the meantime: read it again.
             self.transition(job_uuid, job.attempt, job.state, target)
 
     def request_pause(self, job_uuid: str) -> JobRecord:
-        """Record that the job is to save and release its device: `paused` if it waits, `pausing` if it runs.
+        """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
+        runs.
 
         Raises:
             JobNotFound.
@@ -178,7 +181,7 @@ class Store(JobReader):
             if job.state in (JobState.pausing, JobState.paused):
                 return job
             if job.state in TERMINAL or job.state is JobState.cancelling:
-                raise JobConflict(f"job {job_uuid!r} is {job.state}: there is nothing left to pause")
+                raise JobConflict(f"job {job_uuid!r} is {job.state}: only a job that has not ended can be paused")
             target = JobState.pausing if job.state in ACTIVE else JobState.paused
             self.transition(job_uuid, job.attempt, job.state, target)
 
@@ -276,15 +279,20 @@ class Store(JobReader):
         return launched
 
     def set_detail(self, job_uuid: str, state: JobState, detail: str) -> None:
-        """Record what a job waits for, if it still is in `state`."""
+        """Record the reason for which a job waits, if it still is in `state`."""
         with self.database.transaction() as execute:
             execute("change_detail", {"job_uuid": job_uuid, "state": state, "detail": detail})
 
     def set_waiting_details(self, details: Sequence[tuple[Queued, str]]) -> None:
-        """Record what all jobs of some kinds (`kinds_waiting`) wait for."""
+        """Record the reason for which all jobs of some kinds (`kinds_waiting`) wait."""
         with self.database.transaction() as execute:
             for kind, detail in details:
-                row = {"wanted_device": kind.device, "ranks": kind.ranks, "said": kind.detail, "now": self._clock()}
+                row = {
+                    "wanted_device": kind.device,
+                    "ranks": kind.ranks,
+                    "expected_detail": kind.detail,
+                    "now": self._clock(),
+                }
                 row |= {"demand": kind.demand, "tried": int(kind.tried), "detail": detail}
                 execute("change_waiting", row)
 

@@ -1,4 +1,4 @@
-"""Turns a request into a stored job: repeated or new, resolved, its rows checked and stored, recorded. No HTTP here.
+"""Turns a request into a stored job: new or repeated, resolved, with its rows checked and stored. No HTTP here.
 
 The caller (the provider inside Llama Stack, the service) supplies the rows of a dataset id.
 """
@@ -26,7 +26,7 @@ from .store import Store
 _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
-class Owner(NamedTuple):
+class Submitter(NamedTuple):
     """The caller that submits a job."""
 
     name: str = ""
@@ -49,12 +49,12 @@ async def submit(
     settings: Settings,
     store: Store,
     datasets: Datasets,
-    owner: Owner | None = None,
+    owner: Submitter | None = None,
 ) -> bool:
-    """Returns only when the job is stored: from then on nothing can lose it.
+    """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
     Args:
-        digest: of the caller's request: the same digest again is the same job.
+        digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
 
     Returns:
@@ -63,7 +63,7 @@ async def submit(
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
         JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
-        LimitReached: the owner has too many jobs that wait.
+        LimitReached: the owner has too many waiting jobs.
         StoreError: the job or its rows cannot be stored.
     """
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
@@ -81,13 +81,13 @@ async def submit(
 
 
 def _stored(
-    spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Owner | None = None
+    spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Submitter | None = None
 ) -> bool:
     spec = copy_checkpoint(spec, store, data_dir)
     needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
     if spec.resume_from is not None and spec.resume_from.path is not None:
         needed.append(spec.resume_from.path)
-    by = owner or Owner()
+    by = owner or Submitter()
     created = False
     try:
         created = store.add_job(spec, digest, warnings, needed, by.name, by.max_waiting)
@@ -100,7 +100,7 @@ def _stored(
 async def resolved(
     request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
 ) -> tuple[JobSpec, list[str]]:
-    """The job that a request means, with its rows, and warnings.
+    """Resolve a request to a job with its rows, and warnings.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.

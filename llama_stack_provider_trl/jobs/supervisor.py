@@ -54,7 +54,7 @@ class Supervisor:
         python: interpreter that trains; None: this process's own.
         hang_timeout: seconds without progress after which a training is ended; None: never.
         ports: where the ranks of a job on this machine meet; None: every job has one rank.
-        blob_retention: seconds for which unused rows are kept; None: for ever.
+        blob_retention: seconds for which unused rows are kept; None: forever.
         nodes: returns the machines at every pass, this one first; None: this one only.
     """
 

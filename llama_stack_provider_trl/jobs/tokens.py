@@ -25,7 +25,7 @@ _BYTES = 32
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """What a token's caller may use; None: as much as there is."""
+    """Limits of a token's caller; None: no limit."""
 
     max_queued_jobs: int | None = None
     """Jobs of this token that may wait at once, paused ones included."""
@@ -66,7 +66,7 @@ class Tokens:
     def create(
         self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: TokenLimits = UNLIMITED
     ) -> str | None:
-        """Returns the new token, which cannot be read again; None: the name is taken."""
+        """Create a token. Returns it, which cannot be read again; None: the name is taken."""
         token = PREFIX + secrets.token_urlsafe(_BYTES)
         now = self._clock()
         row = {
@@ -78,7 +78,7 @@ class Tokens:
             return token if execute("insert_token", row).rowcount == 1 else None
 
     def all(self) -> Sequence[TokenRecord]:
-        """Oldest first."""
+        """All tokens, oldest first."""
         return [_record(row) for row in self._store.database.select("select_tokens", {})]
 
     def record_use(self, name: str, time: float) -> None:

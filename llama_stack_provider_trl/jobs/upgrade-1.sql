@@ -1,4 +1,4 @@
--- Schema version 1 to 2: retries, pauses and the record of every attempt. schema.sql is applied next and makes the view anew.
+-- Schema version 1 to 2: retries, pauses and the record of every attempt. schema.sql is applied next and creates the view again.
 BEGIN IMMEDIATE;
 ALTER TABLE jobs ADD COLUMN retries_used INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN not_before REAL NOT NULL DEFAULT 0;

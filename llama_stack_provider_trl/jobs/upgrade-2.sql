@@ -1,4 +1,4 @@
--- Schema version 2 to 3: columns for what is asked of every job. A spec that cannot be read leaves its job the defaults.
+-- Schema version 2 to 3: columns for the request of every job. A spec that cannot be read leaves its job the defaults.
 BEGIN IMMEDIATE;
 ALTER TABLE jobs ADD COLUMN wanted_device TEXT NOT NULL DEFAULT 'auto';
 ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0;

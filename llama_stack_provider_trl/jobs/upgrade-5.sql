@@ -1,5 +1,5 @@
 -- Schema version 5 to 6: one column for what the status shows of the last metric point. schema.sql is applied next and
--- makes the view anew. `!.17g` keeps every bit of a number; json_object alone keeps 15 digits. Infinity has no JSON.
+-- makes the view again. `!.17g` keeps every bit of a number; json_object alone keeps 15 digits. Infinity has no JSON.
 BEGIN IMMEDIATE;
 DROP VIEW IF EXISTS job_records;
 ALTER TABLE attempts ADD COLUMN progress TEXT NOT NULL DEFAULT '{}';

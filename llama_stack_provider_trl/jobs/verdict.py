@@ -1,4 +1,4 @@
-"""How a job ended, from its event file and the observation of its processes. Pure."""
+"""Decides how a job ended, from its event file and the observation of its processes. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .states import REASONS, JobState
 
 _TRACEBACK_LINES = 12
 _LOST_LINES = 3
-"""Lines of the log in the message of a lost node: the log does not tell why the node is gone."""
+"""Lines of the log in the message of a lost node: the log does not show why the node is gone."""
 
 
 class Verdict(NamedTuple):
@@ -103,7 +103,7 @@ def _unexplained(seen: Observation) -> tuple[Reason, str]:
     """Reason and message for an end without an event."""
     if seen.exit_code is None:
         why = f"{seen.detail}: " if seen.detail else ""
-        return Reason.node_lost, f"{why}the training process is gone and nobody saw it end."
+        return Reason.node_lost, f"{why}the training process is gone and its exit status is unknown."
     who = "the training process" if seen.rank is None else f"rank {seen.rank}"
     if seen.exit_code == 0:
         return Reason.no_result, f"{who} exited with 0 but never reported a result."
@@ -112,7 +112,7 @@ def _unexplained(seen: Observation) -> tuple[Reason, str]:
     message = f"{who} was killed by {_signal_name(-seen.exit_code)}."
     if seen.exit_code == -signal.SIGKILL:
         message += (
-            " The likely cause is the kernel's out-of-memory killer (`dmesg | grep -i oom` tells):"
+            " The likely cause is the kernel's out-of-memory killer (check with `dmesg | grep -i oom`):"
             " lower batch_size or max_seq_length, or train with LoRA."
         )
     return Reason.rank_failed, message

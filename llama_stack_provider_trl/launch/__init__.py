@@ -1,1 +1,1 @@
-"""How one task (one training process tree on one node) is started, watched and ended."""
+"""Starts, observes and ends one task: one training process tree on one node."""

@@ -1,7 +1,7 @@
-"""The seam between the supervisor and whatever starts processes: a task goes in, observations come out.
+"""The interface between the supervisor and a launcher: a task goes in, observations come out.
 
-A task is one training process tree on one node for one attempt. `start` is idempotent by `task_id`, so a supervisor
-that crashed between recording a task and starting it may simply call it again.
+A task is one training process tree on one node for one attempt. `start` is idempotent by `task_id`: a supervisor that
+crashed between recording a task and starting it may call it again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a launcher needs to know to run one task; everything else is in `run_dir/spec.json`.
+    """Everything that a launcher needs to run one task, beside `run_dir/spec.json`.
 
-    A job over several machines has one task on each of them, with the same `nodes`, `ranks` and place to meet.
+    A job over several machines has one task on each of them, with the same `nodes`, `ranks` and rendezvous address.
     """
 
     task_id: str
@@ -27,20 +27,20 @@ class TaskSpec:
     python: str | None = None
     """Interpreter that trains; None: the launcher's own."""
     ranks: int = 1
-    """Processes that train on this node."""
+    """Training processes on this node."""
     nodes: int = 1
-    """Machines that train together, each with as many ranks."""
+    """Machines that train together, each with the same number of ranks."""
     node_rank: int = 0
-    """Which of them this is; rank 0, whose events and checkpoints count, is on node 0."""
+    """Number of this node; rank 0, whose events and checkpoints count, is on node 0."""
     address: str = "127.0.0.1"
-    """This node's own, an IP address: ranks talk over the network interface that has it."""
+    """This node's own IP address: ranks use the network interface that has it."""
     master_addr: str = "127.0.0.1"
-    """Node 0's: where all ranks meet."""
+    """Node 0's address: the rendezvous of all ranks."""
     master_port: int = 0
-    """Port at which they meet; no process listened on it when it was chosen."""
+    """Port of the rendezvous; no process listened on it when it was chosen."""
     last_port: int = 0
-    """If a process listens on `master_port` by then, the ranks of one node meet at the first free port up to this one.
-    Several nodes meet at `master_port` only."""
+    """The last port of the range for ranks of one node: if a process listens on `master_port` by then, they use the
+    first free port up to this one. Several nodes use `master_port` only."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
     time_limit: float | None = None
@@ -50,7 +50,7 @@ class TaskSpec:
 
     @property
     def world_size(self) -> int:
-        """Processes that train together, on all nodes."""
+        """Training processes on all nodes."""
         return self.nodes * self.ranks
 
 
@@ -65,38 +65,40 @@ class TaskState(StrEnum):
 
 
 class Ended(StrEnum):
-    """Why a runner ended its task of its own accord."""
+    """The reason for which a runner itself ended its task."""
 
     hung = "hung"
     """No progress for `hang_timeout`."""
     timed_out = "timed_out"
     """`time_limit` was reached."""
     out_of_memory = "out_of_memory"
-    """Its processes took more memory than the limit; `stacks` is empty, `detail` names both."""
+    """Its processes used more memory than the limit; `stacks` is empty, `detail` names both."""
     too_many_processes = "too_many_processes"
     """It started more processes than the limit; `detail` names both."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a launcher sees of a task, from the processes themselves and never from memory."""
+    """A launcher's observation of a task, from the processes themselves and never from memory."""
 
     state: TaskState
     exit_code: int | None = None
-    """Of the training process; negative: minus the signal that ended it; None: not known, or it never ran."""
+    """Exit status of the training process; negative: minus the signal that ended it; None: not known, or it never
+    ran."""
     rank: int | None = None
     """The rank that has this exit code, if several ranks trained and torchrun reports which one ended first."""
     detail: str = ""
     launch_error: str = ""
-    """Why the training process could not be started; the task has exited then. Empty where it could."""
+    """The reason for which the training process could not be started; the task has exited then. Empty: it was
+    started."""
     ended: Ended | None = None
-    """Why the runner ended the task; None: it did not, or on a request."""
+    """The reason for which the runner ended the task; None: it did not, or on a request."""
     stacks: str = ""
     """The Python stacks of every rank when the task was found to hang."""
 
 
 class MasterPorts(Protocol):
-    """Chooses the port at which the ranks of a task on this machine meet."""
+    """Chooses the rendezvous port for the ranks of a task on this machine."""
 
     def choose(self, run_dirs: Iterable[Path]) -> tuple[int, int]:
         """A free port that no task in `run_dirs` was given, and the last port that may replace it if another process
@@ -108,7 +110,7 @@ class MasterPorts(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts, observes and ends tasks on one node. Every call returns at once (well under a second)."""
+    """Starts, observes and ends tasks on one node. Every call returns in well under a second."""
 
     def start(self, task: TaskSpec) -> None:
         """Start the task unless a task with this id was ever started here.
@@ -135,8 +137,8 @@ class Launcher(Protocol):
         """
 
     def cancel(self, task: TaskSpec) -> None:
-        """Request that the task ends: SIGTERM, then SIGKILL 3 s later, for all its processes. Returns at once.
+        """Request the end of the task: SIGTERM, then SIGKILL 3 s later, for all its processes. Returns immediately.
 
-        A task that was never started is recorded as exited, so that a start still on its way comes too late.
+        A task that was never started is recorded as exited, so that a later start has no effect.
         May be repeated.
         """

@@ -1,4 +1,4 @@
-"""Which devices this machine can train on, found without importing torch."""
+"""Finds the devices on which this machine can train, without importing torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def usable_devices(configured: str) -> list[str]:
     `auto` means every GPU, else Apple's mps, else the CPU. The training process checks again with torch.
 
     Raises:
-        InvalidRequest: the setting is no device name, or names a device that is not there.
+        InvalidRequest: the setting is not the name of a device, or names one that does not exist.
     """
     if configured == "cpu" or (configured == "mps" and _has_mps()):
         return [configured]
@@ -34,7 +34,7 @@ def usable_devices(configured: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that a training process would see: CUDA_VISIBLE_DEVICES, else the driver's list."""
+    """NVIDIA GPUs that a training process would see: those of CUDA_VISIBLE_DEVICES, else of the driver's list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

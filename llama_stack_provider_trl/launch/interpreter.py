@@ -1,4 +1,4 @@
-"""Whether an interpreter can train: checked before anything is queued, without importing the libraries."""
+"""Checks whether an interpreter can train, before anything is queued and without importing the libraries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..errors import InvalidRequest
 from ..system.process import child_environment
 
 NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
-"""Distribution -> what its version begins with; the releases that `recipes` is written against."""
+"""Distribution -> prefix of its version, for the releases that `recipes` is written for."""
 INSTALL = f"pip install 'llama_stack_provider_trl[train]=={__version__}'"
 _OLDEST = (3, 12)
 _TIMEOUT = 60.0
-"""Seconds. It takes 0.1; a cold network disk takes longer."""
-_LOOK = """
+"""Timeout of the probe in seconds. It takes 0.1; a cold network disk takes longer."""
+_PROBE = """
 import sys
 found = {}
 if sys.version_info >= (3, 12):
@@ -40,10 +40,10 @@ print(json.dumps([list(sys.version_info[:2]), found]))
 
 
 def check_interpreter(python: Path | None) -> None:
-    """Check that an interpreter can train; None: this process's own.
+    """Check that an interpreter can train; None: the interpreter of this process.
 
     Raises:
-        InvalidRequest: it is not there, is too old, or lacks what training needs; names the remedy.
+        InvalidRequest: it does not exist, is too old, or lacks what training needs; names the remedy.
     """
     if (problem := _problem(str(python or sys.executable))) is not None:
         raise InvalidRequest("train_python", None if python is None else str(python), problem)
@@ -52,19 +52,19 @@ def check_interpreter(python: Path | None) -> None:
 def _problem(python: str) -> str | None:
     try:
         done = subprocess.run(
-            [python, "-c", _LOOK, *NEEDED],
+            [python, "-c", _PROBE, *NEEDED],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,
-            cwd="/",  # not the server's working directory: as in a run directory, nothing is imported from it
+            cwd="/",  # not the server's working directory, so that nothing is imported from there
             env=child_environment(os.environ, {}),
         )
         version, found = json.loads(done.stdout.splitlines()[-1])
     except OSError as error:
         return f"{python} cannot be started ({error.strerror}); name the Python of an environment made with {INSTALL}"
     except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError):
-        return f"{python} is no working Python; name that of an environment made with {INSTALL}"
+        return f"{python} is not a working Python; name that of an environment made with {INSTALL}"
     if tuple(version) < _OLDEST:
         return f"{python} is Python {version[0]}.{version[1]}; training needs 3.12 or later, and there {INSTALL}"
     ours = found.pop("ours", None)

@@ -1,9 +1,9 @@
-"""What a training may see of its machine: the view for `namespaces`, from the task's specification and the directories
-that the service keeps to itself.
+"""Builds the view of a training on its machine for `namespaces`, from the task's specification and the directories that
+the service hides.
 
 Hidden are the service's data directory, its files with secrets, and the sockets that control other programs of the user
-or the machine. Below a hidden directory a training sees its own run directory and checkpoints, and what its
-specification, its environment and its interpreter name. What it may not write, it reads as its user can.
+or the machine. Below a hidden directory a training sees its own run directory and checkpoints, and the paths of its
+specification, its environment and its interpreter. All other paths are read-only, with the rights of its user.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CACHES = (
 )
 """Environment variables that name a directory which a training may write."""
 _HOME_CACHES = (".cache", ".triton", ".nv")
-"""Where libraries keep what they compile and download, below the home directory."""
+"""Directories, below the home directory, for files that libraries compile and download."""
 _LINKED_CACHES = ("huggingface", "huggingface/hub", "huggingface/datasets", "huggingface/xet", "torch", "triton")
 _CONTROL_SOCKETS = (
     *("/run/user", "/run/dbus", "/run/systemd/private", "/run/docker.sock", "/run/containerd", "/run/crio"),
@@ -56,17 +56,17 @@ _DEPTH = 40
 
 @dataclass(frozen=True)
 class Isolation:
-    """How trainings of one service, agent or provider are kept apart from it. `isolate` makes one."""
+    """Isolates the trainings of one service, agent or provider. `isolate` creates it."""
 
     how: str = ""
-    """`root` or `user namespace`; empty: they are not isolated."""
+    """`root` or `user namespace`; empty: trainings are not isolated."""
     why_not: str = ""
     directories: tuple[Path, ...] = ()
     files: tuple[Path, ...] = ()
 
     def view(self, task: TaskSpec, environ: Mapping[str, str]) -> View | None:
-        """Of a task whose specification is written; None: it is not isolated. Creates the directories that it may
-        write. `environ` is that of its processes.
+        """The view of a task whose specification is written; None: it is not isolated. Creates the directories that it
+        may write. `environ` is that of its processes.
 
         Raises:
             OSError: its specification cannot be read, or a directory cannot be created.
@@ -91,14 +91,14 @@ class Isolation:
         write: Iterable[Path] = (),
         keep: Iterable[int] = (),
     ) -> list[str]:
-        """A command line that runs another one isolated, or that itself where nothing is.
+        """A command line that runs another one isolated; the same one where nothing is isolated.
 
         Args:
             cwd: its working directory.
             environ: its environment.
-            read: files and directories below a hidden one that it reads; what else it may, as a training may.
+            read: files and directories below a hidden one that it reads, beside those of a training.
             write: directories that it writes.
-            keep: open files that it gets from its caller.
+            keep: open files that it inherits from its caller.
         """
         if not self.how:
             return list(argv)
@@ -117,7 +117,7 @@ class Isolation:
         gpus: bool = False,
     ) -> View:
         locks = lock_places(environ.get(LOCK_DIRECTORY))
-        # Of this process: the allow-list of a training's environment leaves the variable out.
+        # From this process: the allow-list of a training's environment omits the variable.
         sockets = [Path(path) for path in (*_CONTROL_SOCKETS, os.environ.get("XDG_RUNTIME_DIR") or "/run/user")]
         hidden = [*self.directories, *locks, *(path for path in sockets if path.is_dir())]
         found = _Resolver(_outermost(_with_linked(hidden)))
@@ -141,7 +141,7 @@ NO_ISOLATION = Isolation(why_not="isolation is off")
 
 
 def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None] = ()) -> Isolation:
-    """What the setting `isolation` means on this machine; takes 0.1 s.
+    """Apply the setting `isolation` on this machine; takes 0.1 s.
 
     Args:
         directories: data directories to hide.
@@ -177,9 +177,9 @@ ADVICE = (
 
 
 def probe() -> Isolation:
-    """Whether and how a program can be isolated on this machine, by doing it once with nothing to run."""
+    """Find out how a program can be isolated on this machine, by isolating an empty one."""
     if sys.platform != "linux":
-        return Isolation(why_not=f"{sys.platform} has no namespaces; it takes Linux")
+        return Isolation(why_not=f"{sys.platform} has no namespaces, only Linux has them")
     view = View(write=_SCRATCH)
     try:
         done = subprocess.run(
@@ -208,12 +208,12 @@ class SpecPaths:
 
 
 def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPaths:
-    """What the attempt of a `spec.json` reads and writes. A `model` is a text of a client: it counts only where it is
-    a directory with a model's files, outside of those in `directories` that hold our own."""
+    """Paths that the attempt of a `spec.json` reads and writes. A `model` is a text of a client: it counts only where
+    it is a directory with a model's files, outside of those in `directories` that hold our own."""
     found = SpecPaths()
     job = spec.get("job") or {}
     reference = (job.get("dpo") or {}).get("reference") or {}
-    if not spec.get("preflight"):  # which leaves nothing behind
+    if not spec.get("preflight"):  # which writes no files
         found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))
     found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
     found.read += _paths((job.get("resume_from") or {}).get("path"))
@@ -225,7 +225,7 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
 
 
 def _links_of(model: Path, directories: Sequence[Path]) -> Iterator[Path]:
-    """Symbolic links in a model's directory, as a hub's cache consists of. A link in a data directory, or to one, is
+    """Targets of symbolic links in a model's directory, as in a hub's cache. A link in a data directory, or to one, is
     not followed: a training may have written it."""
     homes = [home.resolve() for home in directories]
     if any(model.resolve().is_relative_to(home) for home in homes):
@@ -254,7 +254,7 @@ def _is_model(path: Path, directories: Sequence[Path]) -> bool:
 
 
 def _interpreter(python: str) -> Iterator[Path]:
-    """What an interpreter and our own packages consist of."""
+    """Paths of an interpreter and of our own packages."""
     packages = Path(__file__).absolute().parents[1]
     yield from (packages, packages.with_name(f"{packages.name}_remote"))
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable))
@@ -273,7 +273,7 @@ def _interpreter(python: str) -> Iterator[Path]:
 
 
 def _named(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Paths in the environment that are no caches: of modules, libraries, certificates."""
+    """Paths in the environment that are not caches: of modules, libraries, certificates."""
     for name, value in environ.items():
         if name not in (*_CACHES, LOCK_DIRECTORY, "HOME"):
             yield from _paths(*value.split(os.pathsep))
@@ -288,14 +288,14 @@ def _caches(environ: Mapping[str, str], gpus: bool) -> Iterator[Path]:
             except OSError:
                 continue
         yield from (home / name for name in _HOME_CACHES)
-        # Each may be a symbolic link to another disk. Others are not followed: a training may have left them there.
+        # Each may be a symbolic link to another disk. Others are not followed: a training may have created them.
         yield from _elsewhere(home / ".cache", *_LINKED_CACHES)
     for cache in _paths(environ.get("HF_HOME")):
         yield from _elsewhere(cache, "hub")
 
 
 def _elsewhere(cache: Path, *names: str) -> Iterator[Path]:
-    """What has these names in a cache and lies outside of it."""
+    """Paths with these names in a cache that lie outside of it."""
     with suppress(OSError, RuntimeError):
         real = cache.resolve()
         yield from (path for name in names if not (path := (cache / name).resolve()).is_relative_to(real))
@@ -310,7 +310,7 @@ def _home() -> str | None:
 
 
 def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
-    """The real directories, and those of ours in them that an operator has moved to another disk, behind a symbolic
+    """The real directories, and our directories in them that an operator has moved to another disk, behind a symbolic
     link."""
     for directory in directories:
         real = directory.resolve()
@@ -320,7 +320,7 @@ def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
 
 
 def _outermost(directories: Iterable[Path]) -> list[Path]:
-    """Without those that lie below another one, and never the root."""
+    """The paths without those below another one, and never the root."""
     found: list[Path] = []
     for path in sorted(set(directories) - {Path("/")}):
         if not found or not path.is_relative_to(found[-1]):
@@ -329,7 +329,7 @@ def _outermost(directories: Iterable[Path]) -> list[Path]:
 
 
 class _Resolver:
-    """Collects paths as they are below and beside the covers, and the symbolic links that lead there."""
+    """Collects paths below and beside the covers, and the symbolic links that lead to them."""
 
     def __init__(self, covers: Sequence[Path]) -> None:
         self.covers = covers
@@ -338,7 +338,7 @@ class _Resolver:
         self.links: dict[str, str] = {}
 
     def add(self, path: Path, to: set[str]) -> None:
-        """Add a path, unless it does not exist, a whole cover lies in what is to be read, or it is a cover itself."""
+        """Add a path, unless it does not exist, contains a whole cover, or is a cover itself."""
         links: dict[str, str] = {}
         real = self._resolve(path, links)
         if real is None or any(cover == real for cover in self.covers):
@@ -358,7 +358,7 @@ class _Resolver:
         return any(path.is_relative_to(cover) for cover in self.covers)
 
     def _resolve(self, path: Path, links: dict[str, str]) -> Path | None:
-        """The path without symbolic links; those below a cover are noted in `links`. None: there is no such path."""
+        """The path without symbolic links; those below a cover are noted in `links`. None: the path does not exist."""
         done, parts = Path("/"), [part for part in reversed(path.parts) if part != "/"]
         for _ in range(_DEPTH * len(parts) + _DEPTH):
             if not parts:

@@ -31,19 +31,19 @@ from .torchrun import lock_name, task_marks, training_argv, training_environment
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
 _RUNNER_TIME = GRACE + 1.0
-"""Seconds that a runner gets to end its task; then it is stopped or stuck, and both are killed."""
+"""Seconds for a runner to end its task; after them it is stopped or blocked, and both are killed."""
 _START_TIMEOUT = 30.0
-"""Seconds. A start takes 0.1-0.2 s; this is for a machine that swaps."""
+"""Timeout of a start in seconds. It takes 0.1-0.2 s; the rest is for a machine that swaps."""
 
 
 class LocalLauncher:
-    """The Launcher of this machine. Keeps nothing in memory: all state is in the run directory and the processes.
+    """The Launcher of this machine. All state is in the run directory and the processes, none in memory.
 
     Args:
-        environ: where children's allow-listed variables come from; None: this process's own, read at each start.
+        environ: source of the children's allow-listed variables; None: this process's own, read at each start.
         exit_deadline: seconds that a training process may live on after its `finished` or `failed` event.
-        isolation: how trainings are kept apart from this process and from each other.
-        limits: what the processes of a task may take together.
+        isolation: isolates trainings from this process and from each other.
+        limits: limits of the processes of a task, together.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LocalLauncher:
         self._limits = limits or Limits()
 
     def start(self, task: TaskSpec) -> None:
-        """See `Launcher.start`. Of two runners of one task, the second finds the first one's lock and leaves."""
+        """See `Launcher.start`. Of two runners of one task, the second finds the first one's lock and exits."""
         paths = RunDir(task.run_dir)
         if paths.runner_status.exists():
             return
@@ -73,7 +73,7 @@ class LocalLauncher:
             argv=tuple(training_argv(task)),
             exit_deadline=self._exit_deadline,
             log=(paths.log if task.world_size == 1 else paths.launcher_log).name,
-            # Only the node of rank 0 sees progress, and has the process that can save when the time is over.
+            # Only the node of rank 0 sees progress, and has the process that can save at the time limit.
             time_limit=task.time_limit if task.node_rank == 0 else None,
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
@@ -81,14 +81,16 @@ class LocalLauncher:
         ).write(paths.task)
         exit_code = self._spawn(task, paths, environment)
         if exit_code != 0 and not paths.runner_status.exists():
-            raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'it left no log'}")
+            raise OSError(f"the runner exited with {exit_code}: {tail(paths.runner_log, 5) or 'its log is empty'}")
 
     def poll(self, task: TaskSpec) -> Observation:
-        """See `Launcher.poll`. Processes of a task whose runner was killed are ended here: nothing else ends them."""
+        """See `Launcher.poll`. Ends the processes of a task whose runner was killed, since nothing else does."""
         status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
         if status is None:
             if left := kill_marked(task):  # the run directory was removed
-                return Observation(TaskState.running, detail=f"its run directory is gone; ending {left} processes")
+                return Observation(
+                    TaskState.running, detail=f"its run directory was removed: {left} processes are being ended"
+                )
             return Observation(TaskState.unknown)
         if status.state is TaskState.exited or _lives(status, task_marks(task)):
             return _observed(status)
@@ -96,7 +98,9 @@ class LocalLauncher:
         if status is not None and status.state is TaskState.exited:
             return _observed(status)
         if left := kill_marked(task):
-            return Observation(TaskState.running, detail=f"the runner is gone; ending the {left} processes it left")
+            return Observation(
+                TaskState.running, detail=f"the runner was killed: its {left} remaining processes are being ended"
+            )
         return Observation(TaskState.exited, detail="the runner was killed, and its training process with it")
 
     def pause(self, task: TaskSpec) -> None:
@@ -106,7 +110,7 @@ class LocalLauncher:
             atomic_write_json(control, PAUSE)
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
-        """See `Launcher.sweep`. A runner ends its processes itself; what has no runner is killed here."""
+        """See `Launcher.sweep`. A runner ends its processes itself; processes without a runner are killed here."""
         found = {run_dir: left for run_dir, left in tasks_below(root).items() if run_dir not in keep}
         for run_dir, left in found.items():
             status = RunnerStatus.read(RunDir(run_dir).runner_status) if run_dir.is_dir() else None
@@ -156,7 +160,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _seconds_since_first(mark: Path) -> float:
-    """Seconds since this was first called with `mark`, a file that it leaves."""
+    """Seconds since the first call with `mark`, a file that it creates."""
     try:
         with suppress(FileExistsError):  # O_EXCL follows no symbolic link
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -166,7 +170,7 @@ def _seconds_since_first(mark: Path) -> float:
 
 
 def kill_marked(task: TaskSpec) -> int:
-    """SIGKILL every process that carries the task's marks; returns how many there were."""
+    """SIGKILL every process that carries the task's marks; returns their number."""
     left = marked(task_marks(task))
     for process in left:
         send_signal(process, signal.SIGKILL)
@@ -174,19 +178,20 @@ def kill_marked(task: TaskSpec) -> int:
 
 
 def _request_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:
-    """SIGTERM to a task's runner; False where it is gone. `runner.json` lies where the training may write: a process
-    without the task's marks is not signalled, whatever the file contains."""
+    """SIGTERM to a task's runner; False where it is gone. The training can write `runner.json`: a process without the
+    task's marks is not signalled, whatever the file contains."""
     return runner is not None and carries(runner, marks) and send_signal(runner, signal.SIGTERM)
 
 
 def _lives(status: RunnerStatus, marks: Mapping[str, str]) -> bool:
-    """Whether a task's runner lives: a process without the task's marks is not it, whatever `runner.json` contains."""
+    """Whether a task's runner lives: a process without the task's marks does not count, whatever `runner.json`
+    contains."""
     if status.runner is None:
         return False
     if alive(status.runner):
-        # One that exits has lost its environment: it is waited for, so that it is reaped below.
+        # An exiting process has lost its environment: it is awaited, so that it is reaped below.
         return carries(status.runner, marks) or exiting(status.runner)
-    # A runner is an orphan. If this is process 1 of a container, it has to reap it.
+    # A runner is an orphan. If this process is process 1 of a container, it has to reap it.
     reap(status.runner.pid)
     return False
 
@@ -198,7 +203,7 @@ def _observed(status: RunnerStatus) -> Observation:
 
 
 def _forestall(task: TaskSpec, paths: RunDir) -> None:
-    """Record a task that never started as ended, unless its runner is starting this very moment."""
+    """Record a task that never started as ended, unless its runner is starting at this moment."""
     Path(task.run_dir).mkdir(parents=True, exist_ok=True)
     claim = FileLock(paths.runner_lock)
     if not claim.acquire("a cancel"):

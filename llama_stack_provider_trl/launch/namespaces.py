@@ -1,4 +1,4 @@
-"""Runs a program in mount and process namespaces of its own, in which it sees no more than a `View` lets it.
+"""Runs a program in mount and process namespaces of its own, which show it the paths of a `View` only.
 
     python -m llama_stack_provider_trl.launch.namespaces --keep=DESCRIPTORS VIEW [COMMAND ...]
 
@@ -42,12 +42,12 @@ _KEPT_FLAGS = {
     "nodiratime": _MS_NODIRATIME,
     "relatime": _MS_RELATIME,
 }
-"""Options of a mount that a remount must repeat: the kernel would drop them, or refuse to."""
+"""Options of a mount that a remount must repeat: the kernel would drop them, or refuse the remount."""
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 38, 47, 4
 _CAP_DAC_OVERRIDE, _CAP_IPC_LOCK = 1, 14
 _KEPT_CAPABILITIES = (_CAP_DAC_OVERRIDE, _CAP_IPC_LOCK)
-"""Root's trainings still read models that belong to others, and pin memory for RDMA. No capability with which a mount,
-another process or a device node could be reached; DAC_READ_SEARCH would open any file by its handle."""
+"""Root's trainings still read models of other users, and pin memory for RDMA. They have no capability that reaches a
+mount, another process or a device node; DAC_READ_SEARCH would open any file by its handle."""
 _LAST_CAPABILITY = 63
 _CAPABILITY_VERSION_3 = 0x20080522
 _DEVICES = (
@@ -76,7 +76,7 @@ _KERNEL_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 
 
 KEEP = "--keep="
-"""Before the numbers of open files that the command gets, with commas between them."""
+"""Option with the numbers of open files that the command inherits, separated by commas."""
 
 
 class NotIsolated(OSError):
@@ -85,19 +85,19 @@ class NotIsolated(OSError):
 
 @dataclass(frozen=True)
 class View:
-    """What a program sees of the file system: all that its user may read, but for `covers` and `blanks`; it writes
-    below `write` only. Every path is absolute, and none but those of `links` has a symbolic link on it."""
+    """The file system as a program sees it: all paths that its user may read, except `covers` and `blanks`; it writes
+    below `write` only. Every path is absolute, and only those of `links` have symbolic links on them."""
 
     covers: tuple[str, ...] = ()
-    """Directories that are hidden, but for what `read` and `write` name below them."""
+    """Directories that are hidden, except for the paths of `read` and `write` below them."""
     blanks: tuple[str, ...] = ()
     """Files that are hidden."""
     read: tuple[str, ...] = ()
-    """Below a cover: visible, and read-only."""
+    """Paths below a cover: visible, and read-only."""
     write: tuple[str, ...] = ()
-    """May be written, below a cover or elsewhere."""
+    """Paths that may be written, below a cover or elsewhere."""
     links: tuple[tuple[str, str], ...] = ()
-    """Symbolic links below a cover that a path leads through, and their targets."""
+    """Symbolic links below a cover that paths pass through, and their targets."""
     cwd: str = "/"
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Confined:
     """A program in namespaces, and its init, as their parent sees them.
 
     Raises:
-        NotIsolated: the namespaces cannot be made.
+        NotIsolated: the namespaces cannot be created.
         OSError: the program cannot be started.
     """
 
@@ -129,7 +129,7 @@ class Confined:
         self.privileged = _allow_namespaces()
         """Whether no user namespace was needed."""
         self.returncode: int | None = None
-        """Of the program, once it has ended; negative: minus the signal that ended it."""
+        """Exit status of the program, once it has ended; negative: minus the signal that ended it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.init = os.fork()
         if self.init == 0:
@@ -142,7 +142,7 @@ class Confined:
             raise _error(first or {"error": "its init ended at once", "isolation": True})
         self._channel.setblocking(False)
         self.pid = self._outer_pid(first["pid"]) if first["pid"] else self.init
-        """Of the program, as its parent's namespace counts."""
+        """Process id of the program in its parent's namespace."""
 
     def fileno(self) -> int:
         """Readable when the program has ended."""
@@ -217,9 +217,9 @@ class _Init:
             os._exit(status)
 
     def _detach(self) -> None:
-        """Keep of our parent what the program may have, and end with it."""
+        """Set up the program's part of our parent's state, and end with it."""
         signal.set_wakeup_fd(-1)
-        # SIGTERM is for the program: the kernel keeps it from a process 1 without a handler.
+        # SIGTERM is for the program: the kernel does not deliver it to a process 1 without a handler.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         kept = sorted({0, 1, 2, *self.keep, self.channel.fileno(), *([] if self.output is None else [self.output])})
@@ -258,7 +258,7 @@ class _Init:
 
 
 def _build(view: View, privileged: bool) -> None:
-    """The mounts of a view, in a mount namespace of this process's own."""
+    """Builds the mounts of a view, in a mount namespace of this process's own."""
     _checked(_unshare(_CLONE_NEWNS), "a mount namespace")
     _mount(None, "/", None, _MS_REC | _MS_SLAVE)
     covers = [path for path in view.covers if os.path.isdir(path)]
@@ -291,7 +291,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _bind(fd: int, path: str) -> None:
-    """Mount what is open at a path, which is created where a cover hides it."""
+    """Mount an open file at a path, which is created where a cover hides it."""
     if not os.path.lexists(path):
         _make_directory(os.path.dirname(path))
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -320,7 +320,7 @@ def _blank(files: Sequence[str], covers: Sequence[str]) -> None:
 
 
 def _own_devices() -> list[str]:
-    """A /dev of our own with `_DEVICES`; returns its directories that may be written."""
+    """Mount a /dev of our own with `_DEVICES`; returns its directories that may be written."""
     names = [name for name in os.listdir("/dev") if any(fnmatch.fnmatch(name, known) for known in _DEVICES)]
     links = {name: os.readlink(f"/dev/{name}") for name in names if os.path.islink(f"/dev/{name}")}
     opened = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in names if name not in links}
@@ -334,7 +334,7 @@ def _own_devices() -> list[str]:
 
 
 def _bound_devices() -> list[str]:
-    """The directories of the machine's /dev that may be written, as mounts of their own."""
+    """Mount the machine's writable directories of /dev separately."""
     names = [name for name in os.listdir("/dev") if any(fnmatch.fnmatch(name, known) for known in _WRITABLE_DEVICES)]
     found = [path for name in names if os.path.isdir(path := f"/dev/{name}") and not os.path.islink(path)]
     for path in found:
@@ -343,12 +343,12 @@ def _bound_devices() -> list[str]:
 
 
 def _own_proc() -> None:
-    """A /proc that shows this process namespace only. What was mounted below the old one, such as what a container
-    masks or an NVIDIA driver's settings, is mounted below the new one again."""
+    """Mount a /proc that shows this process namespace only. Mounts below the old one, such as the masks of a container
+    or an NVIDIA driver's settings, are repeated below the new one."""
     below = {point: os.open(point, os.O_PATH | os.O_CLOEXEC) for point in _mounts() if point.startswith("/proc/")}
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     with suppress(OSError):
-        # Trainings on one machine then seldom have the same pid, which libraries put into names of temporary files.
+        # Trainings on one machine then rarely have the same pid, which libraries use in names of temporary files.
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(1000 + int.from_bytes(os.urandom(2)) // 4))
     for point, fd in below.items():
         with suppress(OSError):
@@ -360,7 +360,7 @@ def _own_proc() -> None:
 
 
 def _protect(writable: Mapping[str, bool]) -> None:
-    """Make every mount read-only but those at or below a path that may be written; the nearest one decides."""
+    """Make every mount read-only except those at or below a writable path; the nearest one decides."""
     for point, options in _mounts().items():
         above = [path for path in writable if point == path or _is_below(point, path)]
         if (above and writable[max(above, key=len)]) or "ro" in options:
@@ -369,13 +369,13 @@ def _protect(writable: Mapping[str, bool]) -> None:
         try:
             _mount(None, point, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
         except OSError:
-            # Hidden below another mount, or another user's (FUSE): it cannot be reached from here.
+            # Hidden below another mount, or another user's (FUSE): it cannot be reached from this process.
             if point == "/":
                 raise
 
 
 def _mounts() -> dict[str, set[str]]:
-    """Mount points of this namespace and the options of the uppermost mount on each."""
+    """Mount points of this namespace, and the options of the uppermost mount on each."""
     found = {}
     with open("/proc/self/mountinfo", "rb") as file:
         for line in file:
@@ -397,7 +397,7 @@ class _Capabilities(ctypes.Structure):
 
 
 def _drop_privileges() -> None:
-    """Give up all capabilities but `_KEPT_CAPABILITIES`, for this process and what it starts, for good."""
+    """Drop all capabilities but `_KEPT_CAPABILITIES` permanently, for this process and its children."""
     kept = sum(1 << number for number in _KEPT_CAPABILITIES)
     _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -436,8 +436,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run COMMAND in a view and return its exit status, or 128 and the signal that ended it. Without a command, build
-    the view and print how: `root` or `user namespace`."""
+    """Run COMMAND in a view and return its exit status, or 128 and the signal that ended it.
+
+    Without a command, build the view and print its kind: `root` or `user namespace`."""
     keep = [int(number) for number in arguments[0].removeprefix(KEEP).split(",") if number]
     view, argv = View.from_json(json.loads(arguments[1])), arguments[2:]
     die_with_parent(os.getppid())

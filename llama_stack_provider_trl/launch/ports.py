@@ -1,4 +1,4 @@
-"""Ports of this machine at which the ranks of a task meet: which are free, and which one a task was given."""
+"""Rendezvous ports of this machine: which ones are free, and which one a task was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .torchrun import LOOPBACK, MASTER_PORT
 
 FIRST_PORT = 29500
 PORTS = 100
-"""Ports of a range: as many jobs of several ranks can train on this machine at once."""
+"""Ports of a range: the number of jobs of several ranks that can train on this machine at a time."""
 
 
 class PortRange:
@@ -31,7 +31,7 @@ class PortRange:
 
 
 def given_port(run_dir: Path) -> int | None:
-    """The port at which the ranks of a task meet, whether it is open yet or not; None: the task has none."""
+    """The rendezvous port of a task, open or not; None: the task has none."""
     try:
         arguments = RunnerTask.read(RunDir(run_dir).task).argv
     except (FileNotFoundError, NotAFile):
@@ -60,7 +60,7 @@ def _can_listen(port: int) -> bool:
 
 def _can_bind(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        # As that store does: a port in TIME_WAIT is free.
+        # As in torch's store, a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""Owns one training process, or the torchrun of several: locks its devices, starts it, ends whatever it leaves behind,
+"""Owns one training process, or the torchrun of several: locks its devices, starts it, ends remaining processes, and
 records how it ended.
 
     python -m llama_stack_provider_trl.launch.runner RUN_DIR/task.json
@@ -54,43 +54,43 @@ log = logging.getLogger(__name__)
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 NICE = 10
-"""Training yields to everything else on the machine, such as requests."""
+"""Niceness: training yields to all other processes of the machine, such as those of requests."""
 LOCKS = Path("/tmp")
-"""Where device locks are, below a directory for each user."""
+"""Directory of device locks, with a directory below it for each user."""
 RUNTIME = Path("/run/user")
 _DEVICE_RETRY = 0.2
 """Seconds between two attempts to take a lock that another process holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
 PAUSE = {"command": "pause"}
-"""Content of `control.json` when rank 0 is to save and end."""
+"""Content of `control.json` that orders rank 0 to save and end."""
 _SAVING_TIME = 60.0
-"""Seconds that a training which has reached its time limit gets to save a checkpoint."""
+"""Seconds that a training at its time limit has to save a checkpoint."""
 _STACKS_TIME = 1.0
 _STACKS_BYTES = 16_384
 _EVENTS_READ = 8 << 20
-"""Bytes of events that are read at once: more than any event has."""
+"""Bytes of events that are read at a time: more than any event has."""
 _LIMITS_INTERVAL = 2.0
-"""Seconds between two measurements of what a task takes. One takes 3 ms with 200 processes on the machine."""
+"""Seconds between two measurements of a task's memory. One takes 3 ms with 200 processes on the machine."""
 _OOM_SCORE = "500"
-"""Added to a training's badness of 0 to 1000: short of memory, the kernel ends a training before the service."""
+"""Added to a training's badness of 0 to 1000: when memory is short, the kernel ends a training before the service."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the processes of a task may take together; None: no limit."""
+    """Limits of the processes of a task, together; None: no limit."""
 
     memory_bytes: int | None = None
     processes: int | None = None
 
     @classmethod
     def of(cls, memory_gb: float | None, processes: int | None) -> Limits:
-        """As the settings have them."""
+        """Limits from the settings."""
         return cls(None if memory_gb is None else int(memory_gb * 2**30), processes)
 
 
 @dataclass(frozen=True)
 class RunnerTask:
-    """The launcher's order to the runner: `task.json`. The environment is the runner's own and never in a file."""
+    """The launcher's order to the runner: `task.json`. The environment is inherited and never in a file."""
 
     task_id: str
     run_dir: Path
@@ -98,13 +98,13 @@ class RunnerTask:
     """Names of the device locks to hold, such as `cpu` or `cuda-2`."""
     argv: tuple[str, ...]
     exit_deadline: float
-    """Seconds that a process may live on after its last event."""
+    """Seconds that a process may live after its final event."""
     log: str = "rank-0.log"
-    """File in the run directory that takes what the process prints."""
+    """File in the run directory for the process's output."""
     time_limit: float | None = None
     hang_timeout: float | None = None
     view: View | None = None
-    """What the trainer sees of the machine; None: it is not isolated."""
+    """The trainer's view of the machine; None: it is not isolated."""
     limits: Limits = Limits()
 
     @classmethod
@@ -129,7 +129,7 @@ class RunnerTask:
 
 @dataclass(frozen=True)
 class RunnerStatus:
-    """The runner's published status: `runner.json`. True only while the runner lives, or when `state` is exited."""
+    """The runner's published status: `runner.json`. Valid only while the runner lives, or when `state` is exited."""
 
     task_id: str
     runner: ProcessId | None
@@ -146,7 +146,7 @@ class RunnerStatus:
     def read(cls, path: Path) -> RunnerStatus | None:
         try:
             data: dict[str, Any] = json.loads(read_regular(path))
-        except (FileNotFoundError, NotAFile):  # the training has put something else there: its processes are ended
+        except (FileNotFoundError, NotAFile):  # the training has replaced it: its processes are ended
             return None
         for name in ("runner", "trainer"):
             data[name] = data[name] and ProcessId(**data[name])
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
     if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
-        return  # started once already; the lock and the file outlive the process that requested it
+        return  # started before; the lock and the file outlive the process that requested it
     ready = _detach()
     runner = Runner(task, umask)
     os.write(ready, b"1")
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> None:
 def _detach() -> int:
     """Continue as an orphan; the first process waits until a byte is written to the returned descriptor, then exits.
 
-    So the launcher's child is gone at once (no zombie), and when it is gone `runner.json` exists.
+    So the launcher's child exits immediately (no zombie), and `runner.json` exists from then on.
     """
     reader, writer = os.pipe()
     if os.fork():
@@ -207,10 +207,10 @@ class Signals:
 
 
 class Runner:
-    """One training process from waiting for its device to its exit code.
+    """Runs one training process, from the wait for its devices to its exit code.
 
     Args:
-        umask: of the user; the training process gets it, for checkpoints outside the data directory.
+        umask: the user's; the training process gets it, for checkpoints outside the data directory.
     """
 
     def __init__(self, task: RunnerTask, umask: int) -> None:
@@ -233,7 +233,7 @@ class Runner:
         try:
             trainer = self.start_trainer()
         except NotIsolated as error:
-            reason = f"the training cannot be isolated ({error.strerror}); isolation=off in the settings forgoes it"
+            reason = f"the training cannot be isolated ({error.strerror}); set isolation=off to train without it"
             return self.report(state=TaskState.exited, launch_error=reason)
         except OSError as error:
             reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
@@ -254,11 +254,11 @@ class Runner:
         log.info("%s exit_code=%s %s%s", status.state, status.exit_code, status.detail, status.launch_error)
         try:
             status.write(self.paths.runner_status)
-        except OSError as error:  # a full disk: our death would end a training that may well get over it
+        except OSError as error:  # a full disk: an exit here would end a training that may survive it
             log.warning("cannot write %s: %s", self.paths.runner_status, error)
 
     def take_devices(self) -> bool:
-        """Lock every device, in one order for all runners so that none can deadlock; False: it has to stop."""
+        """Lock every device, in one order for all runners, which prevents deadlocks; False: the task has to stop."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
         places = device_locks()
         for name in sorted(self.task.locks):
@@ -271,7 +271,8 @@ class Runner:
         return not self.signals.stop_requested
 
     def start_trainer(self) -> Trainer:
-        """The trainer writes to files and never to a pipe: a pipe without a reader blocks every rank after 64 KiB."""
+        """Start the trainer. It writes to files and never to a pipe: a pipe without a reader blocks every rank after 64
+        KiB."""
         with open(self.paths.root / self.task.log, "ab") as output:
             if self.task.view is not None:
                 if any(name.startswith("cuda") for name in self.task.locks):
@@ -288,8 +289,8 @@ class Runner:
             )
 
     def watch(self, trainer: Trainer) -> int:
-        """Wait for the trainer, ending it on request, when it hangs, when its time is over, when it exceeds a limit,
-        or when it does not exit after its last event."""
+        """Wait for the trainer. It is ended on request, when it hangs, at its time limit, when it exceeds a limit, or
+        when it does not exit after its final event."""
         began = time.monotonic()
         measured = 0.0
         events = _EventFile(self.paths.events)
@@ -299,7 +300,7 @@ class Runner:
                 log.info("a stop was requested")
                 terminate(self.left_behind, GRACE)
             elif events.seconds_since_final() > self.task.exit_deadline:
-                log.info("still alive %.0f s after its last event: ending it", self.task.exit_deadline)
+                log.info("still alive %.0f s after its final event: ending it", self.task.exit_deadline)
                 terminate(self.left_behind, GRACE)
             elif overtime > 0 and self.has_run_out_of_time(overtime):
                 terminate(self.left_behind, GRACE)
@@ -307,7 +308,7 @@ class Runner:
                 self.report(ended=Ended.hung, stacks=self.collect_stacks())
                 terminate(self.left_behind, GRACE)
             elif time.monotonic() - measured > _LIMITS_INTERVAL and self.exceeds_limits():
-                terminate(self.left_behind, 0)  # what SIGTERM would start may take more
+                terminate(self.left_behind, 0)  # a process that handles SIGTERM could use more memory
             else:
                 if time.monotonic() - measured > _LIMITS_INTERVAL:
                     measured = time.monotonic()
@@ -315,7 +316,7 @@ class Runner:
         return exit_code
 
     def exceeds_limits(self) -> bool:
-        """Whether the processes of the task exceed a limit; reports which."""
+        """Whether the processes of the task exceed a limit; records which one."""
         limits = self.task.limits
         if limits.memory_bytes is None and limits.processes is None:
             return False
@@ -329,7 +330,7 @@ class Runner:
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
 
     def has_run_out_of_time(self, overtime: float) -> bool:
-        """Request that the trainer saves; True once it has had the time for that."""
+        """Request that the trainer saves. Returns True once its time for that is over."""
         if self.status.ended is None:
             self.report(ended=Ended.timed_out)
             try:
@@ -339,9 +340,9 @@ class Runner:
         return overtime > _SAVING_TIME
 
     def collect_stacks(self) -> str:
-        """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; it would end any
-        other."""
-        # The training can replace `stacks` by anything, but not its own directory.
+        """The Python stacks of every rank. Only a process with a file in `stacks` expects the signal; any other would
+        be ended by it."""
+        # The training can replace `stacks`, but not the directory that contains it.
         files = {process: f"{self.paths.stacks.name}/{innermost_pid(process.pid)}" for process in self.left_behind()}
         signalled = {process: name for process, name in files.items() if self._stack(name) is not None}
         for process in signalled:
@@ -375,7 +376,8 @@ Trainer = subprocess.Popen[bytes] | Confined
 
 
 def _yield_to_others() -> None:
-    """In the training process: take CPU time and memory after whatever else the machine does, and dump no core."""
+    """Set up the training process: its CPU time and memory rank behind everything else on the machine, without core
+    dumps."""
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # no Linux
@@ -391,9 +393,9 @@ def _load_driver() -> None:
 
 
 class _EventFile:
-    """Watches `events.jsonl`: for the event after which nothing but the exit is left to do, and for signs of life.
+    """Watches `events.jsonl` for the final event, after which only the exit is left, and for progress.
 
-    Ages are counted from when something was first seen here: clocks that are set do not matter.
+    Ages are counted from the first observation here, so clock changes do not matter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -408,13 +410,13 @@ class _EventFile:
         return self._final_seen is not None
 
     def seconds_since_final(self) -> float:
-        """0 while there is no final event."""
-        if self._final_seen is None and self._look():
+        """Seconds since the final event; 0: there is none yet."""
+        if self._final_seen is None and self._read_new_events():
             self._final_seen = time.monotonic()
         return 0.0 if self._final_seen is None else time.monotonic() - self._final_seen
 
     def seconds_still(self) -> float:
-        """Since the file was last written or touched, or since we began to watch."""
+        """Seconds since the file was last written or touched, or since the first observation."""
         try:
             stamp = self._path.lstat().st_mtime_ns
         except FileNotFoundError:
@@ -423,7 +425,7 @@ class _EventFile:
             self._stamp, self._moved = stamp, time.monotonic()
         return time.monotonic() - self._moved
 
-    def _look(self) -> bool:
+    def _read_new_events(self) -> bool:
         try:
             with open_regular(self._path) as file:
                 file.seek(self._offset)
@@ -438,13 +440,13 @@ class _EventFile:
 def _is_final(line: bytes) -> bool:
     try:
         event = json.loads(line)
-    except ValueError:  # the supervisor reports it; here it must not end the runner
+    except ValueError:  # the supervisor reports it; it must not end the runner
         return False
     return isinstance(event, dict) and event.get("type") in _FINAL_EVENTS
 
 
 def collect(trainer: Trainer) -> int | None:
-    """Collect every dead child (a subreaper inherits them); the trainer's exit code once it is among them."""
+    """Collect every dead child (a subreaper inherits them). Returns the trainer's exit code once it is among them."""
     child = trainer.init if isinstance(trainer, Confined) else trainer.pid
     while (trainer.poll_report() if isinstance(trainer, Confined) else trainer.returncode) is None:
         try:
@@ -459,15 +461,15 @@ def collect(trainer: Trainer) -> int | None:
 
 
 def device_locks() -> list[Path]:
-    """The directories of device locks, all of which are to be locked, in this order: $TRL_LOCK_DIR alone, or one for
-    each user of the machine. TMPDIR plays no part: two programs with different ones mean the same devices.
+    """The directories of device locks, all of which have to be locked, in this order: $TRL_LOCK_DIR alone, or one for
+    each user of the machine. TMPDIR has no effect, so that programs with different ones lock the same devices.
 
-    The usual one is in /tmp, where another user can make it first, so that it is of no use. Then the others are made,
-    in places that no other user can write. Programs that found them there still lock them when the one in /tmp can be
-    made: those that began without it hold only them.
+    The usual directory is in /tmp, where another user can create it first, which makes it useless. Then directories are
+    created where no other user can write. Programs that have used those lock them also after the one in /tmp can be
+    created, since programs that started without it lock only them.
 
     Raises:
-        OSError: none can be made.
+        OSError: none can be created.
     """
     if chosen := os.environ.get("TRL_LOCK_DIR"):
         directory = Path(chosen)
@@ -498,10 +500,10 @@ def device_locks() -> list[Path]:
 
 
 def lock_places(chosen: str | None) -> list[Path]:
-    """Every directory that holds device locks of this user, for what has to hide them; `chosen` is TRL_LOCK_DIR.
+    """Every directory that holds device locks of this user, to be hidden from trainings; `chosen` is TRL_LOCK_DIR.
 
-    Those that `device_locks` falls back to are created: only what exists can be covered, and a training may write the
-    cache that one of them is in.
+    Those that `device_locks` falls back to are created: only an existing directory can be covered, and a training may
+    write the cache that one of them is in.
     """
     places = [Path(chosen) if chosen else LOCKS / f"llama-stack-trl-{os.getuid()}"]
     for place in _own_places():
@@ -512,7 +514,7 @@ def lock_places(chosen: str | None) -> list[Path]:
 
 
 def _own_places() -> list[Path]:
-    """Directories for device locks that no other user can make: they are below some that only we can write."""
+    """Directories for device locks that no other user can create: below directories that only this user can write."""
     session = RUNTIME / str(os.getuid())
     places = [session / "llama-stack-trl"] if session.is_dir() else []
     with suppress(KeyError):  # a user without an entry, as in some containers
@@ -523,7 +525,8 @@ def _own_places() -> list[Path]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory for us alone, or make sure that it is one. Raises OSError: it is another user's, or none."""
+    """Create a directory for this user alone, or check that it is one. Raises OSError: it is another user's, or no
+    directory."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     _check_private(directory)

@@ -1,5 +1,5 @@
-"""TaskSpec -> command line and environment of its training processes. Pure, except that it reads GPUs and network
-interfaces."""
+"""Maps a TaskSpec to the command line and environment of its training processes. Pure functions, except that they read
+GPUs and network interfaces."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .gpus import PCI_ORDER, gpu_name, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
 TORCHRUN = "llama_stack_provider_trl.recipes.distributed.torchrun"
-"""torch's own with a store that listens on the loopback address only, instead of on every one."""
+"""torch's own launcher with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = "--master-port="
 SHUTDOWN_SECONDS = 2
-"""What torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
+"""Seconds that torchrun gives its ranks between SIGTERM and SIGKILL: less than the runner gives torchrun."""
 GATHERING_SECONDS = 180
-"""How long the nodes of a job wait for each other's torchrun; torch's own is 600. All are started at the same time, but
-one may import torch from a cold disk."""
+"""Seconds that the nodes of a job wait for each other's torchrun, instead of torch's 600. All are started at the same
+time, but one may import torch from a cold disk."""
 
 
 def training_argv(task: TaskSpec) -> list[str]:
-    """One process is started directly: torchrun would add 1.0-1.7 s and a process that has nothing to do.
+    """The command line of a task. One process is started directly: torchrun would add 1.0-1.7 s and an idle process.
 
-    Several meet at a fixed address and port (static rendezvous). torchrun never restarts them: a retry is an attempt
-    of its own, with its own directory.
+    Several processes use a fixed rendezvous address and port (static rendezvous). torchrun never restarts them: a retry
+    is a new attempt with its own directory.
     """
     python = task.python or sys.executable
     files = RunDir(task.run_dir)
@@ -47,7 +47,7 @@ def training_argv(task: TaskSpec) -> list[str]:
         *(f"--nnodes={task.nodes}", f"--node-rank={task.node_rank}", f"--nproc-per-node={task.ranks}"),
         "--max-restarts=0",
         *(f"--master-addr={task.master_addr}", f"{MASTER_PORT}{task.master_port}"),
-        # Another port than the other nodes know is of no use.
+        # Only the port that the other nodes know can be used.
         *([f"--last-port={task.last_port}"] if one_node else [f"--rdzv-conf=timeout={GATHERING_SECONDS}"]),
         *(f"--local-addr={task.address}", f"--log-dir={files.launcher_dir}"),
         *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
@@ -56,9 +56,10 @@ def training_argv(task: TaskSpec) -> list[str]:
 
 
 def first_failure(log: str) -> tuple[int, int] | None:
-    """Rank and exit code (negative: the signal) of the rank that ended first, from torchrun's log; None: not reported.
+    """Rank and exit code (negative: the signal) of the rank that ended first, from torchrun's log; None: not in the
+    log.
 
-    torchrun itself exits with 1 whatever happened.
+    torchrun itself always exits with 1.
     """
     _, found, cause = log.rpartition("Root Cause (first observed failure):")
     rank = re.search(r"^  rank +: (\d+)", cause, re.MULTILINE)
@@ -80,13 +81,14 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
         **task_marks(task),
     }
     if task.world_size > 1:
-        # Without a name gloo resolves the host's name, which may lead to an address that does not answer.
+        # Without a name gloo resolves the host's name, which may give an address that does not answer.
         interface = interface_of(task.address)
         added.setdefault("GLOO_SOCKET_IFNAME", interface)
         if task.nodes > 1:
-            # NCCL takes any that is up, docker0 too. Who has another network for gradients names it on that machine.
+            # NCCL uses any interface that is up, docker0 too. A machine with another network for gradients names it
+            # itself.
             added.setdefault("NCCL_SOCKET_IFNAME", environ.get("NCCL_SOCKET_IFNAME") or interface)
-        # torchrun would set 1 whatever there is.
+        # torchrun would always set 1.
         added.setdefault("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS") or str(_threads(task.ranks)))
     return child_environment(environ, added)
 
@@ -103,13 +105,13 @@ def interface_of(address: str) -> str:
         for one in addresses:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 own = ipaddress.ip_address(one.address.partition("%")[0])
-                # Linux answers at all of 127.0.0.0/8 and lists one of them.
+                # Linux answers at all of 127.0.0.0/8 and lists one address of them.
                 if own == wanted or (own.is_loopback and wanted.is_loopback and own.version == wanted.version):
                     return name
                 found[str(own)] = name
     there = ", ".join(f"{own} ({name})" for own, name in found.items())
     raise OSError(
-        f"no network interface of this machine has the address {address}: it has {there}. Name the address at which "
+        f"no network interface of this machine has the address {address}: it has {there}. Set the address at which "
         "the other nodes reach this machine"
     )
 
@@ -119,7 +121,7 @@ def _threads(ranks: int) -> int:
 
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The task's own GPUs as the only visible ones: Trainer would spread over all that it sees."""
+    """Make the task's own GPUs the only visible ones: Trainer would use all that it sees."""
     gpus = [visible_entry(device, environ) for device in task.devices if device.startswith("cuda:")]
     # Numbered as the driver does it: the GPU that trains is then the one whose UUID is locked.
     order = environ.get("CUDA_DEVICE_ORDER", PCI_ORDER)
@@ -127,7 +129,7 @@ def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def lock_name(device: str, environ: Mapping[str, str]) -> str:
-    """The name under which a device is locked; programs that see different GPUs still mean the same one by it."""
+    """The name under which a device is locked: programs that see different GPUs use the same name for one."""
     return f"cuda-{gpu_name(device, environ)}" if device.startswith("cuda:") else device
 
 

@@ -1,7 +1,7 @@
-"""Request bodies as our own models: lenient in shape, strict in meaning.
+"""Request bodies as our own models: lenient in form, strict in meaning.
 
-They accept what Llama Stack 0.2.14 to 0.6.1 and the promised payload send, keep unset fields unset (None), and keep
-unknown fields, so that `resolve` can refuse them by name. What each field does stands in docs/reference/api.md.
+They accept the bodies of Llama Stack 0.2.14 to 0.6.1 and the promised payload. Unset fields stay unset (None), and
+unknown fields are kept, so that `resolve` can refuse them by name. docs/reference/api.md describes each field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DataConfig(_Body):
     batch_size: int = Field(**COUNT)
     """Rows (SFT) or pairs (DPO) per rank and micro step."""
     shuffle: bool = True
-    """Shuffle all rows anew in every epoch."""
+    """Shuffle all rows again in every epoch."""
     data_format: str | None = None
     """SFT rows: `instruct` or `dialog`; where a row carries both shapes, this one is read. DPO: not used."""
     validation_dataset_id: str | None = Field(None, max_length=512)
@@ -78,7 +78,7 @@ class TrainingConfig(_Body):
     max_validation_steps: int | None = Field(None, **COUNT)
     """Batches per evaluation; only when you set it."""
     data_config: DataConfig | None = None
-    """Required: which data to train on."""
+    """Required: the data to train on."""
     optimizer_config: OptimizerConfig | None = None
     """Optimizer, learning rate, weight decay, warmup; every part has a default."""
     efficiency_config: EfficiencyConfig | None = None
@@ -129,14 +129,14 @@ class DPOAlignmentConfig(_Body):
     reward_clip: float | None = Field(None, ge=0)
     """Largest absolute margin that the loss sees."""
     epsilon: float | None = None
-    """No meaning in DPO: the job's warnings say so."""
+    """No meaning in DPO: a warning of the job reports it."""
     gamma: float | None = None
-    """No meaning in DPO: the job's warnings say so."""
+    """No meaning in DPO: a warning of the job reports it."""
 
 
 class _JobRequest(_Body):
     job_uuid: str
-    """Your name for the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
     training_config: TrainingConfig
     """How to train."""
     hyperparam_search_config: dict[str, Any] | None = None

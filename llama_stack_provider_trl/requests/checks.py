@@ -1,4 +1,4 @@
-"""Refuses fields that would be ignored, by name, with the nearest choice."""
+"""Refuses fields that would be ignored, by name, with the nearest supported choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_SAVERS = EfficiencyConfig()
 
 
 COMPARED = 100
-"""Characters of a name that is compared with ours: the time grows with the square of its length."""
+"""Characters of a name that is compared with known ones: the time grows with the square of its length."""
 
 
 def refuse_unknown(request: Request) -> None:
@@ -43,7 +43,8 @@ def unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, An
 
 
 def refuse_infinite(model: BaseModel, prefix: str) -> None:
-    """Python reads JSON's 1e999 as infinity, and JSON writes that as null: the stored job could not be read again."""
+    """Refuse infinity. Python reads JSON's 1e999 as infinity and JSON writes that as null: the stored job would be
+    unreadable."""
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -53,14 +54,14 @@ def refuse_infinite(model: BaseModel, prefix: str) -> None:
 
 
 def refuse_unsupported(request: Request, *, sharded: bool) -> None:
-    """The fields whose one supported value is 'off', in one table."""
+    """Refuse the fields whose only supported value is 'off', from one table."""
     savers = request.training_config.efficiency_config or NO_SAVERS
     efficiency = "training_config.efficiency_config."
-    one_process = "this provider trains in one process and shards nothing; leave it out or set false"
+    one_process = "this provider trains in one process without sharding; leave it out or set false"
     refused = [
         ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
         ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
-        # Under FSDP2 the embeddings are units of their own whether it is asked for or not.
+        # Under FSDP2 the embeddings are units of their own whether this is requested or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),
     ]

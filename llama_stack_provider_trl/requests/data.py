@@ -1,4 +1,4 @@
-"""The fields of a job's data: format, loss, packing, validation, evaluations."""
+"""Resolves the fields of a job's data: format, loss, packing, validation, evaluations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
     raise InvalidRequest(
         "training_config.data_config.data_format",
         data.data_format,
-        "send 'instruct' or 'dialog', or leave it out: each row's columns tell its shape "
+        "send 'instruct' or 'dialog', or leave it out: each row's columns determine its shape "
         "(docs/reference/data-formats.md)",
     )
 
@@ -123,7 +123,7 @@ def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: A
 
 
 def _metric(name: str, metric: str, algorithm: Algorithm) -> str:
-    """As evaluations report it; `eval_` may be left out."""
+    """A metric under the name that evaluations report; `eval_` may be left out."""
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
     if full not in METRICS[algorithm]:
         raise InvalidRequest(name, metric, nearest_choice(full, METRICS[algorithm]))

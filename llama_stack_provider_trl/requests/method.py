@@ -1,4 +1,4 @@
-"""What a job trains and with which loss: LoRA, QLoRA, QAT, DPO and its reference."""
+"""Resolves the method of a job: LoRA, QLoRA, QAT, DPO and its reference."""
 
 from __future__ import annotations
 

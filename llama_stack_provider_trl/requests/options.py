@@ -1,4 +1,4 @@
-"""What Llama Stack's schema cannot carry: per-job options under the key `trl` of `X-LlamaStack-Provider-Data`."""
+"""Per-job options that Llama Stack's schema lacks, under the key `trl` of `X-LlamaStack-Provider-Data`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Priority = Literal["low", "normal", "high", "critical"]
 
 
 class ProviderData(BaseModel):
-    """What Llama Stack validates the header with. It takes anything: a failed validation would reach us as None, so
-    `ProviderOptions` does the refusing, inside the call."""
+    """The model with which Llama Stack validates the header. It accepts anything: Llama Stack passes a failed
+    validation on as None. `ProviderOptions` refuses invalid options inside the call."""
 
     model_config = ConfigDict(extra="allow")
     trl: Any = None
 
 
 class EarlyStopping(Documented):
-    """When to end a job before its last step."""
+    """Conditions for ending a job before its last step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,18 +33,18 @@ class EarlyStopping(Documented):
     min_delta: float = Field(0.0, ge=0)
     """An evaluation is better only by more than this."""
     metric: str = "eval_loss"
-    """What is looked at."""
+    """What is checked."""
 
 
 class Resources(Documented):
-    """What a job asks of the machines that it runs on; all of it is per node."""
+    """Requirements of a job on its machines; all of them are per node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     nodes: int | None = Field(None, gt=0, le=1024)
     """Machines that train together, with `nproc_per_node` processes on each. Default: the configuration's nnodes."""
     min_nodes: int | None = Field(None, gt=0, le=1024)
-    """After a failure go on with as few as these, with the same global batch. Default: nodes."""
+    """After a failure continue with as few as these, with the same global batch. Default: nodes."""
     gpu_memory_gb: float | None = Field(None, gt=0, le=10**6)
     """GiB that each of its GPUs has at least."""
     cpus: int | None = Field(None, gt=0, le=10**6)
@@ -77,7 +77,7 @@ class ProviderOptions(Documented):
     reference_model: str | None = Field(None, min_length=1)
     """DPO: the model that the trained one is compared with, a directory or a model id. Default: the base model."""
     precompute_reference: bool = False
-    """DPO: what the reference says is computed once, before training, and kept for later jobs on the same rows."""
+    """DPO: the reference's answers are computed once, before training, and kept for later jobs on the same rows."""
     max_seq_length: int | None = Field(None, gt=1, le=10**7)
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
     truncation_side: Literal["right", "left"] = "right"
@@ -107,7 +107,7 @@ class ProviderOptions(Documented):
     keep_last: int | None = Field(None, gt=0, le=10**9)
     """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
     retries: int | None = Field(None, ge=0, le=1000)
-    """How often the job is tried again, from its last checkpoint, after a failure that another try can mend."""
+    """How often the job is tried again, from its last checkpoint, after a failure that a retry can fix."""
     oom_retry: bool | None = None
     """Out of memory: try once more with half the batch_size, twice the accumulation. Default: the configuration's."""
     failover: bool = True
@@ -126,7 +126,7 @@ class ProviderOptions(Documented):
     resources: Resources | None = None
     """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, memory_gb, labels, model_present}. The service only."""
     resume_from: str | None = None
-    """Go on from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
+    """Resume from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None

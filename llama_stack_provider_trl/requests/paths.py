@@ -1,4 +1,4 @@
-"""The names and directories of a job: base model, result, checkpoints."""
+"""Resolves the names and directories of a job: base model, result, checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
         raise InvalidRequest(name, model, "name the base model: a local directory or a model id such as org/name")
     path = absolute_path(name, model)
     is_path = model.startswith(("/", "./", "~")) or ".." in Path(model).parts
-    # Before anything is said of what is there.
+    # Checked before the existence of anything is disclosed.
     if (is_path or path.is_dir()) and not _may_be_read(path, settings):
         roots = ", ".join(map(str, settings.model_roots or ())) or "none is configured"
         raise InvalidRequest(
@@ -108,7 +108,7 @@ def _may_be_read(path: Path, settings: Settings) -> bool:
 
 
 def absolute_path(name: str, text: str, root: Path = Path()) -> Path:
-    """The absolute path that a text means; one that the system cannot look at is refused under its field's name."""
+    """The absolute path that a text means; one that the system cannot resolve is refused under its field's name."""
     try:
         path = (root / Path(text).expanduser()).resolve()
         path.exists()

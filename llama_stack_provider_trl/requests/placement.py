@@ -21,39 +21,40 @@ def resolve_placement(request: Request, options: ProviderOptions, settings: Sett
 
 def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
     """What the job asks of its nodes; None: it stays on this machine."""
-    asked = options.resources
-    if asked is not None and settings.sharding is None:
+    requested = options.resources
+    if requested is not None and settings.sharding is None:
         hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
-        raise InvalidRequest("provider_options.resources", asked.model_dump(exclude_unset=True), hint)
-    nodes = (asked.nodes if asked else None) or settings.nodes
+        raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)
+    nodes = (requested.nodes if requested else None) or settings.nodes
     if nodes > settings.max_nodes:
         hint = "no other machine can join this service, which listens on loopback: set TRL_SERVICE_HOST and its token"
         raise InvalidRequest("provider_options.resources.nodes", nodes, hint)
-    if asked is None:
-        # What has a path, or a device of its own, may be on this machine only.
+    if requested is None:
+        # A job with a path, or a device of its own, may run on this machine only.
         is_here = Path(model).is_absolute() or ":" in (options.device or "")
         stays = nodes == 1 and (settings.max_nodes == 1 or is_here)
         return None if stays else ResourcesSpec(nodes=nodes, min_nodes=nodes)
-    if asked.min_nodes is not None and asked.min_nodes > nodes:
-        raise InvalidRequest("provider_options.resources.min_nodes", asked.min_nodes, f"use at most nodes, {nodes}")
-    if asked.model_present and Path(model).is_absolute():
+    if requested.min_nodes is not None and requested.min_nodes > nodes:
+        raise InvalidRequest("provider_options.resources.min_nodes", requested.min_nodes, f"use at most nodes, {nodes}")
+    if requested.model_present and Path(model).is_absolute():
         hint = "a model that is a directory is in no node's cache; name a model id, or leave it out"
         raise InvalidRequest("provider_options.resources.model_present", True, hint)
-    if asked.gpu_memory_gb and options.device in ("cpu", "mps"):
+    if requested.gpu_memory_gb and options.device in ("cpu", "mps"):
         hint = f"device {options.device} has no memory of its own; leave one of the two out"
-        raise InvalidRequest("provider_options.resources.gpu_memory_gb", asked.gpu_memory_gb, hint)
-    given = asked.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
-    return ResourcesSpec(nodes=nodes, min_nodes=asked.min_nodes or nodes, **given)
+        raise InvalidRequest("provider_options.resources.gpu_memory_gb", requested.gpu_memory_gb, hint)
+    given = requested.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
+    return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given)
 
 
 def resolve_ranks(
     request: Request, options: ProviderOptions, settings: Settings, resources: ResourcesSpec | None
 ) -> dict[str, Any]:
-    """How many processes train, and how they share the model."""
+    """Resolve the number of processes, and how they share the model."""
     nodes = resources.nodes if resources else 1
     per_node = options.nproc_per_node or settings.ranks
     ranks = per_node * nodes
-    # What devices or cores another machine has is its own matter: a job that asks for too many waits, and says so.
+    # The devices and cores of other machines are checked at placement: a job that requests too many waits and names
+    # them in its status.
     if per_node > settings.max_ranks and resources is None:
         if settings.sharding is None:
             hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"

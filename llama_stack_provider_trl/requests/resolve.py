@@ -1,6 +1,6 @@
-"""Request + options + configuration -> JobSpec. Whatever would be ignored is refused here, by name.
+"""Resolves request, options and configuration into a JobSpec. Fields that would be ignored are refused by name.
 
-`resolve` looks at everything that needs no data, so a bad field is refused before a single row is read;
+`resolve` checks everything that needs no data, so a bad field is refused before a single row is read;
 `Resolution.spec` then adds the datasets. Each module of this package resolves fields of one kind and names them: a new
 field changes nothing here.
 """
@@ -24,7 +24,7 @@ from .training import resolve_training
 
 @dataclass(frozen=True)
 class Resolution:
-    """A request that can be honoured; lacks only its data."""
+    """A valid request; only its data is missing."""
 
     dataset_id: str
     validation_dataset_id: str | None
@@ -41,7 +41,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     """Decide everything about a job that does not depend on its rows.
 
     Raises:
-        InvalidRequest: naming the field, its value and the nearest thing that works.
+        InvalidRequest: names the field, its value and the nearest supported one.
     """
     training = request.training_config
     refuse_unknown(request)

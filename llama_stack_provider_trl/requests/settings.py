@@ -92,11 +92,11 @@ class Settings(JobSettings):
     ranks: int = 1
     """Processes per job that sets none; 1: nothing here can train with several."""
     max_ranks: int = 1
-    """The most that a job may ask for, per node."""
+    """The most processes per node that a job may request."""
     nodes: int = 1
     """Machines per job that sets none."""
     max_nodes: int = 1
-    """The most that a job may ask for; 1: nothing here can train on other machines."""
+    """The most machines that a job may request; 1: nothing here can train on other machines."""
     sharding: ShardingSpec | None = None
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False

@@ -53,7 +53,7 @@ def resolve_dtype(training: TrainingConfig, device: str) -> str:
 
 
 def resolve_activations(training: TrainingConfig, settings: Settings, device: str) -> dict[str, Any]:
-    """What becomes of activations between the forward and the backward pass."""
+    """Resolve the treatment of activations between the forward and the backward pass."""
     savers = training.efficiency_config or NO_SAVERS
     if savers.enable_activation_offloading and not device.startswith("cuda"):
         raise InvalidRequest(
@@ -81,7 +81,7 @@ def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, defaul
         raise InvalidRequest(
             "training_config.learning_rate",
             training.learning_rate,
-            f"optimizer_config.lr says {given.lr}; send one of them, or the same value",
+            f"optimizer_config.lr is {given.lr}; send one of them, or the same value",
         )
     if given.warmup_ratio and given.num_warmup_steps:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Consequences of an evaluation: the best checkpoint so far, and early stopping.
 
 The rules are those of transformers: the first of equals is the best (`load_best_model_at_end`), and patience counts
-consecutive evaluations that do not beat the best by more than `min_delta` (`EarlyStoppingCallback`).
+consecutive evaluations that do not improve on the best by more than `min_delta` (`EarlyStoppingCallback`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS: dict[Algorithm, tuple[str, ...]] = {
 
 
 def is_better(metric: str, value: float, than: float | None, by: float = 0.0) -> bool:
-    """Whether `value` beats the best so far by more than `by`."""
+    """Whether `value` improves on the best so far by more than `by`."""
     if than is None:
         return True
     return value - than > by if HIGHER_IS_BETTER[metric] else than - value > by

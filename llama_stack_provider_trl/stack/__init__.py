@@ -1,1 +1,1 @@
-"""What Llama Stack and OGX see of us, and what differs between their releases."""
+"""The interface to Llama Stack and OGX, and the differences between their releases."""

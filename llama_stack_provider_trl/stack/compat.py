@@ -1,7 +1,7 @@
-"""The only importer of Llama Stack, and all that knows how its releases differ: 0.2.14 to 0.7, and OGX. What only an
-external API sees of them is in `external`.
+"""The only importer of Llama Stack, with all differences between its releases: 0.2.14 to 0.7, and OGX. Differences that
+only an external API has are in `external`.
 
-What differs is found by looking (where a name is imported from, what a signature asks for), not by version numbers:
+Differences are detected (where a name is imported from, what a signature takes), not derived from version numbers:
 
     imports             llama_stack up to 0.3, llama_stack_api from 0.4 on
     remote specs        nested in an AdapterSpec up to 0.2.22
@@ -51,7 +51,7 @@ except ImportError:
         try:
             from ogx_api.common.errors import ConflictError, ResourceNotFoundError
         except ImportError:
-            # Up to 0.2.17 there are neither: this is the nearest that is shown with its text, as a 400.
+            # Up to 0.2.17 neither exists: this is the nearest error that is shown with its text, as a 400.
             ConflictError = ResourceNotFoundError = ValueError
 
 __all__ = [
@@ -67,11 +67,11 @@ __all__ = [
 
 
 _DATASETS = tuple(getattr(Api, name) for name in ("datasetio", "datasets") if hasattr(Api, name))
-"""Where rows come from; OGX has neither."""
+"""The source of rows; OGX has neither."""
 
 
 def _takes_status_codes() -> bool:
-    """Whether Llama Stack answers with an exception's own `status_code`; 0.2 makes of it a 500 without its text."""
+    """Whether Llama Stack answers with an exception's own `status_code`; 0.2 answers 500 without its text."""
     try:
         return not metadata.version("llama_stack").startswith("0.2.")
     except metadata.PackageNotFoundError:
@@ -97,10 +97,10 @@ class _Unavailable(ConnectionError, TimeoutError):
 
 
 def to_http(error: errors.TrlError) -> Exception:
-    """The exception that Llama Stack turns into the right status code with our sentence in it.
+    """The exception that Llama Stack turns into the right status code with our message.
 
-    `InvalidRequest` is a ValueError and becomes 400 as it is; a class that Llama Stack does not know would become a
-    500 without its text. A `status_code` of the exception's own is taken by 0.3 and later only.
+    `InvalidRequest` is a ValueError and becomes 400 unchanged; a class that Llama Stack does not know would become a
+    500 without its text. Only 0.3 and later use a `status_code` of the exception's own.
     """
     if isinstance(error, errors.JobNotFound):
         return _JobNotFound(str(error))
@@ -109,7 +109,7 @@ def to_http(error: errors.TrlError) -> Exception:
     if isinstance(error, errors.ServiceUnreachable):
         return _Unavailable(str(error))
     if isinstance(error, errors.ServiceRefusal):
-        # Others carry a status_code, which Llama Stack takes as it is; these get what the inline provider would get.
+        # Others carry a status_code, which Llama Stack uses unchanged; these get that of the inline provider.
         kinds: dict[int, type[Exception]] = {400: ValueError, 404: _JobNotFound, 409: _JobConflict}
         if error.status in kinds:
             return kinds[error.status](str(error))
@@ -121,10 +121,10 @@ def to_http(error: errors.TrlError) -> Exception:
 def answers_requests[Answer](
     method: Callable[..., Coroutine[Any, Any, Answer]],
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Let a provider's method, written with keywords, be called with one request object too, as 0.5 and later do.
+    """Let a provider's method, written with keywords, be called with one request object too, as in 0.5 and later.
 
-    Only what the caller set is passed on, as plain values for our own models. The answer then goes out as it is:
-    Llama Stack would check it against its own model, which demands a validation loss where we have none.
+    Only the fields that the caller set are passed on, as plain values for our own models. The answer is returned
+    unchanged: Llama Stack would validate it against its own model, which demands a validation loss where we have none.
     """
     known = inspect.signature(method).parameters
 
@@ -142,9 +142,9 @@ def answers_requests[Answer](
 
 
 async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, Any]]:
-    """All rows of a dataset that is registered with Llama Stack; `deps` is what it has given the provider.
+    """All rows of a dataset that is registered with Llama Stack; `deps` is the provider's dependencies.
 
-    Rows that were registered as such are taken as they are: localfs would make a data frame of them, which costs the
+    Rows that were registered as rows are used unchanged: localfs would build a data frame of them, which costs the
     first call 0.4 s for pandas and turns whole numbers with gaps into fractions. Others are read in one call, since
     localfs rebuilds the whole data frame for each.
 
@@ -165,7 +165,7 @@ async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, 
         return registered
     try:
         page = await _ask(datasetio.iterrows, dataset_id=dataset_id, start_index=0, limit=-1)
-    except Exception as error:  # pandas', requests', zipfile's ...: whatever a reader of some format raises
+    except Exception as error:  # each reader has errors of its own: pandas, requests, zipfile
         hint = f"Llama Stack cannot read it from {source.uri}: {type(error).__name__}: {error}"
         raise errors.InvalidRequest(field, dataset_id, hint) from error
     rows: list[dict[str, Any]] = page.data
@@ -173,8 +173,8 @@ async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, 
 
 
 async def _ask(method: Callable[..., Coroutine[Any, Any, Any]], **fields: Any) -> Any:
-    """Call Llama Stack: with keywords, or with one request object where its signature asks for that (datasets from 0.4
-    on, datasetio from 0.5 on)."""
+    """Call Llama Stack: with keywords, or with one request object where its signature takes one (datasets from 0.4 on,
+    datasetio from 0.5 on)."""
     if [*inspect.signature(method).parameters] != ["request"]:
         return await method(**fields)
     return await method(get_type_hints(method)["request"](**fields))
@@ -199,7 +199,7 @@ def inline_spec(
 def remote_spec(
     module: str, config_class: str, pip_packages: list[str], validator: str, api: str = "post_training"
 ) -> ProviderSpec:
-    """The remote provider's registration; `api` as in `inline_spec`."""
+    """The remote provider's registration; `api` is another name where it serves an external API."""
     adapter = {
         "adapter_type": "trl_remote",
         "module": module,
@@ -208,7 +208,7 @@ def remote_spec(
         "provider_data_validator": validator,
         "description": "Supervised fine-tuning and DPO with TRL, by a training service of its own",
     }
-    # Flat since 0.2.23; before, what is flat there is ignored but for `config_class`.
+    # Flat since 0.2.23; before, the flat keys are ignored except for `config_class`.
     nested = {} if AdapterSpec is None else {"adapter": AdapterSpec(**adapter)}
     return RemoteProviderSpec(
         api=Api(api),

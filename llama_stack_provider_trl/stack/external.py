@@ -1,5 +1,5 @@
-"""What the servers want of an external API: Llama Stack from 0.2.23 on, and its successor OGX. Beside `compat`, for the
-differences that only an external API sees.
+"""The interface of an external API: Llama Stack from 0.2.23 on, and its successor OGX. Adds to `compat` the differences
+that only an external API has.
 
     routes         up to 0.6 from `webmethod` marks on the protocol class, since 0.7 from a FastAPI router
     datasets       up to 0.7 Llama Stack's own, in OGX none
@@ -17,7 +17,7 @@ from .compat import Api
 __all__ = ["DATASET_LEVELS", "NAME", "OWN_DATASETS", "STACK_DATASETS", "request_context", "webmethod"]
 
 NAME = "trl_post_training"
-"""Of the API. `post_training` would be ignored in favour of Llama Stack's own one in 0.5 and 0.6."""
+"""Name of the API. `post_training` would be ignored in favour of Llama Stack's own one in 0.5 and 0.6."""
 
 try:
     from llama_stack import schema_utils as _marks  # up to 0.3
@@ -30,11 +30,11 @@ except ImportError:
 webmethod: Any = getattr(_marks, "webmethod", None)
 """Marks a method of the protocol class with a route; None: routes come from `create_router`."""
 OWN_DATASETS = webmethod is None
-"""Whether we serve datasets: 0.7 refuses to register any for post-training, and OGX has no datasets at all."""
+"""Whether our API includes datasets: 0.7 refuses to register any for post-training, and OGX has no datasets at all."""
 STACK_DATASETS = hasattr(Api, "datasets")
-"""Whether the server has some."""
+"""Whether the server has datasets."""
 DATASET_LEVELS = ("v1",) if STACK_DATASETS else ("v1", "v1beta")
-"""Where ours are served: 0.7 has its own under /v1beta."""
+"""Path of our datasets: 0.7 has its own under /v1beta."""
 
 try:
     from ogx.core import request_headers as _ogx
@@ -43,10 +43,10 @@ except ImportError:
 
 
 def request_context(headers: Mapping[str, str], scope: Any) -> AbstractContextManager[None]:
-    """Has OGX take Llama Stack's header too, where its own is not sent: a script need not know what it talks to.
+    """Make OGX accept Llama Stack's header too, where its own is not sent: a script works with both servers.
 
     Raises:
-        InvalidRequest: the header is no JSON object; the server would go on without it.
+        InvalidRequest: the header is not a JSON object; the server would continue without it.
     """
     known = ("X-LlamaStack-Provider-Data",) if _ogx is None else ("X-OGX-Provider-Data", "X-LlamaStack-Provider-Data")
     name = next((name for name in known if headers.get(name)), None)

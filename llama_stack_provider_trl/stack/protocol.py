@@ -1,4 +1,4 @@
-"""What the two providers share: the signatures of Llama Stack's submitting calls, and errors that Llama Stack can show.
+"""Shared parts of the two providers: the signatures of Llama Stack's submitting calls, and errors that it can show.
 
 No `from __future__ import annotations` here: Llama Stack up to 0.4 builds its HTTP schema from these annotations, and
 strings would turn every POST into a 500.
@@ -20,8 +20,8 @@ from .responses import PostTrainingJob
 def answers_clearly[Answer](
     method: Callable[..., Coroutine[Any, Any, Answer]],
 ) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """Turn our errors into those that Llama Stack maps to a status code and a readable text, in either of the styles
-    in which it calls providers."""
+    """Turn our errors into those that Llama Stack maps to a status code and a readable text, in both of its styles of
+    calls."""
 
     @functools.wraps(method)
     async def call(*args: Any, **kwargs: Any) -> Answer:
@@ -30,7 +30,7 @@ def answers_clearly[Answer](
         except TrlError as error:
             raise to_http(error) from error
         except ValidationError as error:
-            # Where Llama Stack checks a body against its own models only, ours look at it here.
+            # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise to_http(InvalidRequest(field, first["input"], first["msg"])) from error
@@ -52,7 +52,7 @@ class SubmittingCalls(NeedsRequestProviderData, ABC):
         checkpoint_dir: str | None = None,
         algorithm_config: dict[str, Any] | None = None,
     ) -> PostTrainingJob:
-        """Queue a supervised fine-tuning job; docs/reference/api.md says what every field does."""
+        """Queue a supervised fine-tuning job; docs/reference/api.md describes every field."""
         request = SupervisedFineTuneRequest(
             job_uuid=job_uuid,
             training_config=training_config,
@@ -76,7 +76,7 @@ class SubmittingCalls(NeedsRequestProviderData, ABC):
         model: str | None = None,
         checkpoint_dir: str | None = None,
     ) -> PostTrainingJob:
-        """Queue a DPO job; docs/reference/api.md says what every field does."""
+        """Queue a DPO job; docs/reference/api.md describes every field."""
         request = PreferenceOptimizeRequest(
             job_uuid=job_uuid,
             training_config=training_config,
@@ -90,7 +90,7 @@ class SubmittingCalls(NeedsRequestProviderData, ABC):
         return await self._submit(request)
 
     def _trl_options(self) -> Any:
-        """What the caller put under `trl` in the provider-data header; None: nothing."""
+        """The options that the caller put under `trl` in the provider-data header; None: none."""
         data = self.get_request_provider_data()
         return data.trl if data is not None else None
 

@@ -1,7 +1,7 @@
-"""What the calls answer: Llama Stack's response models with null allowed where we have no true value.
+"""The answers of the calls: Llama Stack's response models, with null allowed where no true value exists.
 
-Llama Stack's own `PostTrainingMetric` demands a validation loss; a job without validation data has none, and inventing
-one would be a lie. Clients of every release read null there.
+Llama Stack's own `PostTrainingMetric` demands a validation loss. A job without validation data has none, and an
+invented one would be wrong. Clients of every release accept null there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) 
 
 
 def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[str, Any]:
-    """Where the job runs, how far it is, what it really does, and why it failed."""
+    """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
         "state": job.state.value,
         "detail": job.detail,
@@ -117,7 +117,7 @@ def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
 
 
 def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:
-    """What the attempt after `before` had in place of the job's own configuration."""
+    """Settings of the attempt after `before` that differ from the job's own configuration."""
     smaller = job.spec.in_smaller_parts() if has_shrunk(before) else None
     names = ("batch_size", "gradient_accumulation_steps")
     return {} if smaller is None else {name: getattr(smaller, name) for name in names}

@@ -1,1 +1,1 @@
-"""The operating system: processes and locks, files and confinement, what malloc keeps."""
+"""The operating system: processes and locks, files and confinement, malloc."""

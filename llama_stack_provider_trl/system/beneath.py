@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-"""O_NONBLOCK: opening a FIFO would wait for a writer otherwise."""
+"""O_NONBLOCK: opening a FIFO would otherwise wait for a writer."""
 _SYS_OPENAT2 = 437
 """The same number on every architecture (Linux 5.6)."""
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x02, 0x08
 _UNSUPPORTED = (errno.ENOSYS, errno.EPERM, errno.E2BIG, errno.EINVAL)
-"""An older kernel, or a sandbox that does not know the call."""
+"""Errors of an older kernel, or of a sandbox that does not know the call."""
 _TRIES = 8
 """EAGAIN: a directory on the path was renamed during the call."""
 _KINDS = (

@@ -1,4 +1,4 @@
-"""Files that outlive a crash: content-addressed rows, atomic JSON, whole directories, confinement to a root, paths."""
+"""Files that survive a crash: content-addressed rows, atomic JSON, whole directories, confinement to a root, paths."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .beneath import NotAFile, open_beneath
 
 log = logging.getLogger(__name__)
 DATA_DIRECTORIES = ("jobs", "datasets", "reference", "preflights", "llama-stack", "node")
-"""Of a data directory: never a model or a directory of checkpoints, whatever a request names."""
+"""Names in a data directory that are never a model or a directory of checkpoints, in any request."""
 MANIFEST = "manifest.json"
-"""In a checkpoint: the size of each of its files, and the digests of a step checkpoint's. Written last, so that a
-directory with it was complete once."""
+"""File in a checkpoint with the size of each of its files, and the digests of a step checkpoint's. It is written last,
+so that a directory with it was complete once."""
 LATEST = "latest"
-"""In a job's checkpoint directory: the name of the step checkpoint that was put in place last."""
+"""File in a job's checkpoint directory with the name of the step checkpoint that became visible last."""
 _STEP = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
 _SMALL = 16 << 20
@@ -43,19 +43,20 @@ class RunDir:
         self.events = root / "events.jsonl"
         self.log = self.rank_log(0)
         self.launcher_log = root / "torchrun.log"
-        """torchrun's log where several ranks train: which of them ended first, and how."""
+        """torchrun's log where several ranks train: the rank that ended first, and its exit."""
         self.launcher_dir = root / "torchrun"
-        """torchrun's log directory, which is never read: by default it makes one in /tmp and never removes it."""
+        """torchrun's log directory, which is never read: without it torchrun creates one in /tmp and never removes
+        it."""
         self.stacks = root / "stacks"
         """One file per rank, named by its pid: its Python stacks when the runner requests them."""
         self.control = root / "control.json"
-        """What rank 0 is to do after the current step; written by the launcher."""
+        """The order for rank 0 after the current step; written by the launcher."""
         self.cancelled = root / "cancelled"
-        """Its time is that of the first cancel."""
+        """Marks the first cancel, by its modification time."""
         self.ballast = root / "ballast"
         """Deleted to make room for the final event of a training process on a full disk."""
         self.uploads = root / "uploads"
-        """How many checkpoints wait here for their way to the service; written by the agent of another machine."""
+        """Number of checkpoints that wait for their upload; written by the agent of another machine."""
         self.task = root / "task.json"
         self.runner_lock = root / "runner.lock"
         self.runner_log = root / "runner.log"
@@ -76,7 +77,7 @@ class Blob(NamedTuple):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading whose name belongs to a training: no symbolic link is followed, no FIFO waited for.
+    """Open a file for reading whose name a training controls: no symbolic link is followed, no FIFO awaited.
 
     Raises:
         FileNotFoundError: nothing has the name.
@@ -110,7 +111,7 @@ def read_regular(path: Path, limit: int = _SMALL) -> bytes:
     """The content of a small file, opened as by `open_regular`.
 
     Raises:
-        OSError: as `open_regular`. EFBIG: it has more than `limit` bytes.
+        OSError: those of `open_regular`. EFBIG: it has more than `limit` bytes.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)
@@ -128,10 +129,10 @@ def is_regular(path: Path) -> bool:
 
 
 def private_directory(directory: Path) -> None:
-    """Make a directory that no other user can enter; one that is there, and ours, becomes so.
+    """Create a directory that no other user can enter; an existing one of ours becomes private.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = stat.S_IMODE(directory.stat().st_mode)
@@ -150,7 +151,7 @@ def private_directory(directory: Path) -> None:
 def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
     """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
 
-    A column whose value is NaN is left out of its row: a data frame marks a row without such a column so.
+    A column whose value is NaN is left out of its row: a data frame marks rows without such a column that way.
 
     Raises:
         InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
@@ -161,7 +162,7 @@ def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
 
 
 def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
-    """Store rows that are lines of JSON already, as `put_rows` does.
+    """Store rows that are lines of JSON already, like `put_rows`.
 
     Raises:
         OSError: the directory cannot be written.
@@ -184,7 +185,7 @@ def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
 
 
 def touched(rows: Path) -> bool:
-    """Whether these rows are stored; if so they are marked as used now, and are not removed for a while."""
+    """Whether these rows are stored; they then count as used now, and are not removed for a while."""
     try:
         os.utime(rows)
     except FileNotFoundError:
@@ -193,12 +194,12 @@ def touched(rows: Path) -> bool:
 
 
 def atomic_write_json(path: Path, value: Any, mode: int = 0o600) -> None:
-    """Write JSON as `atomic_write` does."""
+    """Write JSON, like `atomic_write`."""
     atomic_write(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n", mode)
 
 
 def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file so that a reader, or a power cut, finds the old one or the new one and never a part."""
+    """Write a file so that a reader, also after a power cut, finds the old one or the new one and never a part."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(fd, "wb") as file:
@@ -236,14 +237,15 @@ def is_whole(directory: Path) -> bool:
 
 
 def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
-    """What is wrong with a directory that has a manifest, as a sentence; None: nothing is.
+    """The first fault of a directory that has a manifest, as a sentence; None: it has none.
 
     Args:
-        of: read these files, and compare their digests; None: all. A manifest without digests, as there were before
-            step checkpoints had them, is taken by its sizes.
+        of: read these files, and compare their digests; None: all. A manifest without digests, of an earlier release,
+        is
+            compared by its sizes.
 
     Raises:
-        OSError: this process has no descriptor or no memory left to find out.
+        OSError: this process has no descriptor or no memory left for the check.
     """
     try:
         manifest = json.loads(read_regular(directory / MANIFEST))
@@ -251,13 +253,13 @@ def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
             with open_in(directory, name) as file:
                 found = os.fstat(file.fileno()).st_size
             if found != size:
-                return f"{name} has {found} bytes, its manifest says {size}"
+                return f"{name} has {found} bytes, its manifest lists {size}"
         for name, digest in manifest.get("sha256", {}).items():
             if (of is None or name in of) and sha256_in(directory, name) != digest:
-                return f"{name} does not have the sha256 that its manifest says"
+                return f"{name} does not have the sha256 that its manifest lists"
     except OSError as error:
         if is_exhausted(error):
-            raise  # the files may be whole; a checkpoint that counts as damaged is given up
+            raise  # the files may be whole, and a damaged checkpoint would be abandoned
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read: {error!r}"
@@ -270,19 +272,20 @@ def file_names(directory: Path) -> list[str]:
 
 
 def sha256_of(path: Path) -> str:
-    """0.7 GB/s on one core of a server CPU, and Python's other threads continue meanwhile (hashlib)."""
+    """sha256 of a file: 0.7 GB/s on one core of a server CPU, and Python's other threads continue meanwhile
+    (hashlib)."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_in(directory: Path, name: str) -> str:
-    """As `sha256_of`, of a file that is opened as by `open_in`."""
+    """sha256 of a file that is opened by `open_in`."""
     with open_in(directory, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def point_latest(directory: Path, name: str) -> None:
-    """Have the file `latest` name a checkpoint of its directory. A reader finds the old name or the new one."""
+    """Make the file `latest` name a checkpoint of its directory. A reader finds the old name or the new one."""
     temporary = directory / f"{LATEST}.tmp"
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb") as file:  # follows no symbolic link
@@ -293,10 +296,10 @@ def point_latest(directory: Path, name: str) -> None:
 
 
 def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
-    """Make a complete directory visible under its name, in one step; one that has the name is replaced.
+    """Make a complete directory visible under its name, in one step; an existing one of the name is replaced.
 
     Args:
-        check: called when all is on the disk, as late as can be; nothing becomes visible where it raises.
+        check: called when all files are on the disk, as late as possible; where it raises, nothing becomes visible.
     """
     fsync_tree(staging)
     check()
@@ -310,7 +313,7 @@ def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda
 
 
 def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
-    """Remove what a process that was killed has left in a job's checkpoint directory: parts of a checkpoint, and step
+    """Remove the rest of a killed process from a job's checkpoint directory: parts of a checkpoint, and step
     checkpoints that were never announced, or that were removed from the list and not yet deleted.
 
     A checkpoint that was set aside for a new one which never came gets its name back.
@@ -329,7 +332,7 @@ def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
         elif _STAGED.fullmatch(path.name) or (_STEP.fullmatch(path.name) and path.name not in listed):
             shutil.rmtree(path, ignore_errors=True)
     latest = directory / LATEST
-    if os.path.lexists(latest) and _named_by(latest) not in listed:  # it was put in place and not announced
+    if os.path.lexists(latest) and _named_by(latest) not in listed:  # it became visible and was not announced
         steps = [name for name in listed if _STEP.fullmatch(name)]
         if steps:
             point_latest(directory, max(steps, key=lambda name: int(name.rpartition("-")[2])))
@@ -345,7 +348,7 @@ def _named_by(latest: Path) -> str | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that we may still write where `path` is or would be."""
+    """Bytes that may still be written on the disk of `path`, which need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -366,17 +369,17 @@ def set_aside(directory: Path) -> Path | None:
 
 
 def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
-    """`root / relative` without symlinks, sure to lie under `root`.
+    """The path `root / relative` without symlinks, which lies under `root`.
 
     Raises:
         InvalidRequest: `relative` is absolute, has a `..`, or leads out of `root` through a symlink; names `field`.
     """
     text = str(relative)
     if "\0" in text or Path(text).is_absolute() or ".." in Path(text).parts:
-        raise InvalidRequest(field, text, "give a relative path without '..'.")
+        raise InvalidRequest(field, text, "send a relative path without '..'.")
     resolved = (root / text).resolve()
     if not resolved.is_relative_to(root.resolve()):
-        raise InvalidRequest(field, text, f"a symbolic link on it leads out of {root}: give a path that stays inside.")
+        raise InvalidRequest(field, text, f"a symbolic link on it leads out of {root}: send a path that stays inside.")
     return resolved
 
 
@@ -390,7 +393,7 @@ def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
 
 
 def tail_of(file: BinaryIO, lines: int, limit: int) -> str:
-    """As `tail`, of an open file."""
+    """The last lines of an open file, like `tail`."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
     text = file.read(limit).decode(errors="replace")
     return "\n".join(text.splitlines()[-lines:]).strip()

@@ -1,4 +1,4 @@
-"""glibc's malloc in a training process: does it keep large blocks for the next step, or give each back at once?"""
+"""Controls glibc's malloc in a training process: whether it keeps large blocks for the next step, or frees each."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from functools import cache
 from .process import available_memory, resident_memory
 
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""How a training process starts: blocks of 1 MiB and more are mapped one by one and given back once freed, which is
-what the memory estimate counts on. Left alone glibc raises this limit to 32 MiB and keeps holes between activations of
-different sizes: 2.5 GiB against 4.1 (LoRA, h768 x 8, 4 x 768 tokens), 3.4 against 5.6 (h512 x 8, 8 x 1024). But every
-page of every block is zeroed anew at every step: 16.8 s a step against 10.6, and 27 s against 18.6."""
+"""Settings of a training process at its start. Blocks of 1 MiB and more are mapped individually and unmapped when
+freed, which the memory estimate relies on. By default glibc raises this limit to 32 MiB and keeps holes between
+activations of different sizes: 2.5 GiB against 4.1 (LoRA, h768 x 8, 4 x 768 tokens), 3.4 against 5.6 (h512 x 8, 8 x
+1024). But every page of every block is zeroed again at every step: 16.8 s a step against 10.6, and 27 s against
+18.6."""
 SPARE = 3.0
-"""Blocks are kept where the machine has so many times the estimate left: with all of them kept the first of these jobs
-took 1.9 times the memory (4.8 GiB after 5 steps and after 8) and 9.1 s a step."""
+"""Blocks are kept where the machine has this many times the estimate left. With all of them kept, the first of these
+jobs took 1.9 times the memory (4.8 GiB after 5 steps and after 8) and 9.1 s a step."""
 ENOUGH = 1.0
-"""They are given back where less than so many times the estimate is left: a step may ask for as much."""
+"""Blocks are freed where less than this many times the estimate is left: a step may need as much."""
 SECONDS = 1.0
-"""Between two measurements of what is left; one takes a tenth of a millisecond."""
+"""Seconds between two measurements of free memory; one takes a tenth of a millisecond."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # malloc.h
 _DEFAULT_TRIM, _DEFAULT_MMAPS, _NEVER = 128 << 10, 1 << 16, -1
 _IS_MMAPPED = 2
-"""A bit of the word before a block, which has its size."""
+"""A bit of the word before a block, which holds its size."""
 _LARGEST, _SMALLEST = 1 << 30, int(FRUGAL["MALLOC_MMAP_THRESHOLD_"])
 
 
 def environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Settings for a training process at its start; none where the environment has its own."""
+    """Settings for a training process at its start; empty where the environment has its own."""
     return {} if _settings(environ) else FRUGAL
 
 
 class Malloc:
-    """Keeps large blocks while the machine has memory to spare. Of the thread that trains.
+    """Keeps large blocks while the machine has free memory. For the thread that trains.
 
-    Does nothing where the C library has other knobs (musl, macOS), or where the environment sets glibc's otherwise than
-    `FRUGAL` does: a setting of the user counts.
+    It does nothing where the C library has no such settings (musl, macOS), or where the environment sets glibc's
+    otherwise than `FRUGAL` does: the user's setting takes precedence.
 
     Args:
-        available: returns the bytes that this machine has left.
+        available: returns the bytes of memory that this machine has left.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Malloc:
         self._measured_at = clock()
 
     def begin(self, need: int) -> None:
-        """Decide before the first step.
+        """Decide before the first step whether blocks are kept.
 
         Args:
             need: bytes that all ranks of the job on this machine are estimated to take together; 0: not known.
@@ -68,9 +69,11 @@ class Malloc:
             _set(_MMAP_MAX, 0)
             _set(_TRIM_THRESHOLD, _NEVER)
 
-    def look(self) -> bool:
-        """Give everything back, and from now on at once, if others want the memory or this process has grown. Returns
-        whether it did."""
+    def poll(self) -> bool:
+        """Free all kept blocks, and every later one at once, if other processes need the memory or this process has
+        grown.
+
+        Returns whether it did."""
         if not self.keeps or (now := self._clock()) - self._measured_at < SECONDS:
             return False
         self._measured_at = now
@@ -80,7 +83,8 @@ class Malloc:
         return True
 
     def end(self) -> None:
-        """Give everything back, and from now on at once: what comes after the last step was estimated so."""
+        """Free all kept blocks, and every later one at once: the estimate of the phase after the last step assumes
+        that."""
         if self.keeps:
             self.keeps = False
             _set(_MMAP_MAX, _DEFAULT_MMAPS)
@@ -91,12 +95,12 @@ class Malloc:
 
 
 def _fill_holes(most: int) -> None:
-    """Take the large holes of the heap and never touch them: a hole is found before a block is mapped on its own, and
-    its pages stay once they are used again. Measured with 64 blocks of 8 MiB below one that lives: 544 MiB resident
-    after another step without this, 32 with it; it takes less than a millisecond and no memory.
+    """Allocate the large holes of the heap and never touch them: glibc uses a hole before it maps a block, and its
+    pages stay resident after that. Measured with 64 blocks of 8 MiB below a live one: 544 MiB resident after another
+    step without this, 32 with it; it takes less than a millisecond and no memory.
 
     Args:
-        most: bytes to take; more than that are no holes.
+        most: bytes to allocate; there are no holes beyond them.
     """
     size, taken = _LARGEST, 0
     while size >= _SMALLEST and taken < most:

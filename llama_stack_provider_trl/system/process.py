@@ -1,4 +1,4 @@
-"""Processes: who they are, whether they live, how a whole tree of them is ended, and who holds a lock.
+"""Processes: identity, liveness, the end of a whole tree, and locks.
 
 Standard library and psutil only: the runner imports this, and it must start in a fraction of a second.
 """
@@ -27,7 +27,7 @@ from ..errors import is_exhausted
 TASK_MARK = "TRL_TASK_ID"
 RUN_DIR_MARK = "TRL_RUN_DIR"
 """Environment variables that every process of a task carries. Both together name a task: two data directories on one
-machine may well hold jobs of the same name."""
+machine may hold jobs of the same name."""
 
 _LINUX = sys.platform == "linux"
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -48,15 +48,15 @@ _PASSED_TO_CHILDREN = re.compile(
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, not just a number: a pid that the system has given to another process is not equal to it."""
+    """A process, not just a number: a reused pid does not compare equal."""
 
     pid: int
     started: str
-    """Opaque. Linux: boot id and clock ticks since boot, which no change of the clock and no reboot can repeat."""
+    """Opaque. Linux: boot id and clock ticks since boot, which no clock change and no reboot can repeat."""
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None where none has, or only a zombie."""
+    """The process that has this pid now; None where there is none, or only a zombie."""
     started = _started_on_linux(pid) if _LINUX else _started_elsewhere(pid)
     return None if started is None else ProcessId(pid, started)
 
@@ -68,12 +68,12 @@ def myself() -> ProcessId:
 
 
 def alive(process: ProcessId) -> bool:
-    """Whether this very process runs; a zombie does not."""
+    """Whether this same process runs; a zombie does not."""
     return identify(process.pid) == process
 
 
 def send_signal(process: ProcessId, number: int) -> bool:
-    """Signal this very process; False where it is gone."""
+    """Signal this same process; False where it is gone."""
     if not alive(process):
         return False
     try:
@@ -101,7 +101,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def innermost_pid(pid: int) -> int:
-    """The pid by which a process knows itself: another one where it is in a process namespace below ours."""
+    """The pid of a process in its own namespace, which may be below ours."""
     try:
         found = re.search(r"^NSpid:\t(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:  # it has ended, or this is no Linux
@@ -110,7 +110,7 @@ def innermost_pid(pid: int) -> int:
 
 
 def carries(process: ProcessId, marks: Mapping[str, str]) -> bool:
-    """Whether this very process was started with these environment variables."""
+    """Whether this same process was started with these environment variables."""
     try:
         return _carries(psutil.Process(process.pid), marks) and alive(process)
     except psutil.NoSuchProcess:
@@ -118,7 +118,7 @@ def carries(process: ProcessId, marks: Mapping[str, str]) -> bool:
 
 
 def exiting(process: ProcessId) -> bool:
-    """Whether this very process has begun to exit: its environment is gone, and it is no zombie yet. Linux only."""
+    """Whether this same process has begun to exit: its environment is gone, and it is no zombie yet. Linux only."""
     if not _LINUX or not alive(process):
         return False
     try:
@@ -129,7 +129,7 @@ def exiting(process: ProcessId) -> bool:
 
 
 def marked(marks: Mapping[str, str]) -> list[ProcessId]:
-    """Processes of this user whose environment carries all of `marks`: a tree whose root is gone is found that way."""
+    """Processes of this user whose environment carries all of `marks`: this finds a tree whose root is gone."""
     return _identified(process.pid for process in psutil.process_iter() if _carries(process, marks))
 
 
@@ -144,7 +144,7 @@ def tasks_below(directory: Path) -> dict[Path, list[ProcessId]]:
 
 
 def terminate(find: Callable[[], Sequence[ProcessId]], grace: float = 3.0) -> None:
-    """End everything that `find` finds: SIGTERM, then SIGKILL `grace` seconds later; returns when it finds nothing.
+    """End all processes that `find` returns: SIGTERM, then SIGKILL `grace` seconds later; returns when it finds none.
 
     `find` is called repeatedly, so that a process forked meanwhile is not missed. A process that the kernel
     cannot kill (state D) is waited for: its device is not free either.
@@ -172,10 +172,10 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux: the kernel sends us SIGKILL when the thread that forked us ends. To be called right after the fork.
+    """Linux: receive SIGKILL from the kernel when the thread that forked us ends. To be called right after the fork.
 
     Args:
-        parent: pid of the process that forked us; if it is gone already, so are we.
+        parent: pid of the process that forked us; if it is gone already, this process ends too.
     """
     if _LINUX:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -190,25 +190,25 @@ def hide_from_other_processes() -> None:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that processes here may take together: the machine's, or the limit of a control group."""
+    """Bytes of memory that processes here may use together: the machine's, or the limit of a control group."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
 
 
 def available_memory() -> int:
-    """Bytes that processes here can still take: of the machine, or of the control group where it allows less."""
+    """Bytes that processes here can still use: of the machine, or of the control group where it allows less."""
     return max(0, min([psutil.virtual_memory().available, *(limit - taken for limit, taken in _memory_groups())]))
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process takes."""
+    """Bytes of memory that this process uses."""
     return int(psutil.Process().memory_info().rss)
 
 
 def limit_memory(size: int) -> None:
     """Linux: let this process, and each of its children, allocate at most `size` bytes; more is a MemoryError.
 
-    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts what libraries map and never touch: torch and trl
-    import within 2 GiB of the former (measured: 0.8 GiB resident) and not within 2 GiB of the latter.
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts mappings of libraries that are never touched:
+    torch and trl import within 2 GiB of the former (measured: 0.8 GiB resident) and not within 2 GiB of the latter.
     """
     if _LINUX:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -226,8 +226,8 @@ def allocated_memory() -> int:
 
 
 def memory_of(processes: Iterable[ProcessId]) -> int:
-    """Bytes of memory that processes take together; what they share through a tmpfs counts once, files that they have
-    mapped do not count. Elsewhere than on Linux, the sum of their resident memory."""
+    """Bytes of memory that processes use together. Memory that they share through a tmpfs counts once, mapped files do
+    not count. Elsewhere than on Linux, the sum of their resident memory."""
     own = shared = 0
     for process in processes:
         try:
@@ -243,26 +243,26 @@ def memory_of(processes: Iterable[ProcessId]) -> int:
 
 
 def work_done() -> tuple[float, int]:
-    """CPU seconds that this process has taken so far, and bytes that it has read and written (0 on macOS)."""
+    """CPU seconds that this process has used so far, and bytes that it has read and written (0 on macOS)."""
     me = psutil.Process()
     times = me.cpu_times()
     try:
         moved = me.io_counters()
     except (AttributeError, psutil.Error):
         return times.user + times.system, 0
-    # What is mapped counts in read_bytes only, what comes from the page cache in read_chars only.
+    # Mapped files count in read_bytes only, the page cache in read_chars only.
     return times.user + times.system, sum(moved[2:])
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:
-    """Of each control group (version 2 and 1) that limits this process: the limit, and what is taken of it for good, in
-    bytes. Files in the page cache give way; those in a tmpfs do not."""
+    """For each control group (version 2 and 1) that limits this process: the limit, and its memory that cannot be
+    reclaimed, in bytes. Files in the page cache can be reclaimed; those in a tmpfs cannot."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
-    # In a container its own group is seen as the root, whatever path the host knows it by.
+    # A container sees its own group as the root, at any path on the host.
     for root, group, limits, usage, cached in (
         (_CONTROL_GROUPS, own.get("", ""), ("memory.max", "memory.high"), "memory.current", r"(?:in)?active_file"),
         (
@@ -289,12 +289,12 @@ def _taken(group: Path, usage: str, cached: str, limit: int) -> int:
         taken = int((group / usage).read_text())
         given_way = re.findall(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     except (OSError, ValueError):
-        return limit  # who does not know must not count on any
+        return limit  # unknown: none can be relied on
     return taken - sum(map(int, given_way))
 
 
 def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """What a training process may see of `environ`, by an allow-list, and `added`.
+    """The environment of a training process: the allow-listed part of `environ`, and `added`.
 
     The service's own tokens are not on the list. HF_TOKEN is: private models of the hub need it.
     """
@@ -303,9 +303,10 @@ def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> d
 
 
 class FileLock:
-    """An exclusive lock on a file, held until released or until this process ends, however it ends.
+    """An exclusive lock on a file, held until released or until this process ends in any way.
 
-    The file is never removed. While the lock is held, the file names the holder, so that a waiter can report it.
+    The file is never removed. While the lock is held, the file names the holder, so that a waiting process can report
+    it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,7 +318,7 @@ class FileLock:
         return self._fd is not None
 
     def acquire(self, holder: str) -> bool:
-        """Take the lock if it is free, without waiting; `holder` is the text that others read.
+        """Take the lock if it is free, without waiting; `holder` is the text for other processes.
 
         Raises:
             OSError: the file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten.
@@ -330,7 +331,7 @@ class FileLock:
             os.close(fd)
             return False
         self._fd = fd
-        with suppress(OSError):  # on a full disk the lock is nameless, and held all the same
+        with suppress(OSError):  # on a full disk the lock is held without a name
             os.ftruncate(fd, 0)
             os.pwrite(fd, holder.encode(), 0)
         return True
@@ -340,7 +341,7 @@ class FileLock:
         try:
             return self.path.read_text(errors="replace").strip() or "an unnamed process"
         except FileNotFoundError:
-            return "nobody"
+            return "no process"
 
     def release(self) -> None:
         if self._fd is not None:
@@ -359,14 +360,14 @@ def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
-    """The environment a process was started with; empty if access is denied."""
+    """The environment with which a process was started; empty if access is denied."""
     try:
         return process.environ()
     except psutil.Error:
         return {}
     except OSError as error:
         if is_exhausted(error):
-            raise  # a process that could not be read would count as gone
+            raise  # an unreadable process would count as gone
         return {}
 
 

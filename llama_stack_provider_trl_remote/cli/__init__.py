@@ -1,1 +1,1 @@
-"""`trl-remote`."""
+"""The command line `trl-remote`."""

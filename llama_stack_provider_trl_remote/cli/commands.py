@@ -1,4 +1,4 @@
-"""What each command of `trl-remote` does with a client, and what it prints."""
+"""Commands of `trl-remote`: each calls the service with a client and prints the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
 TOKENS, AUDIT = "/v1/tokens", "/v1/audit"
 _PAGE = 200
 _RECENT = 100
-"""Lines of the audit log that are shown where none is named to begin after."""
+"""Lines of the audit log that are shown without --after."""
 
 
 async def submit(client: ServiceClient, options: Namespace) -> int:
@@ -158,7 +158,7 @@ async def create_token(client: ServiceClient, options: Namespace) -> int:
     print("trl-remote: the token is shown this once; the service keeps only its sha256", file=sys.stderr)
     if not answer["required"]:
         print(
-            "trl-remote: this service asks for no token yet, and everybody on its machine is an admin: created tokens "
+            "trl-remote: this service requires no token yet, and every user of its machine is an admin: created tokens "
             "count once it has a configured one (TRL_SERVICE_TOKEN) and was started again",
             file=sys.stderr,
         )
@@ -241,12 +241,12 @@ def _read_request(name: str) -> dict[str, Any]:
     try:
         body = json.loads(sys.stdin.read() if name == "-" else Path(name).read_text())
     except OSError as error:
-        hint = f"it cannot be read ({error.strerror}); name a file with the request as JSON, or - for standard input."
+        hint = f"it cannot be read ({error.strerror}): name a file with the request as JSON, or - for standard input."
         raise InvalidRequest("FILE", shown, hint) from error
     except ValueError as error:
         raise InvalidRequest("FILE", shown, f"it is not JSON ({error}).") from error
     if not isinstance(body, dict):
-        raise InvalidRequest("FILE", shown, f"it holds a {type(body).__name__}; a request is an object.")
+        raise InvalidRequest("FILE", shown, f"found a {type(body).__name__}, expected an object.")
     return body
 
 

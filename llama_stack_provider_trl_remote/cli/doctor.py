@@ -1,4 +1,4 @@
-"""`trl-remote doctor`: whether this machine is fit for the service or an agent, and what to do where it is not."""
+"""`trl-remote doctor`: checks whether this machine can run the service or an agent, and advises where it cannot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPEN_FILES = 4096
 _SHARED_MEMORY = 1 << 30
 _SHARED_MEMORY_AT = Path("/dev/shm")
 _SPARE_DISK = 10 << 30
-"""Bytes; a checkpoint of a small model takes some of them."""
+"""Bytes of free disk; a checkpoint of a small model takes some of them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Finding:
     what: str
     found: str
     advice: str = ""
-    """What to do; empty where nothing is."""
+    """Advice; empty where none is needed."""
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print what was found. Returns the exit status: 1 where a check failed."""
+    """Print the findings. Returns the exit status: 1 where a check failed."""
     findings = list(examine(options.config))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -56,7 +56,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def examine(config: Path | None = None) -> Iterator[Finding]:
-    """Every check, in the order of the report. Where the settings cannot be loaded, the defaults are examined."""
+    """Run every check, in the order of the report. Where the settings cannot be loaded, the defaults are checked."""
     try:
         settings, path = load_settings(config)
         yield Finding("ok", "settings", str(path or "defaults and TRL_SERVICE_* variables"))
@@ -78,7 +78,7 @@ def _python(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{python}: {', '.join(f'{name} {version}' for name, version in found.items())}")
     if settings.train_python is None and not _is_compiled("transformers"):
         yield Finding(
-            *("warn", "bytecode", "the packages are not compiled, and isolated trainings cannot do that either"),
+            *("warn", "bytecode", "the packages are not compiled, and isolated trainings cannot compile them"),
             f"run {python} -m compileall -q {sys.prefix}/lib: every training starts seconds faster",
         )
 
@@ -95,7 +95,7 @@ def _exposure(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding("fail", "exposure", str(error))
         return
     if settings.on_loopback and not settings.credentials:
-        found = f"{settings.host}, no token: every user of this machine may use the service, and so may trainings"
+        found = f"{settings.host}, no token: every user and training of this machine may use the service"
         yield Finding("warn", "exposure", found, "set TRL_SERVICE_TOKEN")
     else:
         yield Finding("ok", "exposure", f"{settings.host}, token required")
@@ -124,8 +124,8 @@ def _isolation(settings: ServiceSettings) -> Iterator[Finding]:
     found = probe()
     if found.how:
         off = settings.isolation == "off"
-        said = f"possible ({found.how}), and switched off" if off else f"trainings are isolated ({found.how})"
-        yield Finding("warn" if off else "ok", "isolation", said, "set isolation to auto" if off else "")
+        status = f"possible ({found.how}), and switched off" if off else f"trainings are isolated ({found.how})"
+        yield Finding("warn" if off else "ok", "isolation", status, "set isolation to auto" if off else "")
     else:
         level: Level = "fail" if settings.isolation == "required" else "warn"
         yield Finding(level, "isolation", f"trainings cannot be isolated: {found.why_not}", ADVICE)

@@ -1,4 +1,4 @@
-"""`trl-remote`: the training service from a shell. Each command imports what it needs, and no more."""
+"""`trl-remote`: the training service from a shell. Each command imports only its own dependencies."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ AGENT = "be a worker node of a training service on another machine"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 with a sentence on standard error (2: an option, or a token, that cannot be
-    one); `jobs watch` tells how the job ended."""
+    """Run a command and return its exit status.
+
+    0: done. 1: failed, with a sentence on standard error. 2: an option, or a token, is invalid. The status of
+    `jobs watch` reports how the job ended.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["serve"]:
         return _serve(given[1:])
     options = parser().parse_args(given)
     try:
         return _doctor(options) if options.group == "doctor" else _run(options)
-    except BrokenPipeError:  # `| head` has seen enough; without this, Python complains once more when it ends
+    except BrokenPipeError:  # such as `| head`; without this, Python reports it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TrlError, OSError) as error:
         print(f"trl-remote: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ntrl-remote: stopped looking; what was submitted goes on.", file=sys.stderr)
+        print("\ntrl-remote: stopped watching; what was submitted continues.", file=sys.stderr)
         return 130
 
 
@@ -68,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if is_agent:
         return _agent(url, options, {**os.environ, **tokens})
-    # The service bounds a preflight itself (preflight_timeout).
+    # The service itself bounds a preflight (preflight_timeout).
     timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
     client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
@@ -83,7 +86,7 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog="trl-remote",
         description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
@@ -113,11 +116,11 @@ def _nodes(group: argparse.ArgumentParser) -> None:
         ("show", "everything that the service knows of a machine, as JSON"),
         ("cordon", "give a machine no further jobs"),
         ("uncordon", "give it jobs again"),
-        ("drain", "give it no further jobs; those that train there save, and go on elsewhere"),
-        ("remove", "forget a machine that is empty or gone"),
+        ("drain", "give it no further jobs; those that train there save, and continue elsewhere"),
+        ("remove", "remove a machine without jobs, or one that is gone"),
     ):
         command = commands.add_parser(name, help=meaning)
-        # No default of its own: it would replace what was given before the command.
+        # No default of its own: it would replace a value given before the command.
         command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
         if name != "list":
             command.add_argument("node", metavar="NODE")
@@ -160,12 +163,12 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     submit.add_argument(
         "file", metavar="FILE", help="the request as JSON, as Llama Stack takes it; - reads it from stdin"
     )
-    submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
     preflight = _at_service(
         commands.add_parser("preflight", help="what a job would do and whether it fits; exit status 0 it fits, 1 not")
     )
     preflight.add_argument("file", metavar="FILE", help="the request as JSON; - reads standard input")
-    preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: what the request's fields say")
+    preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
     preflight.add_argument("--json", action="store_true", help="the whole answer")
     listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
     listing.add_argument(
@@ -175,18 +178,18 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     watch = _job(
         commands.add_parser("watch", help="follow a job to its end; exit status 0 completed, 1 failed, 2 cancelled")
     )
-    watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (1)")
+    watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     logs = _job(commands.add_parser("logs", help="what the training processes print"))
     logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
     logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
-    logs.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    logs.add_argument("--follow", action="store_true", help="continue until the job has ended")
     for name, meaning in (
         ("cancel", "end a job; its checkpoints stay"),
         ("pause", "save a checkpoint, then free the devices"),
         ("resume", "queue a paused job again"),
     ):
         _job(commands.add_parser(name, help=meaning))
-    pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to go on where it stopped"))
+    pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to continue where it stopped"))
     pull.add_argument("directory", metavar="DIR", help="where the checkpoint goes; must not exist yet")
     pull.add_argument("--checkpoint", default="final", metavar="NAME", help="final, merged, checkpoint-100 ... (final)")
 
@@ -247,7 +250,7 @@ def _token_name(text: str) -> str:
     if text.startswith("trl_") and len(text) >= 36:
         # Not repeated: terminals are recorded.
         raise argparse.ArgumentTypeError(
-            "this looks like a token, expected the name of one: trl-remote tokens list shows the names"
+            "found a token, expected the name of one: trl-remote tokens list shows the names"
         )
     return text
 
@@ -255,7 +258,7 @@ def _token_name(text: str) -> str:
 def _span(text: str) -> float:
     unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
     if unit is None or not text[:-1].isdecimal() or not int(text[:-1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write a number and s, m, h or d, such as 30d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write a number and s, m, h or d, such as 30d")
     return float(int(text[:-1]) * unit)
 
 

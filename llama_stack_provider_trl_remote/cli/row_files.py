@@ -1,4 +1,4 @@
-"""Rows out of a user's file, one at a time."""
+"""Reads rows from a user's file, one at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llama_stack_provider_trl.specs.row_files import READERS, Row
 
 
 def read_row_file(file: Path) -> Iterator[Row]:
-    """The rows of a .jsonl, .json or .csv file.
+    """Read the rows of a .jsonl, .json or .csv file.
 
     Raises:
-        InvalidRequest: another kind of file, or one that is not what its name says; names the line.
+        InvalidRequest: another kind of file, or one whose content does not match its suffix; names the line.
         OSError: it cannot be read.
     """
     reader = READERS.get(file.suffix.lower())

@@ -1,4 +1,4 @@
-"""How jobs look on a terminal: pure functions from answers of the service to text."""
+"""Formats answers of the service for a terminal. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def job_line(job: dict[str, Any]) -> str:
 
 
 def progress_line(status: dict[str, Any]) -> str:
-    """How a job stands, in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
+    """The state of a job in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
     resources = status.get("resources_allocated") or {}
     progress = resources.get("progress") or {}
     parts = [str(resources.get("state") or status["status"])]
@@ -38,7 +38,7 @@ def progress_line(status: dict[str, Any]) -> str:
 
 
 def bar(percent: float | None) -> str:
-    """`[######            ]`; empty while nothing is known."""
+    """A progress bar, `[######            ]`; empty while nothing is known."""
     if percent is None:
         return ""
     full = round(min(max(percent, 0.0), 100.0) * _BAR / 100)
@@ -46,14 +46,14 @@ def bar(percent: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`1:05`, `2:00:00`."""
+    """A duration, `1:05` or `2:00:00`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns as wide as their widest cell."""
+    """A table with columns as wide as their widest cell."""
     lines = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
@@ -91,7 +91,7 @@ def audit_line(line: dict[str, Any]) -> str:
 
 
 def preflight_lines(found: dict[str, Any]) -> list[str]:
-    """What a preflight has found: rows, steps, memory by part, disk, and the verdict as the last line."""
+    """The result of a preflight: rows, steps, memory by part, disk, and the verdict as the last line."""
     data, steps, memory, disk = (found[name] for name in ("data", "steps", "memory", "disk"))
     parts = {name: size for name in PARTS if (size := memory.get(f"{name}_bytes"))}
     beside = f", and {gib(memory['host_bytes'])} of CPU memory" if memory["host_bytes"] else ""
@@ -116,7 +116,7 @@ def how_to_add_a_node(url: str) -> str:
     host, port = urlsplit(url).hostname or "", urlsplit(url).port
     if host == "localhost" or host.startswith("127.") or host == "::1":
         return (
-            "no other machine reaches the service at this address; it serves others with "
+            "other machines cannot reach the service at this address; to serve them, start it with "
             "TRL_SERVICE_HOST=ADDRESS TRL_SERVICE_TOKEN=TOKEN ./scripts/run-remote-fsdp-server.sh --insecure "
             "(or with tls_cert and tls_key)"
         )

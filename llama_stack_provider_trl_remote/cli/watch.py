@@ -1,4 +1,4 @@
-"""Following a job from afar: the service, and the road to it, may come and go meanwhile."""
+"""Follows a job over the network, where the service or the connection may be interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .terminal import bar, progress_line
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
-"""Lines of a log that are looked at each time."""
+"""Lines of a log that are read at each poll."""
 
 
 async def watch(client: ServiceClient, job_uuid: str, interval: float = 1.0, output: TextIO | None = None) -> int:
@@ -40,7 +40,7 @@ async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int,
     path = job_path(job_uuid, "/logs")
     shown: list[str] | None = None
     while True:
-        # Asked before the log is read: what a job wrote before it ended is then in what is read.
+        # Requested before the log is read, so that the log includes everything a finished job wrote.
         status = (
             await _again(client, job_uuid, interval, display) if shown is not None else await client.status(job_uuid)
         )
@@ -50,11 +50,11 @@ async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int,
         except ServiceUnreachable:
             continue
         except ServiceRefusal as error:
-            # Before its first attempt, and at the beginning of each, a job has no log.
+            # A job has no log before its first attempt, and at the beginning of each.
             if error.status != 404 or ended:
                 raise
             lines = []
-        # The last line may be half written.
+        # The last line may be incomplete.
         whole = lines if ended else lines[:-1]
         for line in whole[-tail:] if shown is None else new_lines(shown, whole):
             print(line, flush=True)
@@ -65,8 +65,8 @@ async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int,
 
 
 def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
-    """What was appended to a text between two looks at its last lines."""
-    # The service cuts blanks off the beginning and the end of what it sends.
+    """What was appended to a text between two polls of its last lines."""
+    # The service strips white space off the beginning and the end of a log.
     known, found = [line.strip() for line in before], [line.strip() for line in after]
     for overlap in range(min(len(known), len(found)), 0, -1):
         if found[:overlap] == known[len(known) - overlap :]:
@@ -75,17 +75,17 @@ def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
 
 
 async def _again(client: ServiceClient, job_uuid: str, interval: float, display: _Display) -> Any:
-    """The status, however long it takes until the service answers again."""
-    told = False
+    """Poll the status until the service answers."""
+    noted = False
     while True:
         try:
             return await client.status(job_uuid)
         except (ServiceUnreachable, ServiceRefusal) as error:
             if isinstance(error, ServiceRefusal) and error.status < 500:
                 raise
-            if not told:
-                display.note(f"{error} (looking again every {interval:g} s)")
-                told = True
+            if not noted:
+                display.note(f"{error} (retrying every {interval:g} s)")
+                noted = True
             await asyncio.sleep(interval)
 
 
@@ -107,7 +107,7 @@ class _Display:
         self.last = line
 
     def note(self, text: str) -> None:
-        """Something beside the progress, on standard error."""
+        """Print a message beside the progress, on standard error."""
         self._clear()
         print(f"trl-remote: {text}", file=sys.stderr, flush=True)
 

@@ -1,8 +1,9 @@
 """Post-training as an external API of Llama Stack and OGX: the same calls on every release, whether it has a
 post-training API of its own or not.
 
-`external_apis.d/trl_post_training.yaml` names this module. The server asks it for the two providers, the class whose
-methods are the API (`PostTrainingApi`), and since 0.7 for a router; then it makes the provider that the run file names.
+`external_apis.d/trl_post_training.yaml` names this module. The server imports from it the two providers, the class
+whose methods are the API (`PostTrainingApi`), and since 0.7 a router; then it constructs the provider that the run file
+names.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""`inline::trl` behind the external API: the provider as it is, with datasets of its own where the server has none.
+"""`inline::trl` behind the external API: the unchanged provider, with datasets of its own where the server has none.
 
-No `from __future__ import annotations` here: routes are made from these annotations.
+No `from __future__ import annotations` here: routes are built from these annotations.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ..service.settings import ServiceSettings
 
 
 class ExternalTrlConfig(TrlConfig):
-    """Every knob of `inline::trl`, and one of its datasets."""
+    """The settings of `inline::trl`, and one for its datasets."""
 
     dataset_roots: list[Path] = Field(default_factory=list)
     """Directories whose files may be named as a dataset's uri (POST /v1/datasets); none: no files."""
@@ -47,15 +47,15 @@ class ExternalTrl(TrlPostTraining):
         self.registered = DatasetRegistry(settings, self.blobs)
 
     async def initialize(self) -> None:
-        """Make the directories, then start supervising."""
+        """Create the directories, then start to supervise."""
         self.blobs.prepare()
         self.registered.prepare()
         await super().initialize()
 
     async def register_dataset(self, body: RegisterDataset) -> Dataset:
-        """Register rows or a uri under a name. The same again changes nothing."""
+        """Register rows or a uri under a name. Repeating the same registration changes nothing."""
         if isinstance(body.source, BlobSource):
-            raise InvalidRequest("source.type", "blob", "nothing can be sent ahead here: use rows, or a uri")
+            raise InvalidRequest("source.type", "blob", "there is no upload of blobs here: use rows, or a uri")
         return await self.registered.register(body)
 
     async def list_datasets(self) -> ListDatasetsResponse:
@@ -67,13 +67,13 @@ class ExternalTrl(TrlPostTraining):
         return await asyncio.to_thread(self.registered.get, dataset_id)
 
     async def delete_dataset(self, dataset_id: str) -> None:
-        """Forget a dataset. Jobs that were queued with it keep their rows."""
+        """Delete a dataset. Jobs that were queued with it keep their rows."""
         await asyncio.to_thread(self.registered.delete, dataset_id)
 
     async def _dataset(
         self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        # Ours first: the server's own, where it has any, are asked for what nobody has registered here.
+        # Our registry comes first. Datasets that are not in it are looked up in the server's own registry, if any.
         if await asyncio.to_thread(self.registered.holds, dataset_id):
             return await self.registered.fetch(dataset_id, algorithm, data_format)
         return await super()._dataset(dataset_id, algorithm, data_format)

@@ -1,6 +1,6 @@
-"""`remote::trl_remote` behind the external API: the adapter as it is; datasets are registered with the service.
+"""`remote::trl_remote` behind the external API: the unchanged adapter; datasets are registered with the service.
 
-No `from __future__ import annotations` here: routes are made from these annotations.
+No `from __future__ import annotations` here: routes are built from these annotations.
 """
 
 from urllib.parse import quote
@@ -18,9 +18,10 @@ class ExternalTrlRemote(TrlRemotePostTraining):
     """The provider object."""
 
     async def register_dataset(self, body: RegisterDataset) -> Dataset:
-        """Register rows, a uri of the service's machine, or an uploaded blob. The same again changes nothing."""
-        asked = body.model_dump(mode="json", exclude_unset=True)
-        return self._parsed(Dataset, await self.client.post(DATASETS, asked))
+        """Register rows, a uri of the service's machine, or an uploaded blob. A repeated registration changes
+        nothing."""
+        requested = body.model_dump(mode="json", exclude_unset=True)
+        return self._parsed(Dataset, await self.client.post(DATASETS, requested))
 
     async def list_datasets(self) -> ListDatasetsResponse:
         """Every dataset that is registered with the service, oldest first."""
@@ -31,7 +32,7 @@ class ExternalTrlRemote(TrlRemotePostTraining):
         return self._parsed(Dataset, await self.client.get(_path(dataset_id)))
 
     async def delete_dataset(self, dataset_id: str) -> None:
-        """Forget a dataset. Jobs that were queued with it keep their rows."""
+        """Delete a dataset. Jobs that were queued with it keep their rows."""
         await self.client.delete(_path(dataset_id))
 
     async def _is_ours(self, dataset_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which call is answered where, as marks on a protocol class or as a router: whichever the server takes."""
+"""Maps calls to paths, as marks on a protocol class or as a router: the server reads one of them."""
 
 import inspect
 from collections.abc import Callable, Coroutine
@@ -15,11 +15,11 @@ from ..service.http.errors import answer_to
 
 class Route(NamedTuple):
     call: str
-    """Method of the provider."""
+    """Name of the provider's method."""
     method: str
     path: str
-    """Below each of the levels; what is in braces is a parameter, as is the rest of the call's: of a POST in the body,
-    else in the query."""
+    """Path below each of the levels, with parameters in braces. The other parameters of a POST are in the body, those
+    of other methods in the query."""
     levels: tuple[str, ...] = ("v1", "v1alpha")
 
 
@@ -40,12 +40,12 @@ DATASET_ROUTES = (
     Route("get_dataset", "GET", "/datasets/{dataset_id:path}", DATASET_LEVELS),
     Route("delete_dataset", "DELETE", "/datasets/{dataset_id:path}", DATASET_LEVELS),
 )
-"""Where the server's own datasets cannot be trained on, or there are none."""
+"""Message where the server's own datasets cannot be trained on, or it has none."""
 
 
 def _declared(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
     async def call(self: Any) -> None:
-        """What it takes and answers is for the provider's own method of this name to say."""
+        """The provider's own method of this name documents the request and the answer."""
 
     call.__name__ = name
     for route in ROUTES:
@@ -56,11 +56,11 @@ def _declared(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
 
 
 PostTrainingApi = type("PostTrainingApi", (), {route.call: _declared(route.call) for route in ROUTES})
-"""The protocol: what a provider of this API must have."""
+"""The protocol: the methods that a provider of this API must have."""
 
 
 class _Route(APIRoute):
-    """Answers errors as our service does, `{"detail": ...}`. What is no error of ours is the server's to answer."""
+    """Answers errors like our service, `{"detail": ...}`. Other errors are left to the server."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -82,7 +82,7 @@ class _Route(APIRoute):
 
 
 async def _refuse_others(request: Request, fields: set[str]) -> None:
-    """FastAPI leaves out what a body has beyond the parameters; a misspelt field would have no effect.
+    """Refuse unknown fields: FastAPI drops them, and a misspelt field would have no effect.
 
     Raises:
         InvalidRequest: naming the first.
@@ -90,7 +90,7 @@ async def _refuse_others(request: Request, fields: set[str]) -> None:
     try:
         body = await request.json()
     except (ValueError, RecursionError):
-        return  # FastAPI says so
+        return  # FastAPI reports it
     for name in body if isinstance(body, dict) else ():
         if name not in fields and body[name] is not None:
             hint = "there is no such field: leave it out. docs/reference/api.md lists every field"
@@ -109,7 +109,7 @@ def create_router(impl: Any) -> APIRouter:
 
 
 def _endpoint(call: Callable[..., Coroutine[Any, Any, Any]], route: Route) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """A provider's method with the annotations that put its parameters into the body, as Llama Stack does up to 0.6."""
+    """A provider's method with annotations that put its parameters into the body, as in Llama Stack up to 0.6."""
 
     async def endpoint(**fields: Any) -> Any:
         return await call(**fields)

@@ -1,1 +1,1 @@
-"""A worker node: an agent that joins a service, and does what the service wants done there."""
+"""A worker node: an agent that joins a service and runs its tasks."""

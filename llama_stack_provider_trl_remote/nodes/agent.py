@@ -1,7 +1,7 @@
 """The agent of a worker node: joins a service, polls it for orders, and follows them.
 
-It always calls and is never called. Trainings outlive it, and an agent that is started again on the same data
-directory restores their tasks. Without an answer for LEASE seconds it ends them: the service has given them to others.
+The agent always calls and is never called. Trainings outlive it, and a later agent on the same data directory restores
+their tasks. Without an answer for LEASE seconds it ends them: the service has given them to other nodes.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ LOCK = "agent.lock"
 NEWS = 0.1
 """Seconds for which news are gathered before they are reported."""
 RETRY = 1.0
-"""Seconds after which a service that is away is called again."""
+"""Seconds between calls of a service that is away."""
 REPORT = 60.0
 """Seconds between two reports of this machine."""
 ROTATION = 24 * 3600.0
-"""Seconds after which a node joins anew for another credential, if it had no other reason to."""
+"""Seconds after which a node joins again for another credential, without any other reason."""
 KEEP = 24 * 3600.0
-"""Seconds for which what a job has left here is kept: its next attempt may come here again."""
+"""Seconds for which files of a job are kept: its next attempt may run here again."""
 
 
 class AgentCalls(task.TaskCalls, Protocol):
-    """`calls.NodeClient`, or what a test plays."""
+    """Interface of `calls.NodeClient`, which tests replace."""
 
     url: str
 
@@ -71,13 +71,13 @@ class AgentCalls(task.TaskCalls, Protocol):
 
 
 class Agent:
-    """The agent of one node. `run` it.
+    """The agent of one node. Call `run`.
 
     Args:
-        report: makes the report of this machine; called at every REPORT.
-        data_dir: the node's own. One agent at a time uses it.
-        python: interpreter that trains; None: this process's own.
-        heartbeat_interval: seconds after which a poll without an answer is given up for the next one.
+        report: describes this machine; called at every REPORT.
+        data_dir: the node's own, used by one agent at a time.
+        python: interpreter that trains; None: the interpreter of this process.
+        heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Agent:
         self._news = asyncio.Event()
         self._seen = 0
         self._interrupted = False
-        """The last poll was given up for news: whether the service is there, the next one finds out."""
+        """Whether the last poll was abandoned for news: the next one finds out whether the service answers."""
         self._answered_at = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._joined_at = -math.inf
         self._credential: str | None = None
-        """None: it has not joined this service yet under this name."""
+        """The last report of this machine; None: it has not joined this service under this name yet."""
         self._trouble = ""
 
     async def run(self) -> None:
@@ -117,7 +117,7 @@ class Agent:
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
             ServiceRefusal: the service does not accept this node: its name belongs to another one, its versions differ,
-                its token is wrong, it was removed. Of a node that had joined, a wrong token is borne for LEASE.
+                its token is wrong, it was removed. After a join, a wrong token is tolerated for LEASE.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
@@ -125,7 +125,7 @@ class Agent:
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(
-                f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or choose another --data-dir"
+                f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or set another --data-dir"
             )
         try:
             self._answered_at = self._clock()
@@ -142,7 +142,7 @@ class Agent:
                     await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
-                    known.end(f"the service does not take this node any more: {final}")
+                    known.end(f"the service no longer accepts this node: {final}")
                 for known in self._tasks.values():
                     await known.settle()
                 raise
@@ -152,14 +152,14 @@ class Agent:
             lock.release()
 
     async def _join(self, report: NodeReport) -> None:
-        """Report what this machine is, until the service has answered."""
+        """Report this machine until the service has answered."""
         while True:
             try:
                 joined = await self._call_join(report)
             except ServiceRefusal as refusal:
-                # Of a node that had joined it is an accident, like a service that is away: it was started again with
-                # other tokens, say. But 409 is meant (another node has the name, or the versions differ), and so is 410
-                # (an operator has removed it).
+                # A refusal of a node that had joined passes, like a service that is away: the service may have been
+                # restarted with other tokens. But 409 is final (another node has the name, or the versions differ), and
+                # so is 410 (an operator has removed the node).
                 if refusal.status < 500 and (self._reported[1] is None or refusal.status in (409, GONE)):
                     raise
                 await self._wait(refusal)
@@ -177,8 +177,8 @@ class Agent:
             return
 
     async def _call_join(self, report: NodeReport) -> Joined:
-        """Join as the node that this is already, else with the token: the service may have another database, or may
-        have removed the node before this agent was started."""
+        """Join with this node's credential, else with the token: the service may have another database, or may have
+        removed the node before this agent was started."""
         self._calls.authenticate(self._credential)
         try:
             return await self._calls.join(report)
@@ -194,11 +194,11 @@ class Agent:
             raise
 
     async def _replace_credential(self, report: NodeReport, credential: str) -> None:
-        """Keep a new credential, then use it. The one before it is valid until then."""
+        """Store a new credential, then use it. The one before it is valid until then."""
         try:
             await asyncio.to_thread(self._kept_credential(report).write, credential)
         except OSError as error:  # a full disk: an agent that is started again would have the old one
-            log.warning("the new credential of this node cannot be kept: %s", error)
+            log.warning("the new credential of this node cannot be stored: %s", error)
             if self._credential is not None:
                 return self._calls.authenticate(self._credential)
         self._credential = credential
@@ -215,11 +215,11 @@ class Agent:
             self._tasks[kept.order.task_id] = kept
         known = [kept.paths.run_dir for kept in self._tasks.values()]
         for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
-            log.warning("ended what was left running of %s: no task of this node", run_dir)
+            log.warning("ended the processes of %s, which belong to no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
 
     async def _poll_once(self) -> None:
-        """Report what is new, and follow the answer."""
+        """Send reports and follow the answer."""
         now, (reported, before) = self._clock(), self._reported
         if now - reported > REPORT:
             self._reported = (now, before)
@@ -230,7 +230,8 @@ class Agent:
         self._news.clear()
         await self._forget()
         assert before is not None
-        # With -1 the answer comes at once, and is waited for: news that never end would hide a service that is gone.
+        # With -1 the service answers at once, and the answer is awaited: endless news would hide a service that is
+        # gone.
         seen = -1 if self._interrupted else self._seen
         body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
         kept = await asyncio.to_thread(self._kept)
@@ -242,7 +243,7 @@ class Agent:
             if is_gone(refusal):  # an operator has removed this node
                 raise
             if refusal.status in (401, 404, 409):
-                # It has another database, or another agent has had this name meanwhile.
+                # The service has another database, or another agent has had this name meanwhile.
                 if refusal.status == 401:
                     await self._wait(refusal)
                 self._seen = 0
@@ -258,18 +259,18 @@ class Agent:
 
     async def _poll_until_news(self, body: Poll, kept: Collection[str]) -> Orders | None:
         """The answer to a poll; None: there is news to report, or it is time for the next heartbeat."""
-        asked, news = asyncio.create_task(self._calls.poll(body, kept)), asyncio.create_task(self._news.wait())
+        requested, news = asyncio.create_task(self._calls.poll(body, kept)), asyncio.create_task(self._news.wait())
         try:
-            # The service answers after POLL_SECONDS: a poll is given up only for a shorter interval.
+            # The service answers after POLL_SECONDS: a poll is abandoned only for a shorter interval.
             limit = self._heartbeat_interval if self._heartbeat_interval < POLL_SECONDS else None
-            await asyncio.wait([asked, news], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done() and news.done():
-                await asyncio.wait([asked], timeout=NEWS)
-            return asked.result() if asked.done() else None
+            await asyncio.wait([requested, news], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not requested.done() and news.done():
+                await asyncio.wait([requested], timeout=NEWS)
+            return requested.result() if requested.done() else None
         finally:
-            for one in (asked, news):
+            for one in (requested, news):
                 one.cancel()
-            await asyncio.gather(asked, news, return_exceptions=True)
+            await asyncio.gather(requested, news, return_exceptions=True)
 
     async def _follow(self, orders: Orders) -> None:
         self._seen = orders.revision
@@ -295,7 +296,7 @@ class Agent:
             known.end("the service has no such task here")
 
     def _refuse(self, order: TaskOrder, why: str) -> None:
-        """Answer an order that is not followed: nothing of the task is here, or it stays as it is."""
+        """Refuse an order: nothing of the task is here, or it stays unchanged."""
         is_over = order.stage is Stage.stop
         progress = StageProgress.done if is_over else StageProgress.failed
         if order.task_id not in self._refused:
@@ -306,7 +307,7 @@ class Agent:
         self._news.set()
 
     async def _forget(self) -> None:
-        """Forget tasks that have ended and are no longer ordered."""
+        """Delete tasks that have ended and are no longer ordered."""
         for task_id, known in list(self._tasks.items()):
             if known.forgotten and known.gone:
                 await known.leave()
@@ -340,11 +341,11 @@ class Agent:
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self._trouble:
-            log.warning("%s; trainings go on, and the service is called again", trouble.removesuffix("."))
+            log.warning("%s; trainings continue, and the service is called again", trouble.removesuffix("."))
         self._trouble = trouble
 
     async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
-        """Until the service is called again. After LEASE the tasks are ended, and with a refusal so is the agent."""
+        """Wait before the next call. After LEASE the tasks are ended, and after a refusal the agent ends too."""
         self._note_trouble(str(error))
         if self._clock() - self._answered_at > LEASE:
             if isinstance(error, ServiceRefusal) and error.status < 500:
@@ -354,7 +355,7 @@ class Agent:
         await self._sleep(RETRY)
 
     def _kept(self) -> list[str]:
-        """Jobs that have files and no task here: their next attempt may come here again."""
+        """Jobs with files and no task here: their next attempt may run here again."""
         ours = {known.paths.home.name for known in self._tasks.values()}
         names = (path.name for path in (self._data_dir / "jobs").glob("*"))
         return sorted(name for name in names if name not in ours and re.fullmatch(JOB_UUID_PATTERN, name))[:MOST_KEPT]
@@ -377,7 +378,7 @@ class Agent:
 
 
 def _check_address(address: str) -> None:
-    """Raises NodeError: ranks could not listen there."""
+    """Check that ranks can listen at this node's address. Raises NodeError."""
     try:
         interface_of(address)
     except OSError as error:
@@ -385,7 +386,7 @@ def _check_address(address: str) -> None:
 
 
 def _differs(report: NodeReport, before: NodeReport | None) -> bool:
-    """Whether there is something to say of a machine: a GiB of disk more or less is."""
+    """Whether a machine's description has changed: a GiB of disk more or less counts."""
     return before is None or any(
         getattr(report, field) != getattr(before, field)
         if field != "disk_free_bytes"

@@ -1,4 +1,4 @@
-"""An agent's calls of the service: one method per route."""
+"""Calls of an agent to the service: one method per route."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, Nod
 
 GONE = 410
 _PIECE = 64 << 20
-"""Bytes of one PUT of a checkpoint's file: what is sent again after a lost connection."""
+"""Bytes of one PUT of a checkpoint's file: the part that is repeated after a lost connection."""
 _CHUNK = 1 << 18
 _LISTING = 3600.0
-"""Seconds that the files of a checkpoint may take to be listed: 110 GiB at SLOWEST_DISK."""
+"""Seconds that the service may take to list the files of a checkpoint: 110 GiB at SLOWEST_DISK."""
 _OF_TOKEN = "TRL_SERVICE_NODE_TOKEN must be the same here as on the service's machine"
 _TIMEOUTS = Timeouts(connect=3.0, read=30.0, total=60.0)
 
 
 class Behind(ServiceRefusal):
-    """Raised when the service has another part of a file than we thought. `size`: what it has."""
+    """Raised when the service's part of a file is not the expected one. `size`: the bytes that it has."""
 
     def __init__(self, url: str, detail: str, size: int) -> None:
         super().__init__(url, 409, detail)
@@ -37,10 +37,10 @@ class Behind(ServiceRefusal):
 
 
 class Pace:
-    """Lets bytes through at so many per second, over all uploads of an agent.
+    """Limits the bytes per second over all uploads of an agent.
 
     Args:
-        rate: bytes per second; None: as fast as they go.
+        rate: bytes per second; None: no limit.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Pace:
         self._free_at = clock()
 
     async def take(self, size: int) -> None:
-        """Wait until `size` bytes may go."""
+        """Wait until `size` bytes may be sent."""
         if self._rate is None:
             return
         now = self._clock()
@@ -63,12 +63,12 @@ class Pace:
 
 
 class NodeClient(ServiceClient):
-    """The service as a node sees it.
+    """Client of the service for one node.
 
     Args:
         token: sent until `authenticate` is called.
         name: the node's.
-        pace: of uploads.
+        pace: limits uploads.
     """
 
     def __init__(self, url: str, token: str | None, name: str, pace: Pace, tls: ssl.SSLContext | None = None) -> None:
@@ -77,12 +77,12 @@ class NodeClient(ServiceClient):
         self._join_token = token
 
     def authenticate(self, credential: str | None) -> None:
-        """Send this from now on; None: the token with which a node joins."""
+        """Use this credential from now on; None: the token with which a node joins."""
         token = credential or self._join_token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def join(self, report: NodeReport) -> Joined:
-        """Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
+        """Join. Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
         return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
 
     async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
@@ -91,7 +91,7 @@ class NodeClient(ServiceClient):
         Args:
             kept: jobs of which files and no task are here, at most MOST_KEPT.
         """
-        # Little more than that: after a cut link, the sooner the next one goes out the better.
+        # A little more than POLL_SECONDS: after a cut connection, an early timeout allows an early next poll.
         limit = POLL_SECONDS + 2.0
         body = poll.model_dump(mode="json")
         query = "&".join(f"kept={quote(job_uuid, safe='')}" for job_uuid in kept)
@@ -99,29 +99,30 @@ class NodeClient(ServiceClient):
         return Orders.model_validate(answer)
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int:
-        """Returns how many bytes of events the service has now; nothing was appended if it had another number."""
+        """Append events. Returns the bytes of events that the service has now; at another offset nothing was
+        appended."""
         return await self._append("POST", f"{self._task(task_id)}/events", offset, lines)
 
     async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int:
-        """As `append_events`, of a log."""
+        """Append a part of a log, like `append_events`."""
         return await self._append("PUT", f"{self._task(task_id)}/logs/{quote(file)}", offset, data)
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
-        """Ask for a checkpoint to be put in place."""
-        # It compares digests and forces files to disk before it answers.
+        """Announce a checkpoint. Returns the files that the service lacks."""
+        # The service compares digests and forces files to disk before it answers.
         size = sum(file.size for file in report.files)
         limit = 60.0 + size / SLOWEST_DISK
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}"
         return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
 
     async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
-        """Send a file of a checkpoint, from where the service has it on, until the service has found it whole.
+        """Send the rest of a checkpoint's file, until the service has the whole file.
 
         Raises:
-            Behind: the service has more than there is, or does not take a part that begins where it says.
+            Behind: the service has more bytes than the file, or refuses a part that begins at the offset it gave.
         """
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
-        # Below the checkpoint, since its training may put symbolic links there.
+        # Opened below the checkpoint, since its training may create symbolic links there.
         parts = len(Path(name).parts)
         relative = Path(name) if file.parts[-parts:] == Path(name).parts else Path(file.name)
         root = file.parents[len(relative.parts) - 1]
@@ -129,11 +130,12 @@ class NodeClient(ServiceClient):
             size = os.fstat(source.fileno()).st_size
         have, whole = 0, False
         while not whole:
-            # Where it has all bytes it is sent none: it was ended, or its answer lost, before the file was in place.
+            # A service that has all bytes gets none: it ended, or its answer was lost, before the file was complete.
             step = min(_PIECE, size - have)
             hashed = size if have + step == size else 0
             try:
-                # 0 is no limit: how long a piece takes is between `pace` and the network, and `read` sees a dead one.
+                # 0 is no limit: the time for a part depends on `pace` and the network, and `read` detects a dead
+                # connection.
                 answer = await self._call(
                     "PUT",
                     path,
@@ -141,7 +143,7 @@ class NodeClient(ServiceClient):
                     data=self._bytes(root, relative, have, step),
                     headers={"Content-Type": "application/octet-stream"},
                     total=0,
-                    # It forces the piece to its disk, and reads all of a file that is complete, before it answers.
+                    # The service forces the part to its disk, and reads all of a complete file, before it answers.
                     read=60.0 + (step + hashed) / SLOWEST_DISK,
                 )
                 have = int(answer.offset or 0)
@@ -152,7 +154,7 @@ class NodeClient(ServiceClient):
                 have = behind.size
 
     async def rows(self, sha256: str, path: Path) -> None:
-        """Fetch a dataset by its digest; a file that is there and whole is left alone."""
+        """Download a dataset by its digest; a complete file is left unchanged."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.fetching")
         await fetch(self, f"/v1/blobs/{sha256}", partial, {"path": path.name, "size": None, "sha256": sha256})
@@ -160,13 +162,13 @@ class NodeClient(ServiceClient):
 
     async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
         """Path, size and sha256 of every file of a checkpoint that the service lists."""
-        # The service may read all of it first, for its digests.
+        # The service may read all of the checkpoint first, for its digests.
         answer = await self._call("GET", _checkpoint(job_uuid, checkpoint), repeat=True, read=_LISTING, total=0)
         files: list[dict[str, Any]] = json.loads(answer.body)["files"]
         return files
 
     async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None:
-        """Fetch one of them, as far as it is not there."""
+        """Download the missing part of one file of a checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         await fetch(self, f"{_checkpoint(job_uuid, checkpoint)}/files/{quote(file['path'])}", path, file)
 
@@ -215,7 +217,7 @@ class NodeClient(ServiceClient):
             return error
         if error.status == 409 and (answer.offset or "").isdigit():
             return Behind(self.url, error.detail, int(answer.offset or 0))
-        # 403 may be of the address by which we call it: then no other token helps.
+        # A 403 may concern the address of the call: no other token helps then.
         about_token = error.status == 401 or "token" in error.detail
         return ServiceRefusal(self.url, error.status, error.detail, _OF_TOKEN if about_token else "")
 

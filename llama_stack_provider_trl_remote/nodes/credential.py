@@ -1,4 +1,4 @@
-"""The node's credential, in its data directory: a later agent there is the same node."""
+"""Stores the node's credential in its data directory, so that a later agent there is the same node."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FILE = "credential.json"
 
 
 class CredentialFile:
-    """The file that keeps it, with mode 0600.
+    """The file of the credential, with mode 0600.
 
     Args:
-        service, node: whose it is and for whom. One of another service or name is not used: a secret goes to nobody
-            but who issued it.
+        service, node: issuer and holder of the secret. A secret of another service or name is not used, so that it
+            never reaches another service.
     """
 
     def __init__(self, data_dir: Path, service: str, node: str) -> None:
@@ -25,7 +25,7 @@ class CredentialFile:
         self._owner = {"service": service, "node": node}
 
     def read(self) -> str | None:
-        """None: there is none, or none that can be read."""
+        """Read the credential. None: it is missing or cannot be read."""
         try:
             found = json.loads(self._path.read_text())
             credential = found.pop("credential")
@@ -37,5 +37,5 @@ class CredentialFile:
         return str(credential) if found == self._owner else None
 
     def write(self, credential: str) -> None:
-        """Raises OSError: nothing was written."""
+        """Write the credential. Raises OSError: nothing was written."""
         atomic_write_json(self._path, {**self._owner, "credential": credential}, mode=0o600)

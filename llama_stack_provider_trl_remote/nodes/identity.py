@@ -1,4 +1,4 @@
-"""Who and what this machine is: the report with which a node joins. No torch is imported."""
+"""Name and description of this machine: the report with which a node joins. No torch is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _AGENT_ID = "agent-id"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPORTED = ("torch", "trl", "transformers", "peft")
-_LOOK = (
+_PROBE = (
     "import json, sys; from importlib import metadata as m\n"
     "found = dict(python='.'.join(map(str, sys.version_info[:3])))\n"
     "for name in sys.argv[1:]:\n"
@@ -44,12 +44,12 @@ _LOOK = (
 
 
 class NodeError(TrlError, ValueError):
-    """Raised when this machine cannot be a node as it is; says what to change."""
+    """Raised when this machine cannot be a node; names the remedy."""
 
 
 def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
-    """Of the physical machine: TRL_NODE_MACHINE_ID, else what the system gives itself at its installation; where it
-    does not, its name and the address of a network card."""
+    """Identifier of the physical machine: TRL_NODE_MACHINE_ID, else the system's own of its installation. Where the
+    system has none, its name and the address of a network card."""
     if chosen := environ.get(MACHINE_ID, "").strip():
         return chosen
     for file in files:
@@ -60,7 +60,7 @@ def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_F
 
 
 def boot_id() -> str:
-    """Of this run of the operating system: what was started in another one is gone."""
+    """Identifier of this run of the operating system: processes of another one are gone."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:  # macOS
@@ -69,7 +69,7 @@ def boot_id() -> str:
 
 
 def agent_id(data_dir: Path) -> str:
-    """Of a data directory, which one agent at a time uses; made at the first call."""
+    """Identifier of a data directory, which one agent at a time uses; created at the first call."""
     place = data_dir / _AGENT_ID
     try:
         return place.read_text().strip()
@@ -83,7 +83,7 @@ def node_name(chosen: str | None) -> str:
     """The name under which a machine joins; its host name where none is chosen.
 
     Raises:
-        NodeError: it cannot be one.
+        NodeError: the name is not valid.
     """
     name = chosen or socket.gethostname()
     if not re.fullmatch(NAME, name):
@@ -94,21 +94,21 @@ def node_name(chosen: str | None) -> str:
 
 
 def reachable_address(url: str, environ: Mapping[str, str]) -> str:
-    """The address at which other nodes reach this one: TRL_NODE_ADDRESS, else the one that packets to the service
-    leave from.
+    """The address at which other nodes reach this one: TRL_NODE_ADDRESS, else the source address of packets to the
+    service.
 
     Raises:
-        NodeError: it is a loopback address, or the service's name leads nowhere.
+        NodeError: it is a loopback address, or the service's address has no route.
     """
     if chosen := environ.get(ADDRESS, "").strip():
         try:
             address = ipaddress.ip_address(chosen)
         except ValueError as error:
             raise NodeError(
-                f"{ADDRESS}={chosen!r} is no IP address: give the one at which other nodes reach this one"
+                f"{ADDRESS}={chosen!r} is not an IP address: set the one at which other nodes reach this one"
             ) from error
         if address.is_loopback or address.is_unspecified:
-            raise NodeError(f"{ADDRESS}={chosen!r}: other machines cannot reach this one there; give its own address")
+            raise NodeError(f"{ADDRESS}={chosen!r}: other machines cannot reach this one there: set its own address")
         return chosen
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -118,7 +118,9 @@ def reachable_address(url: str, environ: Mapping[str, str]) -> str:
             probe.connect(target)  # sends nothing
             address = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError as error:
-        raise NodeError(f"the service's address {host} leads nowhere from here: {error.strerror or error}") from error
+        raise NodeError(
+            f"the service's address {host} cannot be reached from here: {error.strerror or error}"
+        ) from error
     if address.is_loopback:
         raise NodeError(
             f"the service's address {host} is this machine's own ({target[0]}), where no other machine reaches it: use "
@@ -137,14 +139,14 @@ def node_report(
     labels: Mapping[str, str] | None = None,
     python: str | None = None,
 ) -> NodeReport:
-    """What this machine is.
+    """Describe this machine.
 
     Args:
-        python: interpreter that trains; None: this process's own.
+        python: interpreter that trains; None: the interpreter of this process.
 
     Raises:
         NodeError: see `versions`; a label or an id is too long for a report.
-        OSError: nothing can be written to the data directory.
+        OSError: the data directory is not writable.
     """
     found = {
         "name": name,
@@ -171,23 +173,24 @@ def node_report(
 
 
 def usable_cpus() -> int:
-    """As many as this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(python: str | None = None) -> dict[str, str]:
-    """Of the packages that training depends on, in the interpreter that trains; "" where one is not installed. Of
-    torch the public part: 2.13.0+cpu and 2.13.0+cu126 work together as far as versions go."""
+    """Versions of the packages that training depends on, in the interpreter that trains; "" where one is not installed.
+
+    Of torch only the public part counts: 2.13.0+cpu and 2.13.0+cu126 are compatible."""
     if python is None or python == sys.executable:
         found = {"python": ".".join(map(str, sys.version_info[:3])), **{name: _version(name) for name in _REPORTED}}
     else:
         try:
             done = subprocess.run(
-                [python, "-c", _LOOK, *_REPORTED], capture_output=True, text=True, timeout=60, check=True, cwd="/"
+                [python, "-c", _PROBE, *_REPORTED], capture_output=True, text=True, timeout=60, check=True, cwd="/"
             )
             found = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise NodeError(f"the interpreter that trains, {python}, does not say its versions: {error}") from error
+            raise NodeError(f"the interpreter that trains, {python}, does not report its versions: {error}") from error
     return {"llama_stack_provider_trl": __version__, **found, "torch": found["torch"].partition("+")[0]}
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a task read, fetched from the service: rows and the checkpoints to resume from."""
+"""Fetches the input files of a task from the service: rows, and the checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelMissing(FileNotFoundError):
-    """Raised when a model that a job names by its path is not on this node. Another try there finds the same."""
+    """Raised when a model that a job names by its path is not on this node. A retry here fails again."""
 
 
 class InputCalls(Protocol):
@@ -33,14 +33,14 @@ class Inputs:
     """The input files of one task on this node.
 
     Args:
-        note_detail: called with what is being fetched.
+        note_detail: called with the current download.
     """
 
     def __init__(self, paths: PathMap, calls: InputCalls, note_detail: Callable[[str], None]) -> None:
         self._paths, self._calls, self._note_detail = paths, calls, note_detail
 
     async def fetch_rows(self) -> None:
-        """Fetch each dataset that is not here with the right digest."""
+        """Fetch each dataset that is missing here or has another digest."""
         for rows in self._paths.datasets():
             target = self._paths.rows(rows["sha256"])
             if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
@@ -48,8 +48,10 @@ class Inputs:
                 await self._calls.rows(rows["sha256"], target)
 
     async def fetch_checkpoints(self) -> list[str]:
-        """Fetch the checkpoint to resume from: the first one that is whole. All nodes get the same bytes and choose
-        the same one. Returns the service's paths of those that are here: one, or none."""
+        """Fetch the checkpoint to resume from: the first one that is whole.
+
+        All nodes get the same bytes and choose the same one. Returns the service's paths of those that are here: one,
+        or none."""
         for path in self._paths.resumed_from():
             target = self._paths.here(path)
             if not (self._paths.shared and target == Path(path)):
@@ -66,7 +68,7 @@ class Inputs:
             InvalidRequest: it holds more than data.
         """
         job_uuid = self._paths.order.job_uuid
-        # The other job, and its checkpoint, may be deleted by now: the service has a copy for this one.
+        # The other job and its checkpoint may be deleted by now: the service has a copy for this job.
         identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN
         files = await self._calls.checkpoint_files(job_uuid, identifier)
         code = bool(self._paths.order.spec["job"].get("trust_remote_code"))
@@ -74,7 +76,7 @@ class Inputs:
         if await asyncio.to_thread(_is_the_same, target, files):
             return
         staging = target.with_name(f"{target.name}.tmp")
-        if staging.is_symlink():  # left by the job's earlier training: what is fetched would go where it leads
+        if staging.is_symlink():  # left by the job's earlier training: files would be written to its target
             staging.unlink()
         for number, file in enumerate(files, 1):
             size = f"{file['size'] / (1 << 20):.1f} MiB"
@@ -91,8 +93,8 @@ def check_models(order: TaskOrder, node: str) -> None:
     for model in (job["model"], reference):
         if model and Path(model).is_absolute() and not Path(model).exists():
             raise ModelMissing(
-                f"the model {model} is not on node {node}: put it there under the same path (shared storage, or a "
-                "copy), or name a model id, which every node takes from its cache or the hub"
+                f"the model {model} is not on node {node}: provide it under the same path (shared storage, or a "
+                "copy), or use a model id, which every node reads from its cache or the hub"
             )
 
 

@@ -1,4 +1,5 @@
-"""The service's paths and this node's: of a spec on its way here, and of events on their way back. Pure."""
+"""Translates between the service's paths and this node's: specs on arrival, events on their way back. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ from llama_stack_provider_trl.system.files import RunDir, resolve_under
 from ..wire import TaskOrder
 
 MARK = ".shared"
-"""In a job's checkpoint directory: by it a node finds out whether it sees the same file system, and an attempt whether
+"""Name of the mark in a job's checkpoint directory. A node detects a shared file system by it, and an attempt whether
 it may still write there."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"checkpoint-\d{1,12}")
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d{1,4})?")
 BORROWED = "borrowed"
-"""Where, in a job's directory, checkpoints of other jobs are that it goes on from."""
+"""Name, in a job's directory, of the directory for checkpoints of other jobs that it resumes from."""
 
 
 @dataclass(frozen=True)
 class PathMap:
-    """Where the files of one task are: on the service, and here.
+    """Paths of the files of one task, on the service and here.
 
     Args:
         data_dir: the node's own.
-        shared: the service's checkpoint directory is seen here too, and is used as it is.
+        shared: the service's checkpoint directory is shared with this node, and is used directly.
     """
 
     order: TaskOrder
@@ -43,7 +44,7 @@ class PathMap:
 
     @property
     def home(self) -> Path:
-        """Everything of the job."""
+        """The directory of the job."""
         return resolve_under(self.data_dir / "jobs", self.order.job_uuid, "job_uuid")
 
     @property
@@ -60,22 +61,22 @@ class PathMap:
 
     @property
     def theirs(self) -> Path:
-        """The job's checkpoint directory as the service calls it."""
+        """The service's path of the job's checkpoint directory."""
         return Path(self.order.spec["job"]["checkpoint_dir"])
 
     def rows(self, sha256: str) -> Path:
-        """Where a dataset is."""
+        """This node's path of a dataset."""
         return self.data_dir / "datasets" / f"{sha256}.jsonl"
 
     def here(self, path: str) -> Path:
-        """The node's place for a checkpoint that the service has at `path`."""
+        """This node's path for a checkpoint at the service's `path`."""
         given = Path(path)
         if given.is_relative_to(self.theirs):
             return self.checkpoint_dir / given.relative_to(self.theirs)
         return self.home / BORROWED / given.name
 
     def there(self, path: str) -> str:
-        """The service's place for a checkpoint that the node has at `path`; as it is where it has none."""
+        """The service's path for a checkpoint at this node's `path`; unchanged where it has none."""
         given = Path(path)
         if given.is_relative_to(self.checkpoint_dir):
             return str(self.theirs / given.relative_to(self.checkpoint_dir))
@@ -85,12 +86,12 @@ class PathMap:
         return path
 
     def resumed_from(self) -> list[str]:
-        """The service's paths of the checkpoints that the attempt may go on from, the best first."""
+        """The service's paths of the checkpoints that the attempt may resume from, the best first."""
         spec = self.order.spec
         return [path for path in (spec.get("resume_from"), *spec.get("fall_back_to", ())) if path]
 
     def datasets(self) -> list[dict[str, Any]]:
-        """What names the rows of the job: `path`, `sha256`. None where it was cancelled before anybody heard of it: its
+        """The rows of the job, as `path` and `sha256`. None for a job that was cancelled before its first order: that
         order has no spec."""
         job = self.order.spec.get("job", {})
         return [job[name] for name in ROWS if job.get(name)]
@@ -127,9 +128,9 @@ class PathMap:
 
 
 def check_order(order: TaskOrder) -> None:
-    """Make sure that what an order names leads nowhere outside this node's data directory, before anything is written.
+    """Refuse an order that names a path outside this node's data directory, before anything is written.
 
-    A service sends no other orders; whoever has taken its place may.
+    The service never sends such an order; an attacker in its place may.
 
     Raises:
         InvalidRequest: names the field.
@@ -168,13 +169,13 @@ def _check_spec(order: TaskOrder) -> None:
 
 def _expect(field: str, found: object, is_right: bool, expected: str) -> None:
     if not is_right:
-        hint = f"expected {expected}; the service that this node has joined sends what it should not"
+        hint = f"expected {expected}; the service that this node has joined sent an invalid order"
         raise InvalidRequest(field, str(found)[:200], hint)
 
 
 def sees_the_services_disk(order: TaskOrder) -> bool:
-    """Whether the service's checkpoint directory is seen here too: it is there, and in it a regular file with the
-    task's id that the service has just written. Nothing is made on the way to it."""
+    """Whether the service's checkpoint directory is shared with this node: it has a regular file with the task's id
+    that the service has just written. No directory is created on the way."""
     if not order.shared_mark:
         return False
     try:

@@ -1,9 +1,9 @@
 """The queue of a training's events to the service: every event once, in one order, across restarts of both ends.
 
-The training's own event file is the queue, and the size of the service's file is how far it got. Between them only an
-order has to be kept, for an event may overtake others: a checkpoint is announced when its files are with the service,
-and later events do not wait. `shipped.order` has one line for each event that may go, where in the event
-file it is. It is written before the event is sent; so the service's file is always a beginning of this order.
+The training's own event file is the queue, and the size of the service's file is the progress. Only the order has to be
+stored, since events may overtake others: a checkpoint is announced when its files are with the service, and later
+events do not wait. `shipped.order` has one line for each event that may be sent, with its position in the event file.
+The line is written before the event is sent, so the service's file is always a prefix of this order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FINAL = ("finished", "failed", "paused")
 _PIECE = 1 << 20
 _ORDER_BYTES = 1 << 30
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""The training may put a symbolic link or a FIFO in place of the order."""
+"""Open the order file. The training may replace it by a symbolic link or a FIFO."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class PendingEvent:
 
 
 class Outbox:
-    """The events of one task. Made anew after a restart, it continues where the one before it was.
+    """The events of one task. A new object, after a restart, continues at the same event.
 
     Args:
-        paths: which paths an event gets. They must be the same after a restart.
+        paths: translates the paths in events. They must be the same after a restart.
     """
 
     def __init__(self, paths: PathMap) -> None:
@@ -55,7 +55,7 @@ class Outbox:
         self._events = paths.files.events
         self._order = paths.run_dir / ORDER
         self._starts, self._lengths, self._ends = array("q"), array("q"), array("q")
-        """Of each event that may go: where it is in the event file, and where it ends in what is sent."""
+        """For each event that may be sent: its position in the event file, and its end in the sent bytes."""
         self._read = 0
         self._known: set[int] = set()
         self._pending: list[PendingEvent] = []
@@ -64,7 +64,7 @@ class Outbox:
 
     @property
     def size(self) -> int:
-        """Bytes of all events that may go."""
+        """Bytes of all events that may be sent."""
         return self._ends[-1] if self._ends else 0
 
     @property
@@ -72,10 +72,10 @@ class Outbox:
         return tuple(self._pending)
 
     def read_events(self) -> None:
-        """Read on in the event file: whole lines only.
+        """Read further whole lines of the event file.
 
         Raises:
-            OSError: the order cannot be kept (a full disk); what was read is read again the next time.
+            OSError: the order cannot be stored (a full disk); the same lines are read again the next time.
         """
         ready: list[tuple[int, int]] = []
         pending: list[PendingEvent] = []
@@ -97,7 +97,7 @@ class Outbox:
         self._read = read
 
     def release(self, checkpoint: PendingEvent) -> None:
-        """Release the event of an uploaded checkpoint, and a final event that waited for nothing else.
+        """Release the event of an uploaded checkpoint, and a final event that waits for no other.
 
         Raises:
             OSError: as `read_events`.
@@ -111,7 +111,7 @@ class Outbox:
             self._notice(pending.event)
 
     def piece(self, offset: int, limit: int = _PIECE) -> bytes:
-        """What the service's file lacks from byte `offset` on: about `limit` bytes, up to the end of an event."""
+        """Bytes that the service's file lacks from `offset` on: about `limit`, up to the end of an event."""
         index = bisect_right(self._ends, offset)
         found = bytearray()
         with open_regular(self._events) as file:
@@ -167,7 +167,7 @@ class Outbox:
                 self._ends.append(self.size + len(line))
 
     def _recover(self) -> None:
-        """Restore what was released before, and drop an incomplete last line."""
+        """Restore the released events, and drop an incomplete last line."""
         try:
             data = read_regular(self._order, _ORDER_BYTES)
         except FileNotFoundError:
@@ -185,7 +185,7 @@ class Outbox:
 
 
 def first_failed(events: Path) -> dict[str, Any] | None:
-    """The first `failed` event of a file, which is all that a node without rank 0 has to tell; None: there is none."""
+    """The first `failed` event of a file: all that a node without rank 0 reports. None: there is none."""
     try:
         with open_regular(events) as file:
             lines = file.read().splitlines(keepends=True)

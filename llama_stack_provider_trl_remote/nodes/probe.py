@@ -1,5 +1,6 @@
-"""Whether the nodes of an attempt reach each other, found out by TCP before torch is started: seconds instead of a
-rendezvous that waits for minutes."""
+"""Checks by TCP that the nodes of an attempt reach each other, before torch is started.
+
+This takes seconds, where a failing rendezvous waits for minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class ProbeListener:
     """A port at which this node answers its peers, until the ranks take it.
 
     Args:
-        word: sent to a peer, which recognizes the task by it.
+        word: sent to a peer, which recognises the task by it.
     """
 
     def __init__(self, listener: socket.socket, word: str) -> None:
@@ -33,7 +34,7 @@ class ProbeListener:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Answer from now on."""
+        """Start to answer."""
         self._server = await asyncio.start_server(self._answer, sock=self._listener)
 
     async def close(self) -> None:
@@ -48,15 +49,15 @@ class ProbeListener:
         with suppress(OSError):
             writer.write(self._word)
             await writer.drain()
-            await asyncio.wait_for(reader.read(1), TIME)  # the peer closes first: the port is free at once
+            await asyncio.wait_for(reader.read(1), TIME)  # the peer closes first, so that the port is free immediately
         writer.close()
 
 
 def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) -> socket.socket:
-    """Listen at the first free port of a range, given as its first port and their number.
+    """Listen at the first free port of a range, which is its first port and the number of ports.
 
     Raises:
-        OSError: all are in use, or the address is none of this machine's.
+        OSError: all are in use, or the address does not belong to this machine.
     """
     first, count = ports
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -72,7 +73,7 @@ def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) ->
                     "address of this machine",
                 ) from error
     raise OSError(
-        f"every port from {first} to {first + count - 1} is in use at {address}: end what listens there, or choose "
+        f"every port from {first} to {first + count - 1} is in use at {address}: end the listening programs, or choose "
         "another range (torch_run_config.master_port of the service)",
     )
 
@@ -81,7 +82,7 @@ async def probe(node: str, order: TaskOrder, limit: float = TIME) -> None:
     """Reach every peer of an attempt.
 
     Raises:
-        Unreachable: one does not answer, or something else listens there.
+        Unreachable: one does not answer, or another program listens there.
     """
     found = await asyncio.gather(*(_reach(node, peer, order, limit) for peer in order.peers), return_exceptions=True)
     for error in found:
@@ -107,4 +108,4 @@ async def _reach(node: str, peer: Peer, order: TaskOrder, limit: float) -> None:
     except OSError as error:
         raise Unreachable(f"{where} ({error.strerror or error}): {advice}") from error
     if word.decode(errors="replace").strip() != order.task_id:
-        raise Unreachable(f"{where} (something else listens there): TRL_NODE_ADDRESS of {peer.node} must be its own")
+        raise Unreachable(f"{where} (another program listens there): TRL_NODE_ADDRESS of {peer.node} must be its own")

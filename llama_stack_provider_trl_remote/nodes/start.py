@@ -1,4 +1,4 @@
-"""An agent as it is started: from a shell on a worker, or by the service for its own machine."""
+"""Starts an agent: from a shell on a worker, or by the service for its own machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORTEST_INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What an agent has to know."""
+    """Settings of an agent."""
 
     url: str
     """The service's address."""
@@ -49,18 +49,18 @@ class NodeSettings:
     heartbeat_interval: float = POLL_SECONDS
     """Seconds between two calls of the service."""
     python: str | None = None
-    """Interpreter that trains; None: this process's own."""
+    """Interpreter that trains; None: the interpreter of this process."""
     isolation: Isolation | None = None
-    """How its trainings are isolated; None: as `isolation_mode` has it."""
+    """How its trainings are isolated; None: the value of `isolation_mode`."""
     isolation_mode: Mode = "auto"
     limits: Limits = field(default_factory=Limits)
-    """What the processes of a training may take together."""
+    """Limits of the processes of a training, together."""
     tls: ssl.SSLContext | None = None
-    """Whom to trust at an https address; None: whom the system trusts."""
+    """Trusted certificates for an https address; None: those of the system."""
 
 
 def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Agent:
-    """The agent of this machine; `run` it in one event loop."""
+    """Build the agent of this machine; call `run` in one event loop."""
     rate = settings.upload_mb_per_s
     pace = Pace(None if rate is None else rate * (1 << 20), time.monotonic)
     report = partial(
@@ -100,10 +100,10 @@ def worker_settings(
     isolation: str | None = None,
     heartbeat_interval: str | None = None,
 ) -> NodeSettings:
-    """Of a worker, from its command line and its environment.
+    """Settings of a worker, from its command line and its environment.
 
     Raises:
-        NodeError: there is no token, the service's address is no use to other machines, or SSL_CERT_FILE names no
+        NodeError: there is no token, the service's address cannot be used by other machines, or SSL_CERT_FILE names no
             file; InvalidRequest: there is no such device.
     """
     token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
@@ -112,9 +112,11 @@ def worker_settings(
             "a worker needs a token of the service: set TRL_SERVICE_NODE_TOKEN (role node), or TRL_SERVICE_TOKEN"
         )
     certificate = environ.get("SSL_CERT_FILE")
-    if certificate and url.lower().startswith("https://") and not Path(certificate).exists():  # OpenSSL says nothing
+    if (
+        certificate and url.lower().startswith("https://") and not Path(certificate).exists()
+    ):  # OpenSSL does not report it
         raise NodeError(
-            f"SSL_CERT_FILE names {certificate}, which is not there: copy the service's tls_cert from its machine"
+            f"SSL_CERT_FILE names {certificate}, which does not exist: copy the service's tls_cert from its machine"
         )
     return NodeSettings(
         url=url,
@@ -132,7 +134,7 @@ def worker_settings(
 
 
 def _interval(text: str | None) -> float:
-    """Of two heartbeats. A longer one than POLL_SECONDS would be taken for a lost node when one call fails."""
+    """Seconds between two heartbeats. With more than POLL_SECONDS, one failed call would count as a lost node."""
     if not text:
         return POLL_SECONDS
     try:
@@ -154,7 +156,7 @@ def _mode(text: str) -> Mode:
 
 
 def serve(settings: NodeSettings) -> int:
-    """Be a worker node until SIGTERM or SIGINT; trainings go on then. Raises what `Agent.run` raises."""
+    """Run a worker node until SIGTERM or SIGINT; trainings continue then. Raises the errors of `Agent.run`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     lines = {
         "version": __version__,
@@ -166,12 +168,12 @@ def serve(settings: NodeSettings) -> int:
     }
     for name, value in lines.items():
         print(f"{name:>8}  {value}", flush=True)
-    asyncio.run(_until_told(make_agent(settings)))
-    print("the agent has stopped; trainings go on and are taken up at the next start", flush=True)
+    asyncio.run(_until_signal(make_agent(settings)))
+    print("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
     return 0
 
 
-async def _until_told(agent: Agent) -> None:
+async def _until_signal(agent: Agent) -> None:
     running = asyncio.create_task(agent.run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)

@@ -1,4 +1,4 @@
-"""One task on this node, from its order to the upload of its last result."""
+"""Drives one task on this node, from its order to the upload of its last result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ RECORD = "order.json"
 POLL_INTERVAL = 0.25
 """Seconds between two polls of the processes of a task."""
 _FAILURES = 30
-"""A minute of nothing but 500: other numbers say that it is away or full, which passes."""
+"""Duration of nothing but 500 after which the service counts as failed. Other statuses mean that it is away or full,
+which passes."""
 _STAGES = list(Stage)
 
 
@@ -49,7 +50,7 @@ class TaskCalls(uploader.UploadCalls, InputCalls, Protocol):
 
 @dataclass(frozen=True)
 class NodeContext:
-    """The node that a task is on, as the task needs it."""
+    """Fields of the node that its tasks use."""
 
     name: str
     address: str
@@ -58,24 +59,25 @@ class NodeContext:
     calls: TaskCalls
     launcher: Launcher
     changed: Callable[[], None]
-    """Called when there is something new to report."""
+    """Called when there are news to report."""
     ports_given: Callable[[], Collection[int]] = tuple
-    """Ports that other tasks of the node were given: their ranks may not listen yet."""
+    """Ports of other tasks of the node: their ranks may not listen yet."""
     python: str | None = None
-    """Interpreter that trains; None: our own."""
+    """Interpreter that trains; None: the interpreter of this process."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class NodeTask:
-    """A task as the service wants it, and as it is here. Everything that must survive the agent is in `order.json`,
-    beside the runner's own files."""
+    """One task: its order and its state on this node.
+
+    The state that must survive the agent is in `order.json`, beside the runner's own files."""
 
     def __init__(
         self, node: NodeContext, order: TaskOrder, shared: bool | None = None, port: int | None = None
     ) -> None:
         self._node, self.order = node, order
         self._shared, self._port = shared, port
-        self._told = asyncio.Event()
+        self._ordered = asyncio.Event()
         self._exited = asyncio.Event()
         self._done: set[Stage] = set()
         self._error = ""
@@ -88,9 +90,9 @@ class NodeTask:
         self._has_finished = False
         self._work: asyncio.Task[None] | None = None
         self.gone = False
-        """No process of it is left, and it was ordered to stop."""
+        """Whether no process of it is left and it was ordered to stop."""
         self.forgotten = False
-        """The service no longer names it."""
+        """Whether the service no longer names it."""
 
     @property
     def paths(self) -> PathMap:
@@ -98,12 +100,12 @@ class NodeTask:
 
     @property
     def port(self) -> int | None:
-        """Where it listens for its peers, and then, on rank 0's node, its ranks do."""
+        """Port at which it listens for its peers and then, on rank 0's node, its ranks do."""
         return given_port(self.paths.run_dir) if self._port is None else self._port
 
     @property
     def begun(self) -> bool:
-        """Whether this agent has begun to drive it, or has ended it."""
+        """Whether this agent has started to drive it, or has ended it."""
         return self._work is not None
 
     @property
@@ -111,7 +113,7 @@ class NodeTask:
         return self._has_finished
 
     def begin(self) -> None:
-        """Start to drive it, or continue after a restart of the agent."""
+        """Start to drive the task, or continue after a restart of the agent."""
         try:
             self._keep()
         except OSError as error:  # a full disk
@@ -132,30 +134,30 @@ class NodeTask:
         else:
             with suppress(OSError):  # a full disk: after a restart the service sends the order again
                 self._keep()
-        self._told.set()
+        self._ordered.set()
         self._node.changed()
 
     def end(self, why: str) -> None:
-        """End it without an order: the service has given it to another node, or has not answered for too long."""
+        """End the task without an order: the service has given it to another node, or has not answered for too long."""
         if self.order.stage is not Stage.stop:
             log.info("task %s: %s", self.order.task_id, why)
             self.follow(self.order.model_copy(update={"stage": Stage.stop}))
             self._error = why
 
     async def settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the current step."""
         while self._work is not None and not self._work.done():
             await asyncio.wait([self._work])
 
     async def leave(self) -> None:
-        """Stop driving it; its processes continue."""
+        """Stop driving the task; its processes continue."""
         self._cancel_work()
         with suppress(asyncio.CancelledError):
             await self.settle()
         await self._close_listener()
 
     def forget(self, last: bool) -> None:
-        """Remove its files, and those of its job where nothing needs them any more.
+        """Remove the task's files, and those of its job where no other task needs them.
 
         Args:
             last: no other task of the job is here.
@@ -165,12 +167,12 @@ class NodeTask:
         if self._has_finished:
             shutil.rmtree(home, ignore_errors=True)
             return
-        # Of a node without rank 0 often nothing but these is left. Another task may be about to fill them.
+        # On a node without rank 0 often only these are left. Another task may be about to fill them.
         for path in (home / "attempts", home / "checkpoints", home) if last else ():
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # it is not empty
                 path.rmdir()
         with suppress(OSError):
-            os.utime(home)  # from now on it is kept for a while
+            os.utime(home)  # KEEP begins here
 
     def report(self) -> TaskReport:
         stage, seen = self.order.stage, self._observation
@@ -219,9 +221,11 @@ class NodeTask:
         self._node.changed()
 
     async def _prepare_patiently(self) -> None:
-        """Prepare, again and again while the service is away: it costs no attempt. Who waits for too long is told to
-        stop, by the service or by the agent. A service that is there and fails at it fails for good, after a while."""
-        self._note_detail("looks for its files")
+        """Prepare, repeatedly while the service is away; this costs no attempt.
+
+        The service or the agent stops a task that waits for too long. A reachable service that keeps failing fails the
+        task."""
+        self._note_detail("checks its files")
         trouble, failures = "", 0
         while True:
             try:
@@ -240,7 +244,7 @@ class NodeTask:
                 await self._node.sleep(uploader.RETRY)
 
     async def _prepare(self) -> None:
-        """Have all that the ranks will read, then be there for the other nodes."""
+        """Fetch all files that the ranks will read, then listen for the other nodes."""
         await asyncio.to_thread(check_models, self.order, self._node.name)
         if self._shared is None:
             self._shared = await asyncio.to_thread(sees_the_services_disk, self.order)
@@ -282,14 +286,14 @@ class NodeTask:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch())
                 group.create_task(self._ship())
-        except* Exception as errors:  # a group of them is no sentence
+        except* Exception as errors:  # a group has no useful message
             gone = _flat(errors)[0]
         if gone is None:
             self._shipped = True
             self._node.changed()
         elif is_gone(gone):
-            # Not from here: `end` cancels what we are.
-            asyncio.get_running_loop().call_soon(self.end, f"the service no longer wants it here: {gone}")
+            # Not from here: `end` cancels this very task.
+            asyncio.get_running_loop().call_soon(self.end, f"the service no longer has it on this node: {gone}")
         else:
             if isinstance(gone, Damaged):
                 self._failed = {"type": "failed", "rank": 0, "reason": "rank_failed", "message": str(gone)}
@@ -310,8 +314,8 @@ class NodeTask:
             if self.order.stage is Stage.pause and self.order.node_rank == 0:
                 try:
                     await asyncio.to_thread(self._node.launcher.pause, self._spec())
-                except OSError as error:  # a full disk, which gets free again
-                    self._note_detail(f"it cannot be told to pause: {error}")
+                except OSError as error:  # a full disk, which may pass
+                    self._note_detail(f"the order to pause cannot be written: {error}")
             await self._node.sleep(POLL_INTERVAL)
 
     async def _ship(self) -> None:
@@ -322,7 +326,7 @@ class NodeTask:
             self._has_finished = work.has_finished
 
     async def _end(self) -> None:
-        """No process of it is left when this is over."""
+        """End all processes of the task."""
         await self._close_listener()
         task = self._spec()
         while (seen := await asyncio.to_thread(self._node.launcher.poll, task)).state is not TaskState.exited:
@@ -331,7 +335,7 @@ class NodeTask:
             except OSError as error:
                 self._note_detail(f"it cannot be ended: {error}")
                 if seen.state is TaskState.unknown:
-                    break  # nor could it be started: there is nothing of it
+                    break  # it could not be started either, so nothing is left
             await self._node.sleep(POLL_INTERVAL)
         self._observation = seen
         self.gone = True
@@ -340,7 +344,7 @@ class NodeTask:
     def _spec(self) -> TaskSpec:
         order, master = self.order, self.order.master
         first, count = order.ports
-        # Only rank 0's node sees events, and so progress; and only rank 0 can save before the time is over.
+        # Only rank 0's node has events, and so progress; and only rank 0 can save before its time is over.
         leads = order.node_rank == 0
         return TaskSpec(
             task_id=order.task_id,
@@ -361,8 +365,8 @@ class NodeTask:
     async def _until(self, stage: Stage) -> None:
         """Wait until the service orders this stage or a later one."""
         while _STAGES.index(self.order.stage) < _STAGES.index(stage):
-            self._told.clear()
-            await self._told.wait()
+            self._ordered.clear()
+            await self._ordered.wait()
 
     def _finish(self, stage: Stage) -> None:
         self._done.add(stage)
@@ -394,7 +398,7 @@ class NodeTask:
 
 
 def kept_tasks(node: NodeContext) -> list[NodeTask]:
-    """The tasks that an agent before us has left on this node; those of an earlier boot are gone, and so is their
+    """The tasks that an earlier agent has left on this node. Those of an earlier boot are gone, and so is their
     directory."""
     found = []
     for record in sorted(node.data_dir.glob(f"jobs/*/attempts/*/{RECORD}")):
@@ -405,7 +409,7 @@ def kept_tasks(node: NodeContext) -> list[NodeTask]:
             if PathMap(order, node.data_dir).run_dir != record.parent:
                 raise ValueError("it is the order of another task")
         except (OSError, ValueError, KeyError, TypeError, TrlError) as error:
-            log.warning("%s cannot be read, and is left alone: %s", record, error)
+            log.warning("%s cannot be read and is ignored: %s", record, error)
             continue
         if kept["boot_id"] == node.boot_id:
             found.append(NodeTask(node, order, kept["shared"], kept["port"]))
@@ -415,12 +419,12 @@ def kept_tasks(node: NodeContext) -> list[NodeTask]:
 
 
 def _cut(text: str) -> str:
-    """As much of a sentence as the service takes."""
+    """The part of a text that the service accepts."""
     return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
 
 
 def _cut_all(values: dict[str, Any]) -> dict[str, Any]:
-    """As much of an observation, or an event, as the service takes."""
+    """The part of an observation, or an event, that the service accepts."""
     if len(json.dumps(values)) <= MOST_JSON:
         return values
     return {name: _cut(value) if isinstance(value, str) else value for name, value in values.items()}

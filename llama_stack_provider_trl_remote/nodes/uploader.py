@@ -1,6 +1,6 @@
 """Uploads the results of a task beside its training: events, logs, checkpoints.
 
-Each of the three continues until the task has exited and the service has all of it. A call that fails is repeated. An
+Each of the three continues until the task has exited and the service has all of it. A failed call is repeated. An
 answer of 410 (the task is no longer this node's) ends the upload.
 """
 
@@ -40,20 +40,21 @@ POLL_INTERVAL = 0.25
 """Seconds between two reads of the event file."""
 LOG_POLL_INTERVAL = 2.0
 RETRY = 2.0
-"""Seconds after which a service that was away, or a full disk, is tried again."""
+"""Seconds between attempts where the service is away or a disk is full."""
 _LOG_PIECE = 1 << 18
 _LOG_BEHIND = 1 << 20
-"""Bytes of a log that may wait; what is older is left out."""
+"""Bytes of a log that may wait; older ones are left out."""
 _STEP = re.compile(r"checkpoint-(\d+)")
 
 
 class Damaged(OSError):
-    """Raised when a checkpoint that is to be uploaded is not what was written, or when the service does not accept a
-    checkpoint or an event. Neither changes with time."""
+    """Raised when a checkpoint is not what was written, or when the service does not accept a checkpoint or an event.
+
+    Neither changes with time."""
 
 
 class UploadCalls(Protocol):
-    """The part of `calls.NodeClient` that shipping needs."""
+    """The part of `calls.NodeClient` that uploads need."""
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int: ...
     async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int: ...
@@ -63,11 +64,11 @@ class UploadCalls(Protocol):
 
 
 class Uploader:
-    """Events, logs and checkpoints of one task.
+    """Uploads events, logs and checkpoints of one task.
 
     Args:
         exited: set once no process of the task is left.
-        note_detail: called with what is being uploaded, or with the error; with "" when that is over.
+        note_detail: called with the current upload, or with the error; with "" at its end.
     """
 
     def __init__(
@@ -90,21 +91,21 @@ class Uploader:
         self._sent = 0
         self._all_read = False
         self._waiting: int | None = None
-        """Checkpoints that wait here, as last written for the training."""
+        """Checkpoints that wait here, as last written to the training's file."""
         self._log_sent: dict[str, int] = {}
-        """Log -> up to which byte of it the service has it."""
+        """Log -> byte up to which the service has it."""
 
     @property
     def has_finished(self) -> bool:
-        """Whether the job is done: nothing of it is needed here any more."""
+        """Whether the job is done: none of its files is needed here any more."""
         return self._outbox is not None and self._outbox.has_finished
 
     async def run(self) -> None:
-        """Ship until nothing is left.
+        """Upload until nothing is left.
 
         Raises:
             ServiceRefusal: 410, the task belongs to another node now.
-            Damaged: a checkpoint is.
+            Damaged: a checkpoint is damaged.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._until_done(self._ship_logs, LOG_POLL_INTERVAL))
@@ -151,7 +152,7 @@ class Uploader:
             if have > outbox.size:
                 raise ServiceUnreachable(
                     "",
-                    f"has {have} bytes of events of {self._task_id}, and this node wrote {outbox.size}",
+                    f"has {have} bytes of events of {self._task_id}, and this node wrote only {outbox.size}",
                     "end the job",
                 )
             self._sent = have
@@ -170,7 +171,8 @@ class Uploader:
         return False
 
     def _note_pending(self) -> None:
-        """Before the disk is full, the training waits for uploads (`checkpoints.need_space`)."""
+        """Name the waiting checkpoints. Before the disk is full, the training waits for them
+        (`checkpoints.need_space`)."""
         if self._paths.shared or self._outbox is None:
             return
         waiting = sum(pending.is_checkpoint for pending in self._outbox.pending)
@@ -185,7 +187,7 @@ class Uploader:
         report = await asyncio.to_thread(_reported, path, pending)
         before: set[str] = set()
         while missing := (await self._offer(path.name, report)).missing:
-            if before & set(missing):  # it was sent, and is not there
+            if before & set(missing):  # sent, and still missing
                 await self._sleep(RETRY)
             for number, name in enumerate(missing, 1):
                 file = next(file for file in report.files if file.path == name)
@@ -199,17 +201,18 @@ class Uploader:
         try:
             return await self._calls.offer(self._task_id, name, report)
         except ServiceRefusal as refusal:
-            if refusal.status == 400:  # such as a file that is not data: it is refused next time too
+            if refusal.status == 400:  # such as a file that is not data; a retry is refused too
                 raise Damaged(f"the service does not accept checkpoint {name}: {refusal}") from refusal
             raise
 
     async def _remove_old_checkpoints(self, shipped: PendingEvent) -> None:
-        """Remove the step checkpoints before one that is with the service: it has those too, as far as it keeps them.
-        A job that ends with its best one needs that here."""
+        """Remove the step checkpoints before one that the service has: it has those too, as far as it keeps them.
+
+        A job that ends with its best checkpoint needs the disk space."""
         directory, newest, kept = Path(shipped.event["path"]).parent, int(shipped.event["step"]), set[str]()
         if self._paths.order.spec["job"].get("best_checkpoint"):
             kept = await self._calls.listed_checkpoints(self._paths.order.job_uuid)
-            # What came after these the supervisor may not have read of yet.
+            # The supervisor may not have read the events after these yet.
             newest = max((step for name in kept if (step := _step(name)) is not None), default=0)
         for path in directory.glob("checkpoint-*"):
             step = _step(path.name)
@@ -228,7 +231,7 @@ class Uploader:
         if name not in self._log_sent:
             self._log_sent[name] = await self._calls.put_log(self._task_id, name, 0, b"")
         while (rest := path.lstat().st_size - self._log_sent[name]) > 0:
-            if rest > _LOG_BEHIND:  # the service notes that something is missing
+            if rest > _LOG_BEHIND:  # the service notes the gap
                 self._log_sent[name] += rest - _LOG_PIECE
             data = await asyncio.to_thread(_part, path, self._log_sent[name])
             self._log_sent[name] = await self._calls.put_log(self._task_id, name, self._log_sent[name], data)
@@ -251,15 +254,15 @@ def _size(directory: Path, name: str) -> int:
 
 
 def _reported(path: Path, pending: PendingEvent) -> CheckpointReport:
-    """The files of a checkpoint with their digests.
+    """List the files of a checkpoint with their digests.
 
     Raises:
-        Damaged: it is gone, or not any more what was written.
+        Damaged: it is missing, or differs from what was written.
         OSError: it cannot be read.
     """
     if (wrong := damage(path)) is not None:
         raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
-    checked = json.loads(read_regular(path / MANIFEST)).get("sha256", {})  # just now: nothing is read twice
+    checked = json.loads(read_regular(path / MANIFEST)).get("sha256", {})  # checked above, so no file is read twice
     files = [
         CheckpointFileReport(path=name, size=_size(path, name), sha256=checked.get(name) or sha256_in(path, name))
         for name in file_names(path)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def serve(settings: ServiceSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Trainings go on after it."""
+    """Serve until SIGTERM or SIGINT; returns the exit status. Trainings continue after it."""
     from .server import serve as run  # FastAPI only where it is needed
 
     return run(settings)

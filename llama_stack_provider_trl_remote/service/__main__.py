@@ -1,4 +1,4 @@
-"""`python -m llama_stack_provider_trl_remote.service`: the training service, on port 8322 unless told otherwise."""
+"""`python -m llama_stack_provider_trl_remote.service`: the training service, by default on port 8322."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .settings import SettingsError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Parse the options and serve. Returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         settings, config = load_settings(

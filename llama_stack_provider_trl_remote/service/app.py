@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, the gate before them."""
+"""Builds the HTTP application: routes, errors, and the checks before them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TEXT = (
 
 
 def make_app(service: Service) -> FastAPI:
-    """Everything that is served; starts nothing."""
-    # Documents the token only: `access.GuardedRoute` checks it, before anything of the body is read.
+    """Build the application of a service; starts nothing."""
+    # Only documents the token: `access.GuardedRoute` checks it, before any of the body is read.
     token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
-    # One way to write each path: a redirect would carry the token along, to wherever Host says.
+    # One way to write each path: a redirect would carry the token along, to the host in the Host header.
     app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.service = service
     app.state.methods = []
@@ -52,8 +52,8 @@ def make_app(service: Service) -> FastAPI:
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
     configured = ConfiguredTokens(service.settings, own)
-    # Without a configured token none is needed: were one that was created needed from then on, a call of anybody on
-    # this machine could lock everybody out.
+    # Without a configured token none is needed. If a created token changed that, any call from this machine could lock
+    # out every other client.
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
     app.add_middleware(Gate, settings=service.settings, authenticate=known, refusals=service.refusals)
     return app

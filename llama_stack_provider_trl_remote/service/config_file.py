@@ -1,4 +1,4 @@
-"""run_fsdp.yaml, read as Llama Stack reads it: one provider's `config` block, with `${env.NAME:=default}` filled in."""
+"""Reads run_fsdp.yaml like Llama Stack: one provider's `config` block, with `${env.NAME:=default}` filled in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARIABLE = re.compile(r"\$\{env\.([A-Z0-9_]+)(?::([=+])([^}]*))?\}")
 def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = PROVIDER_TYPE) -> dict[str, Any]:
     """The `config` of the one provider of this type in a run file.
 
-    Only this block is looked into: what other providers need of the environment is no business of ours.
+    Only this block is read: other providers' variables need not be set.
 
     Raises:
         ValueError: no such file, no YAML, no such provider, or a variable without a value.

@@ -1,4 +1,5 @@
-"""What every handler works with: settings, job store, supervisor, datasets. Made once, in `server` or in a test."""
+"""The objects that every handler uses: settings, job store, supervisor, datasets. Created once, in `server` or a
+test."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
-from llama_stack_provider_trl.jobs.submission import Owner, resolved, submit
+from llama_stack_provider_trl.jobs.submission import Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
@@ -59,14 +60,14 @@ from .views.preflights import Preflights
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")
-"""Fields of a body that the engine's request has not."""
+"""Fields of a body that the engine's request lacks."""
 
 
 class Service:
     """One service on one data directory.
 
     Args:
-        config: the file that its settings come from; trainings do not see it.
+        config: the file of its settings, which is hidden from trainings.
     """
 
     def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
@@ -89,15 +90,15 @@ class Service:
         self.digests = Digests()
         self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()
-        """Set when the service is told to stop: streams end then, instead of keeping it."""
+        """Set when the service begins to stop: streams end then, instead of keeping it."""
         local = LocalLauncher(isolation=self.isolation, limits=self.limits)
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
-        """For this machine's own agent; nobody else ever sees it."""
+        """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
         self.removed: dict[str, str] = {}
-        """Nodes that were removed, and in which life: their agents are to end."""
+        """Nodes that were removed, with the run of their agent: these agents are to end."""
         self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices, usable_cpus())
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
@@ -117,7 +118,7 @@ class Service:
         )
 
     def start(self) -> None:
-        """Make the directories and begin to supervise. Raises OSError."""
+        """Create the directories and start to supervise. Raises OSError."""
         cut = self.audit.open()
         self.audit.write("started", version=__version__, cut=cut or None)
         self.audit.sync()
@@ -127,7 +128,7 @@ class Service:
         self.supervisor.start()
 
     def stop(self) -> None:
-        """Stop supervising; trainings go on."""
+        """Stop supervising; trainings continue."""
         self.digests.close()
         self.bodies.close()
         self.supervisor.stop()
@@ -137,41 +138,41 @@ class Service:
         self.audit.close()
 
     def versions(self) -> dict[str, str]:
-        """See `identity.versions`. Asked at the first join."""
+        """See `identity.versions`. Read at the first join."""
         if self._versions is None:
             python = self.settings.train_python
             self._versions = versions(str(python) if python else None)
         return self._versions
 
     def waiting_and_running(self) -> tuple[int, int]:
-        """Numbers of jobs that wait and that have processes."""
+        """Number of waiting jobs, and of jobs with processes."""
         counts = self.store.count()
         waiting = counts.get(JobState.scheduled, 0) + counts.get(JobState.paused, 0)
         return waiting, sum(count for state, count in counts.items() if state not in TERMINAL) - waiting
 
     async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody, caller: Caller) -> None:
-        """Queue a job, once. Raises what `submission.submit` raises, and InvalidRequest: a priority that the caller may
-        not use."""
+        """Queue a job, once. Raises the errors of `submission.submit`, and InvalidRequest: a priority that the caller
+        may not use."""
         options = ProviderOptions.parse(body.provider_options)
         priority, allowed = options.priority or self.settings.priority, caller.limits.priorities
         if allowed is not None and priority not in allowed:
             hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
             raise InvalidRequest("provider_options.priority", priority, hint)
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
-        asked = body.model_dump(exclude_unset=True, exclude=set(_OURS))
+        requested = body.model_dump(exclude_unset=True, exclude=set(_OURS))
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
-        digest = request_digest(kind, asked, options)
-        request = kind.model_validate(self._with_defaults(asked, body))
-        owner = Owner(caller.name, caller.limits.max_queued_jobs)
+        digest = request_digest(kind, requested, options)
+        request = kind.model_validate(self._with_defaults(requested, body))
+        owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body), owner):
             log.info("job %s: queued", request.job_uuid)
             self.supervisor.wake()
 
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
-        asked = body.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"job_uuid": body.job_uuid}
-        is_dpo = (body.algorithm or algorithm_of(asked)) == "dpo"
-        job = (PreferenceOptimizeBody if is_dpo else SupervisedFineTuneBody).model_validate(asked)
+        requested = body.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"job_uuid": body.job_uuid}
+        is_dpo = (body.algorithm or algorithm_of(requested)) == "dpo"
+        job = (PreferenceOptimizeBody if is_dpo else SupervisedFineTuneBody).model_validate(requested)
         kind = PreferenceOptimizeRequest if is_dpo else SupervisedFineTuneRequest
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
@@ -183,7 +184,7 @@ class Service:
         return answer
 
     def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
-        """Where the rows of a body's dataset ids come from."""
+        """The source of the rows for a body's dataset ids."""
         digests = body.dataset_digests or {}
 
         async def rows(
@@ -196,13 +197,13 @@ class Service:
         return rows
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """Three point reads. Raises JobNotFound."""
+        """The status of a job, by three point reads. Raises JobNotFound."""
         store = self.store
         with store.snapshot():
             return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
-        """Forget a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
+        """Delete a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
         ownership = Ownership(self.settings.data_dir)
         asides: list[Path | None] = []
 
@@ -218,19 +219,19 @@ class Service:
         log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
 
     def _with_defaults(
-        self, asked: dict[str, object], body: SupervisedFineTuneBody | PreferenceOptimizeBody
+        self, requested: dict[str, object], body: SupervisedFineTuneBody | PreferenceOptimizeBody
     ) -> dict[str, object]:
-        """The request, with the configuration's values where it says nothing and the engine has no setting for them."""
+        """The request, with the configuration's values where it has none and the engine has no setting for them."""
         training = body.training_config.model_dump(exclude_unset=True)
         data = body.training_config.data_config
         if data is not None and data.batch_size is None:
             if self.settings.batch_size is None:
                 field = "training_config.data_config.batch_size"
-                raise InvalidRequest(field, None, "say how many rows each rank takes at once, such as 4")
+                raise InvalidRequest(field, None, "set the rows that each rank takes at once, such as 4")
             training["data_config"] = {**training["data_config"], "batch_size": self.settings.batch_size}
         if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
             training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
-        return {**asked, "training_config": training}
+        return {**requested, "training_config": training}
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread

@@ -1,5 +1,5 @@
-"""The service's machine as a node of jobs that span several: the same agent as on the others, which calls our own
-address. Jobs on this machine alone need none."""
+"""Runs the service's machine as a node of jobs that span several: with the agent of the other nodes, which calls our
+own address. Jobs on this machine alone need no agent."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 RETRY = 10.0
-"""Seconds after which a machine that could take no part tries again."""
+"""Seconds between attempts of a machine that cannot take part."""
 _ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
-"""Addresses of nobody (RFC 5737, RFC 3849): what leaves for them leaves by the default route."""
+"""Unassigned addresses (RFC 5737, RFC 3849): packets to them use the default route."""
 
 
 async def run_head_agent(service: Service, port: int) -> None:
-    """Take part until cancelled. Where it cannot, why not goes to the log, once, and it tries again."""
+    """Take part until cancelled. Where that fails, log the reason once and retry."""
     trouble = ""
     while True:
         try:
             await _agent(service, port).run()
         except (TrlError, OSError) as error:
             if str(error) != trouble:
-                log.error("this machine takes no part in jobs over several: %s; it tries again", error)
+                log.error("this machine takes no part in jobs over several: %s; retrying", error)
             trouble = str(error)
         await asyncio.sleep(RETRY)
 
@@ -57,10 +57,10 @@ def _agent(service: Service, port: int) -> Agent:
 
 def address_for_ranks(settings: ServiceSettings) -> str:
     """The literal address at which ranks on other machines reach this one: `master_addr`, else the address that the
-    service listens on, else the one by which this machine reaches others.
+    service listens on, else the source address of packets to other machines.
 
     Raises:
-        OSError: it reaches none.
+        OSError: this machine has no such address.
     """
     for chosen in (settings.torch_run_config.master_addr, settings.host):
         try:
@@ -76,7 +76,7 @@ def address_for_ranks(settings: ServiceSettings) -> str:
                 return str(probe.getsockname()[0])
         except OSError:
             continue
-    raise OSError("it has no address that others could reach: set torch_run_config.master_addr to one")
+    raise OSError("no address of this machine can be reached by others: set torch_run_config.master_addr to one")
 
 
 def _own_url(settings: ServiceSettings, port: int) -> str:
@@ -91,7 +91,7 @@ def _own_url(settings: ServiceSettings, port: int) -> str:
 
 
 def _trusting(certificate: Path) -> ssl.SSLContext:
-    """Exactly our own certificate, whatever names it has."""
+    """A TLS context that trusts exactly our own certificate, with any names."""
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -1,4 +1,4 @@
-"""Where the settings come from: the `remote::trl_remote` block of run_fsdp.yaml, TRL_SERVICE_* variables over it."""
+"""Loads the settings: the `remote::trl_remote` block of run_fsdp.yaml, with TRL_SERVICE_* variables over it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _ENVIRONMENT = {
 def load_settings(
     config: Path | None = None, environ: Mapping[str, str] | None = None, **over: Any
 ) -> tuple[ServiceSettings, Path | None]:
-    """Settings from a run file, then TRL_SERVICE_* variables, then `over` (a command line's options; None: not given).
+    """Load the settings from a run file, TRL_SERVICE_* variables, and `over` (a command line's options; None: not
+    given).
 
     Args:
         config: the file; None: TRL_SERVICE_CONFIG, else ./run_fsdp.yaml if there is one, else none.
@@ -45,7 +46,7 @@ def load_settings(
         values = {} if path is None else provider_block(path, environ)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    # Keys that only the adapter reads.
+    # Keys of the adapter only.
     for name in TrlRemoteConfig.model_fields.keys() - ServiceSettings.model_fields.keys():
         values.pop(name, None)
     values |= {name: environ[variable] for variable, name in _ENVIRONMENT.items() if environ.get(variable)}
@@ -69,7 +70,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {name}: docs/reference/service.md lists them all"
-    # Tokens are the one thing that must not be repeated.
+        return f"{name} is not a setting: docs/reference/service.md lists them all"
+    # Tokens are the only values that must not be repeated.
     found = "" if "token" in name else f"={first['input']!r}"
     return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"

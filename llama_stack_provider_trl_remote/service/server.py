@@ -1,4 +1,4 @@
-"""Runs the service: takes its data directory, says what it found, serves until it is told to stop."""
+"""Runs the service: opens its data directory, logs its configuration, serves until a signal ends it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 LOCK = "service.lock"
 _THREADS = 4
 _GRACE = 5
-"""Seconds that requests under way have to end when the service is told to stop."""
+"""Seconds that requests under way have to end when the service stops."""
 
 
 def serve(settings: ServiceSettings, config: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error says why."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error has the reason."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings.check_exposure()
@@ -54,32 +54,33 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         hide_from_other_processes()
     service.start()
     try:
-        _say_what_was_found(service, config, listener)
+        _log_configuration(service, config, listener)
         await _Server(service).serve(sockets=[listener])
     finally:
         _, running = service.waiting_and_running()
         await asyncio.to_thread(service.stop)
         left = ""
         if running:
-            goes = "1 training goes on and is" if running == 1 else f"{running} trainings go on and are"
-            left = f"; {goes} taken up at the next start"
+            goes = "1 training continues and is" if running == 1 else f"{running} trainings continue and are"
+            left = f"; {goes} resumed at the next start"
         print(f"the service has stopped{left}", flush=True)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells streams of events when it stops: it would wait for them otherwise."""
+    """A uvicorn server that ends streams of events when it stops; it would wait for them otherwise."""
 
     def __init__(self, service: Service) -> None:
         settings = service.settings
         config = uvicorn.Config(
             make_app(service),
             log_config=None,
-            # Its warnings are about requests that are not HTTP: a line in the log for each is a gift to a flood.
+            # Its warnings are about requests that are not HTTP: one line per request would help a flood to fill the
+            # log.
             log_level="error",
             access_log=False,
             http=Connection,
             server_header=False,
-            proxy_headers=False,  # a header must not choose the address that failures are counted for and recorded with
+            proxy_headers=False,  # a header must not choose the address for which failures are counted and recorded
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -94,13 +95,13 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal anew when it has ended, which would end us before the supervisor."""
+        """Handle signals here: uvicorn raises a signal again at its end, which would end us before the supervisor."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """From here on calls are answered: those of this machine's own agent too."""
+        """Start to answer calls, those of this machine's own agent included."""
         assert sockets
         settings = self._service.settings
         most = settings.max_connections or default_connections(self._descriptors)
@@ -114,7 +115,7 @@ class _Server(uvicorn.Server):
             self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Nothing new is accepted from here on: a stream that ends now is not asked for again in vain."""
+        """Stop streams and the node. No connection is accepted any more, so that no client of a stream reconnects."""
         self._service.stopping.set()
         if self._node is not None:
             self._node.cancel()
@@ -125,13 +126,13 @@ class _Server(uvicorn.Server):
         return Connection(self.config, self.server_state, {})
 
     def _stop(self) -> None:
-        self.force_exit = self.should_exit  # told twice
+        self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
 
 
 @contextmanager
 def _claimed(data_dir: Path, address: str) -> Iterator[None]:
-    """Holds the data directory for one service; a second one is refused. (An inline provider may share it.)"""
+    """Locks the data directory for one service; a second one is refused. (An inline provider may share it.)"""
     private_data_dir(data_dir)
     lock = FileLock(data_dir / LOCK)
     if not lock.acquire(f"pid {os.getpid()}, {address}"):
@@ -147,8 +148,8 @@ def _claimed(data_dir: Path, address: str) -> Iterator[None]:
 
 def _listen(settings: ServiceSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # The protocol by its number: only where asyncio reads it does it set TCP_NODELAY, and without that the body of an
-    # answer waits 40 ms for the client's acknowledgement of its head.
+    # The protocol by its number: asyncio sets TCP_NODELAY only where it reads it. Without that the body of an answer
+    # waits 40 ms for the client's acknowledgement of its head.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -156,8 +157,8 @@ def _listen(settings: ServiceSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SettingsError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; is a service running "
-            "there already? TRL_SERVICE_PORT chooses another port"
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; a service may be "
+            "running there already; TRL_SERVICE_PORT sets another port"
         ) from error
     return listener
 
@@ -168,7 +169,7 @@ def _address(settings: ServiceSettings, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
-def _say_what_was_found(service: Service, config: Path | None, listener: socket.socket) -> None:
+def _log_configuration(service: Service, config: Path | None, listener: socket.socket) -> None:
     settings = service.settings
     waiting, running = service.waiting_and_running()
     strategy = settings.fsdp_config.sharding_strategy
@@ -182,8 +183,8 @@ def _say_what_was_found(service: Service, config: Path | None, listener: socket.
         "config": config or "none: defaults and TRL_SERVICE_* variables",
         "data": f"{settings.data_dir}{supervising}",
         "devices": ", ".join(service.devices),
-        "ranks": f"{service.for_jobs.ranks} per job where it does not say, {strategy}",
-        "jobs": f"{taken} (taken up again)" if waiting or running else taken,
+        "ranks": f"{service.for_jobs.ranks} per job unless it sets a number, {strategy}",
+        "jobs": f"{taken} (resumed)" if waiting or running else taken,
         "isolation": service.isolation.how or f"none: {service.isolation.why_not}",
         "address": f"{_address(settings, listener)} ({guarded})",
     }

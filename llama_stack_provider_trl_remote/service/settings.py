@@ -24,13 +24,13 @@ from ..wire import NAME
 
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
 OPERATOR, NODES, LOCAL = "operator", "nodes", "local"
-"""Names of `api_token`, of `node_token`, and of everybody where no token is needed."""
+"""Names of `api_token`, of `node_token`, and of every caller where no token is needed."""
 RESERVED = re.compile(rf"{OPERATOR}|{NODES}|{LOCAL}|configured-\d+")
 """Names that no other token may have."""
 
 
 class SettingsError(TrlError, ValueError):
-    """Raised when the service cannot start with its settings; says which one, and what to write instead."""
+    """Raised when the service cannot start with its settings; names the setting and the remedy."""
 
 
 class _Block(Documented):
@@ -43,7 +43,7 @@ class FsdpConfig(_Block):
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD (DDP)."""
     mixed_precision_policy: Literal["bf16", "fp16"] | None = None
-    """dtype of jobs that do not say; null: bf16 on GPUs, fp32 elsewhere. fp16 (with loss scaling): GPUs only."""
+    """dtype of jobs that do not set it; null: bf16 on GPUs, fp32 elsewhere. fp16 (with loss scaling): GPUs only."""
     cpu_offload: bool = False
     """Shards rest in CPU memory while they are not used."""
     limit_all_gathers: bool = True
@@ -65,9 +65,9 @@ class TorchRunConfig(_Block):
     """Which processes train one job."""
 
     nnodes: int = Field(1, ge=1)
-    """Machines of a job that does not say; more than 1 needs a `host` that other machines can reach."""
+    """Machines of a job that does not set it; more than 1 needs a `host` that other machines can reach."""
     nproc_per_node: int | Literal["auto"] = "auto"
-    """Ranks on each node of a job that does not say; auto: one per GPU of this machine, 1 without GPUs."""
+    """Ranks on each node of a job that does not set it; auto: one per GPU of this machine, 1 without GPUs."""
     node_rank: int = Field(0, ge=0)
     """0: this is the head. A worker has 1 or more, and runs an agent (`trl-remote agent`) instead of the service."""
     master_addr: str = "127.0.0.1"
@@ -173,9 +173,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     torch_run_config: TorchRunConfig = TorchRunConfig()
     """Which processes train one job."""
     batch_size: int | None = Field(None, gt=0, le=10**6)
-    """Rows per rank and micro step where a job does not say; null: a job must say."""
+    """Rows per rank and micro step where a job does not set it; null: a job must set it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass where a job does not say."""
+    """Recompute activations in the backward pass where a job does not set it."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
     dataset_roots: tuple[Path, ...] = ()
@@ -287,8 +287,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     def for_jobs(self, devices: tuple[str, ...]) -> Settings:
         """What the engine resolves requests with."""
         gpus = [device for device in devices if device.startswith("cuda")]
-        asked = self.torch_run_config.nproc_per_node
-        ranks = max(1, len(gpus)) if asked == "auto" else asked
+        requested = self.torch_run_config.nproc_per_node
+        ranks = max(1, len(gpus)) if requested == "auto" else requested
         if gpus and ranks > len(gpus):
             raise SettingsError(
                 f"torch_run_config.nproc_per_node={ranks}: {len(gpus)} GPUs may be used here, and each "

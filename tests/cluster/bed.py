@@ -74,7 +74,7 @@ class Machine:
         return self.root / "data"
 
     def start(self, *arguments: str, **environ: str) -> None:
-        """Run the shipped script there, in sight of nobody else's directory."""
+        """Run the shipped script there, without access to other directories."""
         alone = (
             f"mount --bind {self.root} /mnt && mount -t tmpfs none {self.bed.root} && mkdir {self.root} && "
             f"mount --move /mnt {self.root} && mount --bind {self.root}/machine-id /etc/machine-id && "
@@ -168,7 +168,7 @@ class Machine:
                 self.process.wait(5)
 
     def link(self, up: bool) -> None:
-        """Cut its cable, or mend it."""
+        """Cut its cable, or restore it."""
         _ip("-n", self.bed.switch, "link", "set", self.port, "up" if up else "down")
 
     def limit(self, kbit_per_s: int) -> None:
@@ -296,15 +296,15 @@ class Bed:
     def post(self, path: str, body: Json) -> requests.Response:
         return self.session.post(f"{self.url}{path}", json=body, timeout=60)
 
-    def wait(self, look: Any, what: str, timeout: float) -> Any:
+    def wait(self, probe: Any, what: str, timeout: float) -> Any:
         """As `poll`, with every machine's log in the error, and a service that may be away."""
 
-        def looked() -> Any:
+        def checked() -> Any:
             with suppress(requests.RequestException):
-                return look()
+                return probe()
 
         try:
-            return poll(looked, what, timeout, pause=0.2)
+            return poll(checked, what, timeout, pause=0.2)
         except AssertionError as error:
             logs = "\n".join(machine.log_tail() for machine in self.machines)
             raise AssertionError(f"{error}\n{logs}") from None
@@ -343,13 +343,13 @@ class Bed:
         return {point["step"]: point["metrics"]["loss"] for point in points}
 
     def hold(self, point: str) -> Callable[[], None]:
-        """Have a training wait at a point of `llama_stack_provider_trl.faults`; what comes back lets it go on."""
+        """Have a training wait at a point of `llama_stack_provider_trl.faults`; what comes back lets it continue."""
         (self.faults / point).write_text("hold")
         return (self.faults / f"{point}.go").touch
 
     def nothing_is_left(self) -> None:
         """No process of any task is left on any machine, within seconds; and no process at all once the agents and the
-        service were told to end."""
+        service received SIGTERM."""
         self.wait(lambda: not [pid for one in self.machines for pid in one.trainings()], "no training is left", 60)
         for machine in self.machines:
             machine.signal_agent(signal.SIGTERM)
@@ -374,7 +374,7 @@ def _run(*command: str) -> None:
 
 
 def _free_network() -> str:
-    """The first three numbers of addresses that nobody on this machine has."""
+    """The first three numbers of addresses that are unused on this machine."""
     taken = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=False).stdout
     found = (f"10.98.{(os.getpid() + number) % 256}" for number in range(256))
     return next(network for network in found if f" {network}." not in taken)

@@ -1,4 +1,4 @@
-"""What the tests of several machines ask a service for, and what they look at."""
+"""Requests to a service that the tests of several machines share, and the fields that they check."""
 
 from __future__ import annotations
 

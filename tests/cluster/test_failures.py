@@ -25,7 +25,7 @@ def test_a_service_that_is_away_for_a_minute_stops_no_training(bed: Bed, how: st
     """Cut off from all its nodes, or standing still, for four times as long as a node may be silent."""
     prepared(bed, "a", "b")
     head = bed.machines[0]
-    go_on = bed.hold("step-60")  # so that it does not end before the service is back
+    release = bed.hold("step-60")  # so that it does not end before the service is back
     submit(bed, dpo("pair", 80, resources=WORKERS, save_steps=20))
     first, second = machines_of(bed, bed.wait(lambda: trains(bed, "pair", beyond=2), "the job trains", 420))
     trainings = first.trainings() + second.trainings()
@@ -42,7 +42,7 @@ def test_a_service_that_is_away_for_a_minute_stops_no_training(bed: Bed, how: st
     else:
         head.signal_agent(signal.SIGCONT)
     bed.wait_for_nodes("a", "b")
-    go_on()
+    release()
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", status
     assert [attempt["reason"] for attempt in status["resources_allocated"]["attempts"]] == [None]
@@ -54,13 +54,13 @@ def test_a_service_that_is_away_for_a_minute_stops_no_training(bed: Bed, how: st
 def test_a_disk_that_is_full_for_a_while_is_named_and_costs_no_step(bed: Bed, whose: str) -> None:
     """Where a checkpoint is written, where a part of it is, or where it is uploaded to."""
     prepared(bed, "a", "b", disk_mb=64)
-    go_on = bed.hold("step-12")
+    release = bed.hold("step-12")
     submit(bed, dpo("pair", 32, resources=WORKERS, save_steps=5))
     first, second = machines_of(bed, bed.wait(lambda: trains(bed, "pair", beyond=10), "the job trains", 420))
     bed.wait(lambda: [one for one in bed.events("pair") if one["type"] == "checkpoint"], "it has a checkpoint", 60)
     machine = {"rank 0": first, "rank 1": second, "the service": bed.machines[0]}[whose]
     with machine.full_disk():
-        go_on()
+        release()
         if whose == "the service":
             bed.wait(lambda: "disk is full" in first.log.read_text(), "the node knows why it waits", 120)
         else:
@@ -80,15 +80,15 @@ def test_a_disk_that_is_full_for_a_while_is_named_and_costs_no_step(bed: Bed, wh
 
 
 def test_a_slow_node_is_waited_for(bed: Bed) -> None:
-    """Its cable carries little and drops what is too much, and it stands still for ten seconds, agent and ranks."""
+    """Its cable carries little and drops what is too much, and it is suspended for ten seconds, agent and ranks."""
     prepared(bed, "a", "b")
     slow = bed.machines[2]
     slow.limit(kbit_per_s=20_000)
-    go_on = bed.hold("step-20")
+    release = bed.hold("step-20")
     submit(bed, dpo("pair", 40, resources=WORKERS, save_steps=10))
     bed.wait(lambda: trains(bed, "pair", beyond=17), "the job trains", 420)
     slow.signal_all(signal.SIGSTOP)
-    go_on()
+    release()
     time.sleep(10)
     slow.signal_all(signal.SIGCONT)
     status = bed.wait_for_end("pair")

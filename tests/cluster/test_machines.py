@@ -81,13 +81,13 @@ def test_what_cannot_be_placed_waits_and_a_port_range_in_use_is_named(bed: Bed) 
     bed.wait_for_nodes("head", "a")
     a = bed.machines[1]
     cases: tuple[tuple[Json, str], ...] = (
-        ({"nodes": 3}, "waiting for 3 nodes: 2 of the 2 that there are can serve it"),
+        ({"nodes": 3}, "waiting for 3 nodes: 2 of 2 can serve it"),
         ({"nodes": 2, "cpus": 4096}, r"waiting for 2 nodes: 0 of the 2 .*; head has \d+ CPUs, a has \d+ CPUs"),
         ({"labels": {"rack": "8"}}, "waiting for a node: 0 of the 2 .*; head lacks the label rack=8, a lacks"),
     )
-    for number, (asked, said) in enumerate(cases):
-        name = submit(bed, dpo(f"waits-{number}", 4, resources=asked))
-        bed.wait(lambda name=name, said=said: re.search(said, resources_of(bed, name)["detail"]), said, 120)
+    for number, (requested, message) in enumerate(cases):
+        name = submit(bed, dpo(f"waits-{number}", 4, resources=requested))
+        bed.wait(lambda name=name, message=message: re.search(message, resources_of(bed, name)["detail"]), message, 120)
     with a.ports_in_use(29500, 29599):
         submit(bed, dpo("pair", 4, resources={"nodes": 2}, retries=0))
         status = bed.wait_for_end("pair", 240)
@@ -111,12 +111,12 @@ def test_a_worker_that_is_not_taken_ends_with_a_sentence(bed: Bed, tmp_path: Pat
         ({"MASTER_ADDR": ""}, "set MASTER_ADDR to the address"),
         ({"PYTHONPATH": str(_other_torch(tmp_path))}, "node 'other' has torch 9.9.9, the service has"),
     )
-    for environ, said in cases:
+    for environ, message in cases:
         other.log.write_text("")
         other.join(bed.machines[0], **environ)
         assert other.process is not None
         assert other.process.wait(240) in (1, 2), environ
-        assert said in other.log.read_text()
+        assert message in other.log.read_text()
         assert "Traceback" not in other.log.read_text()
     bed.nothing_is_left()
 
@@ -152,9 +152,7 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
 @pytest.mark.parametrize(
     ("how", "rank"), [("link", 1), pytest.param("link", 0, marks=IN_FULL), pytest.param("power", 1, marks=IN_FULL)]
 )
-def test_without_a_spare_it_waits_says_for_whom_and_goes_on_when_the_machine_is_back(
-    bed: Bed, how: str, rank: int
-) -> None:
+def test_without_a_spare_it_waits_names_the_node_and_continues_when_it_is_back(bed: Bed, how: str, rank: int) -> None:
     """Of the head and the other rank's node, both see each other, and neither the one that is gone."""
     prepared(bed, "a", "b")
     head = bed.machines[0]
@@ -168,7 +166,7 @@ def test_without_a_spare_it_waits_says_for_whom_and_goes_on_when_the_machine_is_
     else:
         lost.turn_off()
     waits = re.compile(rf"waiting for 2 nodes; {lost.name} is silent since \d\d:\d\d:\d\d UTC")
-    bed.wait(lambda: waits.match(resources_of(bed, "pair")["detail"]), "it says for whom it waits", 60)
+    bed.wait(lambda: waits.match(resources_of(bed, "pair")["detail"]), "it names the job that it waits for", 60)
     if how == "link":
         time.sleep(max(0.0, began + 40 - time.monotonic()))
         lost.link(up=True)
@@ -189,7 +187,7 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
     prepared(bed, "a")
     bed.wait_for_nodes("head", "a")
     head, a = bed.machines
-    go_on = bed.hold("step-30")  # so that it does not end before the service is back
+    release = bed.hold("step-30")  # so that it does not end before the service is back
     submit(bed, dpo("pair", 40, resources={"nodes": 2}, save_steps=10))
     bed.wait(lambda: trains(bed, "pair", beyond=2), "the job trains", 420)
     trainings = head.trainings() + a.trainings()
@@ -199,7 +197,7 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
     bed.wait(lambda: (bed.faults / "step-30.taken").exists(), "it trains on meanwhile", 60)
     head.serve()
     bed.wait_for_nodes("head", "a")
-    go_on()
+    release()
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", status
     assert [attempt["reason"] for attempt in status["resources_allocated"]["attempts"]] == [None]
@@ -208,21 +206,21 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
 
 
 def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed: Bed) -> None:
-    """One rank on one machine: it trains on while nobody hears of it, and comes back with events and checkpoints."""
+    """One rank on one machine: it trains on while it is cut off, and comes back with events and checkpoints."""
     prepared(bed, "a", "b")
-    go_on = bed.hold("step-25")
+    release = bed.hold("step-25")
     submit(bed, dpo("late", 40, resources={"labels": {"rack": "7"}}, save_steps=10))
     bed.wait(lambda: (bed.faults / "step-25.taken").exists(), "the job waits there", 420)
     (lost,) = machines_of(bed, resources_of(bed, "late"))
-    second_goes_on = bed.hold("step-24")  # the first is beyond that
+    second_continues = bed.hold("step-24")  # the first is beyond that
     lost.link(up=False)
-    go_on()
+    release()
     theirs = lost.data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl"
-    bed.wait(lambda: b'"type":"finished"' in theirs.read_bytes(), "it trains to its end where nobody hears it", 300)
+    bed.wait(lambda: b'"type":"finished"' in theirs.read_bytes(), "it trains to its end while it is cut off", 300)
     bed.wait(lambda: trains(bed, "late", attempt=2), "it is given to the other node", 240)
     lost.link(up=True)
     bed.wait(lambda: not theirs.exists(), "the agent ends the old task", 120)
-    second_goes_on()
+    second_continues()
     status = bed.wait_for_end("late")
     assert status["status"] == "completed", status
     assert f"{lost.name}/" not in status["resources_allocated"]["device"]

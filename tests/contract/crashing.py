@@ -50,7 +50,7 @@ class Crashing(Server):
     """A server that takes faults, dies of SIGKILL with all its workers, and leaves its trainings alone."""
 
     steps: int
-    """Of the job that all tests train. What comes after its first pause is shuffled anew."""
+    """Of the job that all tests train. What comes after its first pause is shuffled again."""
     save_steps: int
     patience: float
     """Seconds until a training that was started has made its first step, or has ended, on a busy machine."""
@@ -102,7 +102,7 @@ class Crashing(Server):
         assert self.process.wait(self.patience) == -signal.SIGKILL
 
     def restart(self) -> None:
-        """Start the server again, and send it no request; returns when it has had a look at all jobs."""
+        """Start the server again, and send it no request; returns when it has polled all jobs."""
         self.launch()
         mine = f"supervisor (pid {self.pid})"
         poll(lambda: self.supervisor_lock.holder() == mine, f"{mine} holds the lock", timeout=60, pause=0.02)
@@ -118,7 +118,7 @@ class Crashing(Server):
             self.supervisor_lock.release()
 
     def disarm(self) -> None:
-        """Nobody is held any longer, no fault is armed, the server runs and no job does."""
+        """No process is held any longer, no fault is armed, the server runs and no job does."""
         for path in list(self.faults.iterdir()):
             if path.suffix == ".taken":
                 path.with_suffix(".go").touch()
@@ -133,17 +133,17 @@ class Crashing(Server):
         assert not survivors, f"processes outlived their jobs: {survivors}"
 
     def recorded(self, job_uuid: str) -> JobState:
-        """The state of a job, as the store tells."""
+        """The state of a job, as the store reports."""
         return self.store.get(job_uuid).state
 
     def reach(self, job_uuid: str, *states: JobState) -> JobRecord:
-        """The job once it is in one of these states, as the store tells."""
+        """The job once it is in one of these states, as the store reports."""
 
-        def look() -> JobRecord | None:
+        def probe() -> JobRecord | None:
             job = self.store.get(job_uuid)
             return job if job.state in states else None
 
-        job = poll(look, f"job {job_uuid} becomes {' or '.join(states)}", timeout=self.patience)
+        job = poll(probe, f"job {job_uuid} becomes {' or '.join(states)}", timeout=self.patience)
         assert job is not None
         return job
 
@@ -164,7 +164,7 @@ sys.argv = ["llama", *sys.argv[1:]]
 main()
 """
 """`llama`, but uvicorn's main process gives a worker a minute to import Llama Stack. Of its own it gives 5 s, and on a
-busy machine it ends one worker after the other before they answer, for ever."""
+busy machine it ends one worker after the other before they answer, forever."""
 
 
 class CrashingStack(Crashing, LlamaStack):
@@ -202,7 +202,7 @@ class CrashingService(Crashing, TrainingService):
     """Most of a job of two ranks are imports. A quiet machine with 2 cores takes 20 s."""
 
     def launch(self) -> None:
-        if self.log.exists():  # which is begun anew
+        if self.log.exists():  # which is begun again
             assert "Traceback" not in self.log.read_text(), self.log_tail()
         super().launch()
 
@@ -251,7 +251,7 @@ def kill_while_held(server: Crashing, point: str) -> None:
 
 
 def pause_and_kill(server: Crashing, job: str) -> int:
-    """Kill the server when it has been told to pause the job that is held between two checkpoints; the job pauses.
+    """Kill the server when it has the order to pause the job that is held between two checkpoints; the job pauses.
 
     Returns:
         The step at which it paused.

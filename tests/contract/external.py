@@ -51,7 +51,7 @@ class ExternalStack(LlamaStack):
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """Those for provider data that our own routes look at."""
+        """Those for provider data that our own routes read."""
         if self.release == OGX:
             return "X-LlamaStack-Provider-Data", "X-OGX-Provider-Data"
         return ("X-LlamaStack-Provider-Data",) if self.has_datasets else ()
@@ -77,6 +77,6 @@ class ExternalStack(LlamaStack):
         assert answer.status_code == 200, answer.text
         return dataset_id
 
-    def let_go(self, job_uuid: str) -> None:
-        """Let a job go on whose name contains `held`."""
+    def release_job(self, job_uuid: str) -> None:
+        """Let a job continue whose name contains `held`."""
         (self.data_dir / "jobs" / job_uuid / "attempts" / "1" / "go").touch()

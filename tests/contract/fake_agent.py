@@ -1,4 +1,4 @@
-"""A worker node as a script: says to the service what a test has it say, and runs nothing."""
+"""A worker node as a script: sends the service the reports that a test chooses, and runs nothing."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class FakeAgent:
         def matching() -> list[Json]:
             return [order for order in self.orders if (order["task_id"], order["stage"]) == (task_id, stage)]
 
-        def told() -> bool:
+        def ordered() -> bool:
             found[:] = matching()
             if not found:
                 assert self.poll().ok
             found[:] = matching()
             return bool(found)
 
-        poll(told, f"{self.name} is told to {stage} {task_id}", timeout=30, pause=0.01)
+        poll(ordered, f"{self.name} is ordered to {stage} {task_id}", timeout=30, pause=0.01)
         return found[0]
 
-    def say(self, task_id: str, stage: str, progress: str = "done", **more: Any) -> None:
+    def report_task(self, task_id: str, stage: str, progress: str = "done", **more: Any) -> None:
         """Report a task, and poll."""
         self.reports[task_id] = {"task_id": task_id, "stage": stage, "progress": progress, **more}
         self.seen = 0  # answer at once
@@ -88,9 +88,9 @@ class FakeAgent:
     def run(self, task_id: str, port: int = 29500) -> Json:
         """Go through the stages until it runs; returns its order."""
         self.wait_for(task_id, "prepare")
-        self.say(task_id, "prepare", port=port)
+        self.report_task(task_id, "prepare", port=port)
         order = self.wait_for(task_id, "run")
-        self.say(task_id, "run", "working", observation=running())
+        self.report_task(task_id, "run", "working", observation=running())
         return order
 
     def forget(self, task_id: str) -> None:

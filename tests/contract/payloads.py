@@ -74,7 +74,7 @@ def original_example(job_uuid: str, dataset_id: str) -> Json:
 
 
 def assert_original_example_is_honoured(status: Json) -> None:
-    """Of three rows two are trained on and one is held out; the warnings tell what has no meaning."""
+    """Of three rows two are trained on and one is held out; the warnings name the fields without meaning."""
     allocated = status["resources_allocated"]
     recipe = allocated["effective_config"]
     assert (recipe["dataset"]["num_rows"], recipe["validation"]["num_rows"]) == (2, 1)

@@ -113,12 +113,12 @@ class ReleaseStack(LlamaStack):
 
 
 def sentence(answer: requests.Response, status_code: int = 400) -> str:
-    """What an answer that must be a refusal says, in whatever shape the release gives it."""
+    """The message of an answer that must be a refusal, in whatever shape the release gives it."""
     assert answer.status_code == status_code, (answer.status_code, answer.text)
-    said = answer.json()
-    said = said.get("error", said)
-    said = said.get("message", said.get("detail", said))
-    return said if isinstance(said, str) else json.dumps(said)
+    message = answer.json()
+    message = message.get("error", message)
+    message = message.get("message", message.get("detail", message))
+    return message if isinstance(message, str) else json.dumps(message)
 
 
 def full_dpo(body: Json) -> Json:

@@ -24,7 +24,7 @@ JOBS = "/post-training/jobs"
 
 
 class TrainingService(Server):
-    """On the CPU, with one rank per job where the settings do not say more."""
+    """On the CPU, with one rank per job where the settings do not set it more."""
 
     called = "the service"
     python = sys.executable
@@ -55,7 +55,7 @@ class TrainingService(Server):
         self.process = self.spawn(self.port, self.data_dir, self.log)
 
     def wait_until_it_answers(self) -> None:
-        poll(self._announced, "the service says its address", timeout=20, pause=0.05)
+        poll(self._announced, "the service prints its address", timeout=20, pause=0.05)
         poll(self._healthy, "the service answers /v1/health", timeout=20, pause=0.05)
 
     def spawn(self, port: int, data_dir: Path, log: Path, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:

@@ -31,11 +31,11 @@ ENDED = ("completed", "failed", "cancelled")
 Json = dict[str, Any]
 
 
-def poll[Value](look: Callable[[], Value], what: str, timeout: float, pause: float = 0.1) -> Value:
-    """The first true value that `look` returns; an AssertionError naming `what` and the last value after `timeout`."""
+def poll[Value](probe: Callable[[], Value], what: str, timeout: float, pause: float = 0.1) -> Value:
+    """The first true value that `probe` returns; an AssertionError naming `what` and the last value after `timeout`."""
     deadline = time.monotonic() + timeout
     while True:
-        value = look()
+        value = probe()
         if value:
             return value
         if time.monotonic() > deadline:
@@ -59,7 +59,7 @@ class Server(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Start the server; until somebody asks, nobody knows whether it is up."""
+        """Start the server; `wait` finds out whether it is up."""
 
     @abstractmethod
     def wait_until_it_answers(self) -> None:
@@ -116,7 +116,7 @@ class Server(ABC):
         poll(lambda: self.taken(point), f"a process reaches {point}", timeout, pause=0.02)
 
     def go(self, point: str) -> None:
-        """Let go on who is held at a point."""
+        """Let continue who is held at a point."""
         (self.faults / f"{point}.go").touch()
 
     @property
@@ -165,12 +165,12 @@ class Server(ABC):
     def wait_for_checkpoint(self, job_uuid: str, timeout: float = 60) -> Json:
         """The status of a running job that has written its first checkpoint."""
 
-        def look() -> Json | None:
+        def probe() -> Json | None:
             status = self.status(job_uuid)
             assert status["status"] not in ENDED, json.dumps(status, indent=1)
             return status if status["checkpoints"] else None
 
-        status = poll(look, f"job {job_uuid} writes a checkpoint", timeout)
+        status = poll(probe, f"job {job_uuid} writes a checkpoint", timeout)
         assert status is not None
         return status
 

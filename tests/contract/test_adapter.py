@@ -99,7 +99,7 @@ def test_provider_options_reach_the_service_and_are_refused_there_by_name(stack:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model": "/nowhere"}, "model='/nowhere' is not supported"),
         ({"logger_config": {"type": "wandb"}}, "logger_config="),
@@ -107,11 +107,11 @@ def test_provider_options_reach_the_service_and_are_refused_there_by_name(stack:
         ({"training_config": {"n_epochs": 1}}, "training_config.data_config=None is not supported"),
     ],
 )
-def test_what_the_service_refuses_is_a_400_with_its_sentence(stack: RemoteStack, changes: Json, said: str) -> None:
+def test_what_the_service_refuses_is_a_400_with_its_sentence(stack: RemoteStack, changes: Json, message: str) -> None:
     stack.register("refusals", QUESTIONS)
     answer = stack.post(SFT, {**sft("refusal", "refusals"), **changes})
     assert answer.status_code == 400
-    assert said in answer.json()["detail"]
+    assert message in answer.json()["detail"]
 
 
 def test_bad_rows_and_unknown_datasets_are_named(stack: RemoteStack) -> None:
@@ -180,7 +180,7 @@ def test_a_service_that_is_down_is_a_502_that_names_it_and_jobs_are_back_with_it
     ]
     for answer in answers:
         assert answer.status_code == 502, answer.text
-        assert f"the training service at {stack.service.url} takes no connection" in answer.json()["detail"]
+        assert f"the training service at {stack.service.url} accepts no connection" in answer.json()["detail"]
         assert "./scripts/run-remote-fsdp-server.sh" in answer.json()["detail"]
     stack.service.start()
     assert stack.status("promised") == done
@@ -203,7 +203,7 @@ print(*sorted(new & heavy))
         assert "libtorch" not in maps.read_text()
 
 
-def test_the_specs_in_providers_d_say_what_the_packages_say(tmp_path: Path) -> None:
+def test_the_specs_in_providers_d_match_the_packages(tmp_path: Path) -> None:
     """As Llama Stack reads `external_providers_dir`, without `module:` on a provider's entry."""
     config = StackRunConfig.model_construct(external_providers_dir=REPOSITORY / "providers.d", providers={})
     found = get_provider_registry(config)[Api.post_training]

@@ -1,6 +1,6 @@
 """The external API on real servers, from the shipped files: both providers, on every release that takes external APIs.
 
-What trains is played by tests/fake_trainer.py. `TRL_RELEASES` says which releases (scripts/test-matrix.sh sets it); CI
+What trains is played by tests/fake_trainer.py. `TRL_RELEASES` names the releases (scripts/test-matrix.sh sets it); CI
 runs OGX. Where it is set, one job really trains under OGX.
 """
 
@@ -28,7 +28,7 @@ from tests.tiny import tiny_model
 # Making a release's environment takes a minute, once.
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-ASKED = [release for release in os.environ.get("TRL_RELEASES", OGX).split() if release in EXTERNAL]
+RELEASES = [release for release in os.environ.get("TRL_RELEASES", OGX).split() if release in EXTERNAL]
 CLIENTS = {
     "0.2.23": ("", "", True),
     "0.3.5": ("alpha", "", True),
@@ -40,7 +40,7 @@ CLIENTS = {
 
 
 @pytest.fixture(
-    scope="module", params=[(release, kind) for release in ASKED for kind in ("inline", "remote")], ids="-".join
+    scope="module", params=[(release, kind) for release in RELEASES for kind in ("inline", "remote")], ids="-".join
 )
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalStack]:
     release, kind = request.param
@@ -76,7 +76,7 @@ def questions(stack: ExternalStack) -> str:
     return stack.register("questions", QUESTIONS)
 
 
-def test_the_promised_payload_is_a_job_and_both_styles_and_prefixes_say_the_same_of_it(
+def test_the_promised_payload_is_a_job_and_both_styles_and_prefixes_show_the_same_job(
     stack: ExternalStack, done: Json
 ) -> None:
     effective = done["resources_allocated"]["effective_config"]
@@ -106,7 +106,7 @@ def test_options_of_the_header_count_and_a_job_that_is_sent_again_is_the_same_or
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "said"),
+    ("path", "changes", "message"),
     [
         (SFT, {"model": "/nowhere"}, "model='/nowhere' is not supported"),
         (SFT, {"training_config": None}, "training_config"),
@@ -117,9 +117,9 @@ def test_options_of_the_header_count_and_a_job_that_is_sent_again_is_the_same_or
     ],
 )
 def test_a_bad_body_is_a_400_that_names_the_field(
-    stack: ExternalStack, questions: str, path: str, changes: Json, said: str
+    stack: ExternalStack, questions: str, path: str, changes: Json, message: str
 ) -> None:
-    assert said in sentence(stack.post(path, {**sft("bad", questions), **changes}), 400)
+    assert message in sentence(stack.post(path, {**sft("bad", questions), **changes}), 400)
     assert "bad" not in stack.jobs()
 
 
@@ -129,7 +129,7 @@ def test_a_header_that_is_no_object_is_a_400_where_the_server_would_drop_it(
     stack: ExternalStack, questions: str, header: str, value: str
 ) -> None:
     if header not in stack.headers:
-        pytest.skip("Llama Stack up to 0.6 drops it before anybody is asked, and the header of OGX is OGX's")
+        pytest.skip("Llama Stack up to 0.6 drops it before any provider is called, and the header of OGX is OGX's")
     answer = requests.post(f"{stack.url}/v1{SFT}", json=sft("bad", questions), headers={header: value}, timeout=30)
     assert f"{header}={value!r} is not supported: expected a JSON object" in sentence(answer, 400)
 
@@ -149,9 +149,9 @@ def test_a_field_that_a_call_does_not_have_is_refused_where_the_routes_are_ours(
     stack: ExternalStack, questions: str
 ) -> None:
     if not stack.has_datasets:
-        pytest.skip("Llama Stack up to 0.6 drops it before anybody is asked")
-    said = "check_point_dir='here' is not supported: there is no such field"
-    assert said in sentence(stack.post(SFT, sft("bad", questions, check_point_dir="here")), 400)
+        pytest.skip("Llama Stack up to 0.6 drops it before any provider is called")
+    message = "check_point_dir='here' is not supported: there is no such field"
+    assert message in sentence(stack.post(SFT, sft("bad", questions, check_point_dir="here")), 400)
     assert "uuid=" in sentence(stack.post("/post-training/job/cancel", {"job_uuid": "nobody", "uuid": "nobody"}), 400)
     # As everywhere, what is null is not there.
     assert "'nobody' not found" in sentence(
@@ -178,8 +178,8 @@ def test_a_service_that_is_down_is_a_502_that_names_it(stack: ExternalStack, que
 
 
 def test_bad_rows_and_unknown_datasets_are_400(stack: ExternalStack) -> None:
-    said = "training_config.data_config.dataset_id='nowhere' is not supported"
-    assert said in sentence(stack.post(SFT, sft("no-rows", "nowhere")), 400)
+    message = "training_config.data_config.dataset_id='nowhere' is not supported"
+    assert message in sentence(stack.post(SFT, sft("no-rows", "nowhere")), 400)
     stack.register("bad", [*QUESTIONS, {"what": "ever"}])
     assert "dataset 'bad', row 8: " in sentence(stack.post(SFT, sft("bad-rows", "bad")), 400)
 
@@ -204,7 +204,7 @@ def test_client(stack: ExternalStack, questions: str, done: Json) -> None:
     if stack.release not in CLIENTS:
         pytest.skip("its client, where it has one, knows no post-training")
     post_training, datasets, job_calls = CLIENTS[stack.release]
-    asked = {
+    requested = {
         "url": stack.url,
         "model": str(tiny_model()),
         "name": "client",
@@ -215,7 +215,9 @@ def test_client(stack: ExternalStack, questions: str, done: Json) -> None:
         "job_calls": job_calls,
     }
     command = [python_of(stack.release), Path(__file__).with_name("release_client.py")]
-    called = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False)
+    called = subprocess.run(
+        command, input=json.dumps(requested), capture_output=True, text=True, timeout=60, check=False
+    )
     assert called.returncode == 0, called.stderr
     assert json.loads(called.stdout)["seed"] == 7
     if not job_calls:
@@ -244,7 +246,7 @@ def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: Extern
     assert trainer.is_running(), "the training ended with the server"
     stack.start()
     assert stack.status("held-over")["started_at"] == before["started_at"]
-    stack.let_go("held-over")
+    stack.release_job("held-over")
     after = stack.wait("held-over", "completed", timeout=30)
     assert after["resources_allocated"]["attempt"] == 1
     assert after["resources_allocated"]["progress"]["step"] == 4
@@ -276,18 +278,18 @@ def test_datasets_that_are_ours(stack: ExternalStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
-        ({"type": "blob", "sha256": "0" * 64}, "nothing can be sent ahead here: use rows, or a uri"),
+        ({"type": "blob", "sha256": "0" * 64}, "there is no upload of blobs here: use rows, or a uri"),
         ({"type": "uri", "uri": "rows.jsonl"}, "or send the rows themselves"),
         ({"type": "uri", "uri": "/etc/rows.jsonl"}, "or send the rows themselves"),
     ],
 )
-def test_where_there_is_no_service_nothing_is_said_of_one(stack: ExternalStack, source: Json, said: str) -> None:
+def test_where_there_is_no_service_none_is_mentioned(stack: ExternalStack, source: Json, message: str) -> None:
     if not stack.has_datasets or stack.service is not None:
         pytest.skip("these datasets are the service's, or Llama Stack's")
     answer = sentence(stack.post("/datasets", {"dataset_id": "refused", "source": source}), 400)
-    assert said in answer
+    assert message in answer
     assert not any(word in answer for word in ("service", "upload", "/v1/blobs"))
     assert "refused" not in [dataset["identifier"] for dataset in stack.get("/datasets").json()["data"]]
 
@@ -308,7 +310,7 @@ def test_a_job_really_trains_by_another_interpreter(stack: ExternalStack, done: 
     assert (Path(trained["checkpoints"][-1]["path"]) / "model.safetensors").exists()
 
 
-@pytest.mark.skipif(OGX not in ASKED, reason="upgrades from 0.3.5 end at OGX")
+@pytest.mark.skipif(OGX not in RELEASES, reason="upgrades from 0.3.5 end at OGX")
 def test_jobs_of_llama_stack_are_listed_and_followed_by_ogx_and_those_that_wait_train_there(tmp_path: Path) -> None:
     before = ReleaseStack(tmp_path, "0.3.5")
     before.start()
@@ -325,7 +327,7 @@ def test_jobs_of_llama_stack_are_listed_and_followed_by_ogx_and_those_that_wait_
             assert after.jobs() == ["done", "held", "waits"]
             assert after.status("done") == done
             assert trainer.is_running()
-            after.let_go("held")
+            after.release_job("held")
             assert after.wait("held", "completed")["resources_allocated"]["attempt"] == 1
             after.wait("waits", "completed")
             other = {**sft("done", rows), "model": str(tiny_model(tied=False))}

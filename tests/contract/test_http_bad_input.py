@@ -47,7 +47,7 @@ def kind(request: pytest.FixtureRequest) -> type[Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def server(kind: type[Server], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The server that is asked; of the service, every job has two ranks."""
+    """The server under test; of the service, every job has two ranks."""
     if kind is LlamaStack:
         stack: LlamaStack = request.getfixturevalue("stack")
         yield stack
@@ -108,12 +108,12 @@ def register_or_train(server: Server, dataset_id: str, source: Json, call: str =
     return server.post(call, (promised if call == DPO else sft)("refused", dataset_id))
 
 
-def assert_without(column: str, told: str) -> None:
+def assert_without(column: str, message: str) -> None:
     """A refusal shows what a row has: not this column, or its null. (What the service stores has no column that is not
     a number, and its reader of CSV files leaves out empty cells.)"""
-    found = told.partition("found the columns ")[2].partition(", expected for ")[0].split(", ")
+    found = message.partition("found the columns ")[2].partition(", expected for ")[0].split(", ")
     assert column not in found
-    assert {"prompt", "completion", "chosen", "rejected"}.intersection(found), told
+    assert {"prompt", "completion", "chosen", "rejected"}.intersection(found), message
 
 
 @pytest.mark.parametrize(
@@ -129,16 +129,16 @@ def test_an_empty_cell_of_a_csv_file_is_named_by_row_and_column(
     server: Server, call: str, text: str, row: int, column: str
 ) -> None:
     dataset = register_csv(server, f"csv-{row}-{column}", text)
-    told = refusal(server.post(call, (promised if call == DPO else sft)("refused", dataset)))
-    assert f"dataset '{dataset}', row {row}:" in told
-    assert_without(column, told)
+    message = refusal(server.post(call, (promised if call == DPO else sft)("refused", dataset)))
+    assert f"dataset '{dataset}', row {row}:" in message
+    assert_without(column, message)
 
 
 def test_a_nan_in_registered_rows_is_named_by_row_and_column(server: Server) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": float("nan")}]
-    told = refusal(register_or_train(server, "nan-row", {"type": "rows", "rows": rows}, SFT))
-    assert "row 1:" in told
-    assert_without("completion", told)
+    message = refusal(register_or_train(server, "nan-row", {"type": "rows", "rows": rows}, SFT))
+    assert "row 1:" in message
+    assert_without("completion", message)
 
 
 def test_a_csv_file_with_a_head_and_no_rows_is_an_empty_dataset(server: Server) -> None:
@@ -155,8 +155,8 @@ def test_a_file_that_is_no_csv_is_refused(server: Server, text: str) -> None:
 @pytest.mark.parametrize("uri", ["file:///no/such/rows.csv", "http://127.0.0.1:9/rows.csv"])
 def test_a_dataset_whose_file_cannot_be_read_is_refused_by_name(server: Server, uri: str) -> None:
     dataset = f"gone-{uri[:4]}"
-    told = refusal(register_or_train(server, dataset, {"type": "uri", "uri": uri}))
-    assert (uri if isinstance(server, TrainingService) else dataset) in told
+    message = refusal(register_or_train(server, dataset, {"type": "uri", "uri": uri}))
+    assert (uri if isinstance(server, TrainingService) else dataset) in message
 
 
 @pytest.mark.parametrize(
@@ -169,18 +169,18 @@ def test_a_dataset_whose_file_cannot_be_read_is_refused_by_name(server: Server, 
     ],
     ids=["numbers", "object", "nothing", "blank"],
 )
-def test_a_prompt_of_a_wrong_type_is_told_with_what_was_found(server: Server, prompt: Any, found: str) -> None:
+def test_a_prompt_of_a_wrong_type_is_refused_with_what_was_found(server: Server, prompt: Any, found: str) -> None:
     dataset = server.register(f"prompt-{len(found)}", [*QUESTIONS, {"prompt": prompt, "completion": "x"}])
-    told = refusal(server.post(SFT, sft("refused", dataset)))
-    assert f"row {len(QUESTIONS)}: {found}" in told
-    assert "expected" in told
+    message = refusal(server.post(SFT, sft("refused", dataset)))
+    assert f"row {len(QUESTIONS)}: {found}" in message
+    assert "expected" in message
 
 
 # Fields
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         ("training_config.n_epochs", "three", "valid integer"),
         ("training_config.n_epochs", 0, "greater than 0"),
@@ -193,8 +193,8 @@ def test_a_prompt_of_a_wrong_type_is_told_with_what_was_found(server: Server, pr
         ("job_uuid", 7, "valid string"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_told_with_its_path(
-    server: Server, pairs: str, path: str, value: Any, told: str
+def test_a_value_of_a_wrong_type_is_refused_with_its_path(
+    server: Server, pairs: str, path: str, value: Any, message: str
 ) -> None:
     body = promised("refused", pairs)
     *parents, name = path.split(".")
@@ -206,16 +206,18 @@ def test_a_value_of_a_wrong_type_is_told_with_its_path(
     if isinstance(server, TrainingService):
         sentence = refusal(answer)
         assert sentence.startswith(f"{path}={value!r}")
-        assert told in sentence
+        assert message in sentence
         return
     # Llama Stack's own way, before it asks us.
     assert answer.status_code == 400
     (error,) = answer.json()["error"]["detail"]["errors"]
     assert error["loc"] == ["body", *path.split(".")]
-    assert told in error["msg"]
+    assert message in error["msg"]
 
 
-def test_a_wrong_type_inside_algorithm_config_is_told_with_its_path(server: Server, pairs: str, questions: str) -> None:
+def test_a_wrong_type_inside_algorithm_config_is_refused_with_its_path(
+    server: Server, pairs: str, questions: str
+) -> None:
     beta = server.post(DPO, promised("refused", pairs) | {"algorithm_config": {"beta": "much"}})
     assert "algorithm_config.beta='much'" in refusal(beta)
     rank = server.post(SFT, sft("refused", questions, algorithm_config={"type": "LoRA", "rank": "many"}))
@@ -234,9 +236,9 @@ def test_an_option_of_a_wrong_type_is_refused_by_name(server: Server, pairs: str
 def test_a_job_uuid_that_cannot_name_a_directory_is_refused_and_not_found(
     server: Server, pairs: str, job_uuid: str
 ) -> None:
-    told = refusal(server.post(DPO, promised(job_uuid, pairs)))
-    assert "job_uuid=" in told
-    assert "use 1 to 128 letters" in told
+    message = refusal(server.post(DPO, promised(job_uuid, pairs)))
+    assert "job_uuid=" in message
+    assert "use 1 to 128 letters" in message
     assert "not found" in refusal(server.get("/post-training/job/status", job_uuid=job_uuid), 404)
     assert "not found" in refusal(server.cancel(job_uuid), 404)
 
@@ -271,7 +273,7 @@ def test_two_requests_that_arrive_ten_times_each_under_one_job_uuid_are_one_job(
     assert server.jobs().count("fought-for") == 1
 
 
-def test_prompts_that_are_numbers_are_read_as_text_and_the_job_says_so(at_once: Json) -> None:
+def test_prompts_that_are_numbers_are_read_as_text_and_the_job_reports_it(at_once: Json) -> None:
     (warning,) = at_once["resources_allocated"]["warnings"]
     assert "prompt" in warning
 
@@ -284,17 +286,17 @@ def test_a_checkpoint_dir_inside_another_jobs_directory_is_a_conflict(
     server: Server, pairs: str, at_once: Json, below: str
 ) -> None:
     answer = server.post(DPO, promised("inside", pairs) | {"checkpoint_dir": f"results/at-once{below}"})
-    told = refusal(answer, 409)
-    assert "in the way of job 'at-once'" in told
-    assert "choose another checkpoint_dir" in told
+    message = refusal(answer, 409)
+    assert "conflicts with job 'at-once'" in message
+    assert "choose another checkpoint_dir" in message
 
 
 def test_a_checkpoint_dir_that_leads_out_of_the_roots_is_refused(server: Server, pairs: str, tmp_path: Path) -> None:
     (server.data_dir / "way-out").symlink_to(tmp_path)
     for checkpoint_dir in ("way-out", "way-out/deeper", str(server.data_dir / "way-out"), "../up", "results/../../up"):
-        told = refusal(server.post(DPO, promised("refused", pairs) | {"checkpoint_dir": checkpoint_dir}))
-        assert f"checkpoint_dir={checkpoint_dir!r}" in told
-        assert "give a path relative to the data directory" in told
+        message = refusal(server.post(DPO, promised("refused", pairs) | {"checkpoint_dir": checkpoint_dir}))
+        assert f"checkpoint_dir={checkpoint_dir!r}" in message
+        assert "give a path relative to the data directory" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -506,7 +508,7 @@ def test_a_disk_that_fills_up_in_mid_checkpoint_fails_that_job_alone(other_serve
     assert steps == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "final"]
 
 
-def test_a_full_disk_found_between_two_checkpoints_is_told_before_anything_is_written(
+def test_a_full_disk_found_between_two_checkpoints_is_reported_before_anything_is_written(
     other_server: Server, disk: Path
 ) -> None:
     other_server.arm("step-3", "hold")
@@ -554,15 +556,15 @@ def test_rows_that_cannot_be_stored_are_refused_in_our_own_words_until_they_can(
     rows = [*QUESTIONS, {"prompt": "one row more", "completion": "than before"}]
     with mounted(other_server.data_dir / "datasets", "size=1m,ro"):
         answer = register_or_train(other_server, "unstored", {"type": "rows", "rows": rows}, SFT)
-        told = refusal(answer, 500)
-        assert "dataset 'unstored' cannot be stored" in told
-        assert "Read-only file system" in told
+        message = refusal(answer, 500)
+        assert "dataset 'unstored' cannot be stored" in message
+        assert "Read-only file system" in message
         assert "refused" not in other_server.jobs()
     assert other_server.submit(SFT, sft("stored", other_server.register("unstored", rows))) == "stored"
     assert other_server.cancel("stored").status_code == 200
 
 
-def test_a_server_says_why_it_cannot_start_on_a_read_only_data_directory(
+def test_a_server_reports_why_it_cannot_start_on_a_read_only_data_directory(
     kind: type[Server], read_only_disk: Path, tmp_path: Path
 ) -> None:
     # Llama Stack's own files lie elsewhere, or it would stumble before we do.

@@ -61,7 +61,7 @@ def submitted(stack: LlamaStack, tmp_path_factory: pytest.TempPathFactory) -> Su
     broken = _broken_copy(tmp_path_factory.mktemp("models") / "broken")
     failing = stack.submit(SFT, sft("failing", mixed, model=str(broken)))
     unwanted = stack.submit(DPO, promised("unwanted", pairs))
-    queued = poll(lambda: _waiting(stack.status(lora)), "the second job says what it waits for", timeout=20)
+    queued = poll(lambda: _waiting(stack.status(lora)), "the second job names what it waits for", timeout=20)
     assert queued is not None
     assert stack.cancel(unwanted).status_code == 200
     return Submitted(dpo, lora, failing, unwanted, queued, stack.status(unwanted))
@@ -82,7 +82,7 @@ def failed(stack: LlamaStack, submitted: Submitted) -> Json:
     return stack.wait(submitted.failing, "failed")
 
 
-def test_a_queued_job_is_scheduled_and_says_which_job_holds_the_device(submitted: Submitted) -> None:
+def test_a_queued_job_is_scheduled_and_reports_which_job_holds_the_device(submitted: Submitted) -> None:
     assert submitted.queued["status"] == "scheduled"
     assert submitted.queued["started_at"] is None
     assert submitted.queued["resources_allocated"]["detail"] == f"waiting for device cpu (held by job {submitted.dpo})"
@@ -124,7 +124,7 @@ def test_the_promised_checkpoint_dir_is_under_the_data_directory_and_the_job(sta
     assert parents == {stack.data_dir.resolve() / "results" / dpo["job_uuid"]}
 
 
-def test_status_tells_progress_effective_configuration_and_log(dpo: Json) -> None:
+def test_status_reports_progress_effective_configuration_and_log(dpo: Json) -> None:
     allocated = dpo["resources_allocated"]
     assert allocated["state"] == "completed"
     assert allocated["device"] == "cpu"
@@ -139,12 +139,12 @@ def test_status_tells_progress_effective_configuration_and_log(dpo: Json) -> Non
     assert progress["peak_memory_bytes"] > 0
 
 
-def test_the_effective_configuration_shows_what_was_asked_for_and_what_was_decided(dpo: Json) -> None:
+def test_the_effective_configuration_shows_what_was_requested_and_what_was_decided(dpo: Json) -> None:
     effective = dpo["resources_allocated"]["effective_config"]
     assert effective["model"] == str(tiny_model())
     assert effective["output_name"] == "my-dpo-model"
-    asked_for = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
-    assert asked_for.items() <= effective["dpo"].items()
+    requested = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
+    assert requested.items() <= effective["dpo"].items()
     assert effective["max_steps_per_epoch"] == 100
     assert effective["optimizer"]["learning_rate"] == 5e-5
     assert effective["dataset"]["num_rows"] == len(PAIRS)
@@ -228,7 +228,7 @@ def test_lora_checkpoints_are_adapters_and_merged_is_the_whole_model(lora: Json)
     _load(adapters)
 
 
-def test_a_failed_job_says_why_what_to_do_and_where_the_log_is(failed: Json) -> None:
+def test_a_failed_job_reports_why_what_to_do_and_where_the_log_is(failed: Json) -> None:
     error = failed["resources_allocated"]["error"]
     assert error["reason"] == "invalid_model"
     assert "broken" in error["message"]
@@ -246,17 +246,17 @@ def test_a_running_job_is_cancelled_within_seconds_and_keeps_its_checkpoints(sta
     assert before["status"] == "in_progress"
     assert stack.processes(job), "the job's processes cannot be found by their marks"
 
-    asked = time.monotonic()
+    requested = time.monotonic()
     assert stack.cancel(job).status_code == 200
     poll(lambda: not stack.processes(job), "the job's processes are gone", timeout=5)
     after = stack.wait(job, "cancelled", timeout=5)
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - requested < 5
 
     assert after["completed_at"] is not None
     assert after["resources_allocated"]["error"] is None
     assert after["checkpoints"][: len(before["checkpoints"])] == before["checkpoints"]
     _load(_paths([after["checkpoints"][0], after["checkpoints"][-1]]))
-    assert stack.cancel(job).status_code == 200  # asked again, it is what was asked for
+    assert stack.cancel(job).status_code == 200  # a repeated request succeeds too
     assert stack.status(job) == after
 
 

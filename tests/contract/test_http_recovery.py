@@ -87,7 +87,9 @@ def test_of_two_workers_that_were_killed_one_supervises_again_and_the_other_foll
         _assert_worked_off(stack, jobs, undisturbed)
 
 
-def test_llama_stack_dies_between_any_two_acts_of_its_supervisor(victim: CrashingStack, undisturbed: Outcome) -> None:
+def test_llama_stack_dies_between_any_two_actions_of_its_supervisor(
+    victim: CrashingStack, undisturbed: Outcome
+) -> None:
     acts = STARTING | CONCLUDING
     for point in acts:
         victim.arm(point, "kill")
@@ -120,7 +122,7 @@ def test_a_cancel_is_carried_out_although_llama_stack_dies_right_after_it_and_ag
     cancel_and_kill(victim, victim.train("cancelled"))
 
 
-def test_a_cancel_of_which_the_supervisor_has_not_heard_is_carried_out_after_a_kill(victim: CrashingStack) -> None:
+def test_a_cancel_that_the_supervisor_has_not_read_is_carried_out_after_a_kill(victim: CrashingStack) -> None:
     victim.arm(victim.second_save, "hold")
     job = victim.train("cancelled-unheard")
     victim.wait_taken(victim.second_save)
@@ -133,7 +135,7 @@ def test_a_cancel_of_which_the_supervisor_has_not_heard_is_carried_out_after_a_k
     assert_cancelled(victim, job)
 
 
-def test_a_job_that_was_told_to_pause_pauses_after_a_kill_and_goes_on_as_if_nothing_had_happened(
+def test_a_job_with_an_order_to_pause_pauses_after_a_kill_and_continues_as_if_nothing_had_happened(
     victim: CrashingStack, undisturbed: Outcome
 ) -> None:
     victim.arm(victim.between, "hold")
@@ -144,7 +146,7 @@ def test_a_job_that_was_told_to_pause_pauses_after_a_kill_and_goes_on_as_if_noth
     assert_as_undisturbed(victim, job, undisturbed, paused_at)
 
 
-def test_a_job_waits_for_a_device_that_another_llama_stack_holds_and_says_so_before_and_after_a_kill(
+def test_a_job_waits_for_a_device_that_another_llama_stack_holds_and_reports_it_before_and_after_a_kill(
     victim: CrashingStack, tmp_path: Path, undisturbed: Outcome
 ) -> None:
     (tmp_path / "locks").symlink_to(victim.root / "locks")  # the second server's TRL_LOCK_DIR is the first one's
@@ -193,7 +195,7 @@ def _train_at_any_worker(stack: CrashingStack, job: str) -> str:
 
 
 def _assert_worked_off(stack: CrashingStack, jobs: list[str], expected: Outcome) -> None:
-    """The jobs complete one after the other; nothing is asked of the server before they have."""
+    """The jobs complete one after the other; no request is sent to the server before they have."""
     for job in jobs:
         ended = stack.reach(job, JobState.completed, JobState.failed)
         assert ended.state is JobState.completed, ended.message
@@ -206,11 +208,11 @@ def _assert_worked_off(stack: CrashingStack, jobs: list[str], expected: Outcome)
 
 
 def _wait_for_detail(stack: CrashingStack, job: str, text: str) -> Json:
-    def look() -> Json | None:
+    def probe() -> Json | None:
         status = stack.status(job)
         return status if text in status["resources_allocated"]["detail"] else None
 
-    status = poll(look, f"the status of {job} says {text!r}", timeout=20)
+    status = poll(probe, f"the status of {job} reports {text!r}", timeout=20)
     assert status is not None
     return status
 

@@ -109,7 +109,7 @@ def test_a_number_too_large_for_a_float_is_refused_and_breaks_nothing(stack: Lla
 
 @pytest.mark.parametrize("field", ["model", "checkpoint_dir"])
 @pytest.mark.parametrize("path", ["~no-such-user/x", "/" + "x" * 5000, "nul\0character"], ids=["user", "long", "nul"])
-def test_a_path_that_the_system_cannot_look_at_is_refused_by_field(
+def test_a_path_that_the_system_cannot_read_is_refused_by_field(
     stack: LlamaStack, pairs: str, field: str, path: str
 ) -> None:
     assert refusal(stack.post(DPO, promised("refused", pairs) | {field: path})).startswith(f"Invalid value: {field}=")

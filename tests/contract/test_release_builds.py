@@ -17,7 +17,9 @@ from tests.tiny import REPOSITORY
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-ASKED = [name for name in os.environ.get("TRL_RELEASES", "").split() if name in SURFACES and not name.startswith("0.2")]
+RELEASES = [
+    name for name in os.environ.get("TRL_RELEASES", "").split() if name in SURFACES and not name.startswith("0.2")
+]
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -30,7 +32,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("release", ASKED)
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("build", "run"), [("build.yaml", "run.yaml"), ("build_fsdp.yaml", "run_fsdp.yaml")])
 def test_list_deps_ends_in_an_environment_that_starts(
     release: str, build: str, run: str, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,7 @@
 """Both providers on every Llama Stack release that has post-training, each a real server of it, from the shipped files.
 
 What trains is played by tests/fake_trainer.py, but for one job on releases whose name stands in `TRAINED`.
-`TRL_RELEASES` says which releases (scripts/test-matrix.sh sets it); CI runs 0.3.5, which needs no second environment,
+`TRL_RELEASES` names the releases (scripts/test-matrix.sh sets it); CI runs 0.3.5, which needs no second environment,
 and the newest.
 """
 
@@ -27,7 +27,7 @@ from tests.tiny import tiny_model
 # Making a release's environment takes a minute, once.
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-ASKED = os.environ.get("TRL_RELEASES", "0.3.5 0.6.1").split()
+RELEASES = os.environ.get("TRL_RELEASES", "0.3.5 0.6.1").split()
 # Under 0.3.5 most other contract tests train.
 TRAINED = ("0.2.23", "0.3.5", "0.6.1") if "TRL_RELEASES" in os.environ else ("0.6.1",)
 CLIENT = Path(__file__).with_name("release_client.py")
@@ -44,7 +44,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[TrainingServi
 
 @pytest.fixture(
     scope="module",
-    params=[f"{release}-{kind}" for release in ASKED for kind in ("inline", "remote") if release in NATIVE],
+    params=[f"{release}-{kind}" for release in RELEASES for kind in ("inline", "remote") if release in NATIVE],
 )
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ReleaseStack]:
     release, _, kind = request.param.partition("-")
@@ -77,7 +77,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert done["scheduled_at"] <= done["started_at"] <= done["completed_at"]
     used = effective(stack, job)
     assert (used["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
-    assert used["max_steps_per_epoch"] is None, "one step per epoch, which 0.6 fills in, is nothing that was asked for"
+    assert used["max_steps_per_epoch"] is None, "one step per epoch, which 0.6 fills in, is nothing that was requested"
     assert job in stack.jobs()
     artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
     assert artifacts == {"job_uuid": job, "checkpoints": done["checkpoints"]}
@@ -99,8 +99,10 @@ def test_the_promised_payload(stack: ReleaseStack) -> None:
     body = promised(named(stack, "promised"), "pairs")
     answer = stack.post(DPO, body)
     if not stack.surface.lenient:
-        said = sentence(answer)
-        assert all(name in said for name in ("beta", "data_format", "hyperparam_search_config", "logger_config")), said
+        message = sentence(answer)
+        assert all(name in message for name in ("beta", "data_format", "hyperparam_search_config", "logger_config")), (
+            message
+        )
         return
     assert answer.status_code == 200, answer.text
     stack.wait(body["job_uuid"], "completed")
@@ -170,11 +172,11 @@ def test_rows_that_cannot_be_stored_are_an_error_with_its_text(stack: ReleaseSta
     aside = datasets.rename(stack.root / "aside")
     datasets.touch()
     try:
-        said = sentence(stack.post(SFT, sft(named(stack, "unstored"), "unstored")), stack.surface.broken)
+        message = sentence(stack.post(SFT, sft(named(stack, "unstored"), "unstored")), stack.surface.broken)
     finally:
         datasets.unlink()
         aside.rename(datasets)
-    assert "dataset 'unstored' cannot be stored: " in said
+    assert "dataset 'unstored' cannot be stored: " in message
     assert named(stack, "unstored") not in stack.jobs()
 
 
@@ -191,7 +193,7 @@ def test_client(stack: ReleaseStack) -> None:
     """The release's own llama-stack-client, as far as it can: from 0.6 on it asks for a job's status where there is
     none any more."""
     surface = stack.surface
-    asked = {
+    requested = {
         "url": stack.url,
         "model": str(tiny_model()),
         "name": named(stack, "client"),
@@ -202,14 +204,14 @@ def test_client(stack: ReleaseStack) -> None:
         "job_calls": not surface.job_in_path,
     }
     done = subprocess.run(
-        [stack.python, CLIENT], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
+        [stack.python, CLIENT], input=json.dumps(requested), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 7
-    if not asked["job_calls"]:
-        assert stack.cancel(asked["name"]).status_code == 200
-    stack.wait(asked["name"], "cancelled")
-    stack.wait(asked["dpo"]["job_uuid"], "completed")
+    if not requested["job_calls"]:
+        assert stack.cancel(requested["name"]).status_code == 200
+    stack.wait(requested["name"], "cancelled")
+    stack.wait(requested["dpo"]["job_uuid"], "completed")
 
 
 def test_a_service_that_is_down_is_named(stack: ReleaseStack) -> None:
@@ -254,14 +256,14 @@ def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
     assert not tuned[name].equal(base[name])
 
 
-@pytest.mark.parametrize("release", [release for release in ASKED if release in NATIVE])
+@pytest.mark.parametrize("release", [release for release in RELEASES if release in NATIVE])
 def test_an_interpreter_that_cannot_train_is_named_at_the_start(release: str, tmp_path: Path) -> None:
     stack = ReleaseStack(tmp_path, release)
     stack.environ["TRL_TRAIN_PYTHON"] = "/nowhere/python"
     with pytest.raises(AssertionError, match="ended by itself"):
         stack.start()
-    said = "train_python='/nowhere/python' is not supported: /nowhere/python cannot be started"
-    assert said in " ".join(stack.log.read_text().split())
+    message = "train_python='/nowhere/python' is not supported: /nowhere/python cannot be started"
+    assert message in " ".join(stack.log.read_text().split())
 
 
 def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
@@ -269,7 +271,7 @@ def test_every_job_is_listed_once(stack: ReleaseStack) -> None:
     assert len(jobs) == len({*jobs}) > 0
 
 
-@pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
+@pytest.mark.skipif(not {"0.3.5", "0.6.1"} <= {*RELEASES}, reason="TRL_RELEASES leaves out one of both")
 def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directory(tmp_path: Path) -> None:
     with serving(ReleaseStack(tmp_path, "0.3.5")) as before:
         before.register("rows", QUESTIONS)
@@ -295,8 +297,8 @@ def test_jobs_of_0_3_5_are_listed_and_followed_by_0_6_1_on_the_same_data_directo
         before.start()
 
 
-@pytest.mark.skipif(not {"0.2.23", "0.6.1"} <= {*ASKED}, reason="TRL_RELEASES leaves out one of both")
-def test_jobs_of_0_2_are_listed_by_0_6_1_and_its_datasets_must_be_registered_anew(tmp_path: Path) -> None:
+@pytest.mark.skipif(not {"0.2.23", "0.6.1"} <= {*RELEASES}, reason="TRL_RELEASES leaves out one of both")
+def test_jobs_of_0_2_are_listed_by_0_6_1_and_its_datasets_must_be_registered_again(tmp_path: Path) -> None:
     with serving(ReleaseStack(tmp_path, "0.2.23")) as before:
         before.register("rows", QUESTIONS)
         done = before.wait(before.submit(SFT, sft("done", "rows")), "completed")

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.contract
 SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
 
 
-def test_a_worker_is_told_what_it_lacks_in_one_sentence() -> None:
+def test_a_worker_reports_what_it_lacks_in_one_sentence() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("TRL_", "MASTER_"))}
-    for environ, status, said in (
+    for environ, status, message in (
         ({"NODE_RANK": "abc"}, 2, "NODE_RANK='abc' is not a number"),
         ({"NODE_RANK": "-1"}, 2, "NODE_RANK='-1' is not a number"),
         ({}, 2, "set MASTER_ADDR to the address of the machine that runs the service"),
@@ -31,10 +31,10 @@ def test_a_worker_is_told_what_it_lacks_in_one_sentence() -> None:
         done = subprocess.run([SCRIPT], capture_output=True, text=True, env={**plain, "NODE_RANK": "1", **environ})
         assert done.returncode == status
         assert done.stderr.count("\n") == 1
-        assert said in done.stderr
+        assert message in done.stderr
 
 
-def test_the_script_serves_in_the_foreground_until_it_is_told_to_stop(
+def test_the_script_serves_in_the_foreground_until_it_receives_a_signal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a configuration named relative to where the user stands."""
@@ -51,7 +51,9 @@ def test_the_script_serves_in_the_foreground_until_it_is_told_to_stop(
             [SCRIPT, "--port", "0"], stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, env=environ
         )
     try:
-        found = poll(lambda: re.search(r"address +(\S+)", log.read_text()), "the service says its address", timeout=60)
+        found = poll(
+            lambda: re.search(r"address +(\S+)", log.read_text()), "the service prints its address", timeout=60
+        )
         assert found is not None
         assert f"config  {tmp_path}/mine.yaml" in log.read_text()
         assert main(["nodes", "--url", found[1]]) == 0

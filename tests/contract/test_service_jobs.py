@@ -52,7 +52,7 @@ def client(service: TrainingService) -> LlamaStackClient:
 
 @pytest.fixture(scope="module")
 def queue(service: TrainingService, dpo: Json) -> Iterator[list[str]]:
-    """Three jobs that are held back, while somebody else has the device."""
+    """Three jobs that are held back, while another job has the device."""
     jobs = [f"held-{number}" for number in range(3)]
     device = FileLock(service.root / "locks" / "cpu.lock")
     poll(lambda: device.acquire("a test"), "the device is free", timeout=20)
@@ -75,8 +75,8 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
     for checkpoint in dpo["checkpoints"]:
         AutoModelForCausalLM.from_pretrained(checkpoint["path"])
     effective = dpo["resources_allocated"]["effective_config"]
-    asked_for = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
-    assert asked_for.items() <= effective["dpo"].items()
+    requested = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
+    assert requested.items() <= effective["dpo"].items()
     assert effective["dataset"]["num_rows"] == len(PAIRS)
 
 
@@ -156,7 +156,7 @@ def test_a_stream_of_an_ended_job_brings_every_event_and_ends(service: TrainingS
     assert rest.text.count("id: ") == 1
 
 
-def test_metrics_hold_every_step_and_can_be_asked_for_from_one_on(service: TrainingService, dpo: Json) -> None:
+def test_metrics_hold_every_step_and_can_be_requested_from_one_on(service: TrainingService, dpo: Json) -> None:
     points = service.get(f"{JOBS}/promised/metrics").json()["data"]
     assert [(point["kind"], point["step"]) for point in points] == [("train", step) for step in range(1, 7)]
     assert all(point["metrics"]["loss"] > 0 for point in points)
@@ -298,7 +298,7 @@ def test_the_service_stays_small(service: TrainingService, dpo: Json) -> None:
     assert "libtorch" not in maps
 
 
-def test_a_deleted_job_is_forgotten_with_its_files(service: TrainingService, dpo: Json) -> None:
+def test_a_job_is_deleted_with_its_files(service: TrainingService, dpo: Json) -> None:
     final = Path(dpo["checkpoints"][-1]["path"])
     assert record(final.parent).exists()
     assert service.delete(f"{JOBS}/promised", checkpoints=True).status_code == 204

@@ -1,4 +1,4 @@
-"""Worker nodes on the training service: what their agents say and are told, with agents that run nothing."""
+"""Worker nodes on the training service: the reports and orders of their agents, with agents that run nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def agent(service: TrainingService, name: str, number: int, **report: Any) -> Fa
 
 
 def forget(service: TrainingService, one: FakeAgent) -> None:
-    """Whatever it was told is over."""
+    """Every order that it received is done."""
     for job in service.get("/nodes").json()["data"]:
         for name in job["jobs"].values() if job["node"] == one.name else ():
             service.post(f"{JOBS}/{name}/cancel")
@@ -129,9 +129,9 @@ def test_a_job_goes_to_a_worker_and_comes_back_with_all_that_it_made(
         Finished(step=4),
     )
     assert a.send_events("alone-1", len(events), rest).ok
-    a.say("alone-1", "run", "working", observation=exited(0))
+    a.report_task("alone-1", "run", "working", observation=exited(0))
     assert service.state("alone") == "in_progress"  # something may still come
-    a.say("alone-1", "run", observation=exited(0), shipped=True)
+    a.report_task("alone-1", "run", observation=exited(0), shipped=True)
     status = service.wait_state("alone", "completed")
     assert status["resources_allocated"]["device"] == "a/cpu"
     assert [Path(c["path"]).name for c in status["checkpoints"]] == ["checkpoint-2", "final"]
@@ -140,19 +140,19 @@ def test_a_job_goes_to_a_worker_and_comes_back_with_all_that_it_made(
     refusal(a.send_events("alone-1", len(events) + len(rest), lines(STARTED)), 410)
     node = service.get("/nodes").json()["data"][1]
     assert (node["node"], node["jobs"], node["state"]) == ("a", {"cpu": "alone"}, "open")
-    a.say("alone-1", "stop")
+    a.report_task("alone-1", "stop")
     assert service.get("/nodes").json()["data"][1]["jobs"] == {}
 
 
-def test_two_nodes_move_on_together_and_hear_of_each_other(service: TrainingService, agents: list[FakeAgent]) -> None:
+def test_two_nodes_move_on_together_and_learn_of_each_other(service: TrainingService, agents: list[FakeAgent]) -> None:
     a, b = agents
     submit(service, "pair", nodes=2)
     assert [one.wait_for("pair-1", "prepare")["node_rank"] for one in agents] == [0, 1]
-    a.say("pair-1", "prepare", port=29501)
-    b.say("pair-1", "prepare", "working", detail="fetches rows")
+    a.report_task("pair-1", "prepare", port=29501)
+    b.report_task("pair-1", "prepare", "working", detail="fetches rows")
     assert a.orders[0]["stage"] == "prepare"
-    poll(lambda: "b: fetches rows" in detail(service, "pair"), "the job says what it waits for", timeout=20)
-    b.say("pair-1", "prepare", port=29502)
+    poll(lambda: "b: fetches rows" in detail(service, "pair"), "the job reports what it waits for", timeout=20)
+    b.report_task("pair-1", "prepare", port=29502)
     at_a, at_b = (
         {"node": "a", "address": "10.0.0.2", "port": 29501},
         {"node": "b", "address": "10.0.0.3", "port": 29502},
@@ -162,10 +162,10 @@ def test_two_nodes_move_on_together_and_hear_of_each_other(service: TrainingServ
     order = b.wait_for("pair-1", "probe")
     assert (order["master"], order["peers"], order["spec"]["world_size"]) == (at_a, [at_a], 2)
     sentence = "node b cannot reach node a at 10.0.0.2 port 29501: open TCP ports 29500-29599"
-    b.say("pair-1", "probe", "failed", error=sentence)
+    b.report_task("pair-1", "probe", "failed", error=sentence)
     for one in agents:
         assert one.wait_for("pair-1", "stop")
-        one.say("pair-1", "stop")
+        one.report_task("pair-1", "stop")
     error = service.wait_state("pair", "failed")["resources_allocated"]["error"]
     assert error["reason"] == "launch_failed"
     assert sentence in error["message"]
@@ -219,7 +219,7 @@ def test_tokens_open_what_their_role_needs_and_no_more(service: TrainingService,
         ({"devices": []}, 400, "devices"),
     ],
 )
-def test_a_machine_that_cannot_run_head_agent_is_told_why(
+def test_a_machine_that_cannot_run_head_agent_is_answered_with_the_reason(
     service: TrainingService, agents: list[FakeAgent], changes: Json, status: int, expected: str
 ) -> None:
     report = {**agents[0].report, "name": "c", "machine_id": "c", **changes}
@@ -234,7 +234,7 @@ def test_the_same_version_of_torch_may_be_built_for_another_device(
     assert agents[0].join().ok
 
 
-def test_who_is_not_known_or_started_anew_is_told_to_join(service: TrainingService, agents: list[FakeAgent]) -> None:
+def test_an_unknown_or_restarted_node_is_ordered_to_join(service: TrainingService, agents: list[FakeAgent]) -> None:
     agents[0].boot_id = "another"
     assert "join again" in refusal(agents[0].poll(), 409)
     agents[0].boot_id = agents[0].report["boot_id"]
@@ -242,7 +242,7 @@ def test_who_is_not_known_or_started_anew_is_told_to_join(service: TrainingServi
     assert "join first" in refusal(stranger.poll(), 404)
 
 
-def test_what_comes_twice_or_out_of_order_is_answered_with_where_to_go_on(
+def test_repeated_or_unordered_uploads_are_answered_with_the_offset(
     service: TrainingService, agents: list[FakeAgent], tmp_path: Path
 ) -> None:
     a, b = agents
@@ -314,15 +314,15 @@ def test_an_event_counts_only_if_it_is_one_and_its_checkpoint_is_in_place(
     assert a.send_events("honest-1", 0, events).ok
     ours = service.data_dir.resolve() / "checkpoints" / "honest"
     precious = checkpoint(tmp_path)
-    for path, kind, said in (
+    for path, kind, message in (
         (precious, "step", "a checkpoint of this job lies in"),
         (ours / ".." / "other" / "checkpoint-2", "step", "a checkpoint of this job lies in"),
         (ours / "checkpoint-2", "final", "a checkpoint of the kind final has another name"),
-        (ours / "checkpoint-2", "step", "bring its files before its event"),
+        (ours / "checkpoint-2", "step", "upload its files before its event"),
     ):
         event = CheckpointSaved(kind=kind, step=2, epoch=1, path=path, train_loss=2.0)  # type: ignore[arg-type]
-        assert said in refusal(a.send_events("honest-1", len(events), lines(event)))
-    assert "it is no event" in refusal(a.send_events("honest-1", len(events), b'{"type": "finished"}\n'))
+        assert message in refusal(a.send_events("honest-1", len(events), lines(event)))
+    assert "expected an event" in refusal(a.send_events("honest-1", len(events), b'{"type": "finished"}\n'))
     assert service.status("honest")["checkpoints"] == []
     for wrong in ({"observation": {"state": "asleep"}}, {"failed": {"type": "failed"}}):
         a.reports["honest-1"] = {"task_id": "honest-1", "stage": "run", "progress": "working", **wrong}
@@ -330,22 +330,22 @@ def test_an_event_counts_only_if_it_is_one_and_its_checkpoint_is_in_place(
     a.reports.clear()
 
 
-def test_a_checkpoint_that_is_announced_anew_has_nothing_of_the_one_before(
+def test_a_checkpoint_that_is_announced_again_has_nothing_of_the_one_before(
     service: TrainingService, agents: list[FakeAgent], tmp_path: Path
 ) -> None:
     a, _ = agents
-    submit(service, "anew", nodes=1)
-    a.run("anew-1")
+    submit(service, "again", nodes=1)
+    a.run("again-1")
     first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2")
     (first / "extra.txt").write_text("of the first")
     (second / "model.safetensors").write_bytes(b"z" * 1000)  # of the same size
     for one in (first, second):
         (one / "manifest.json").unlink()
         write_manifest(one)
-    for name in a.ask("anew-1", first).json()["missing"][:-1]:
-        assert a.send_file("anew-1", first, name).ok
-    assert len(a.ask("anew-1", second).json()["missing"]) == 3
-    place = a.ship("anew-1", second)
+    for name in a.ask("again-1", first).json()["missing"][:-1]:
+        assert a.send_file("again-1", first, name).ok
+    assert len(a.ask("again-1", second).json()["missing"]) == 3
+    place = a.ship("again-1", second)
     assert (place / "model.safetensors").read_bytes() == b"z" * 1000
     assert not (place / "extra.txt").exists()
 
@@ -381,13 +381,13 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
     assert "it is the service's own machine" in refusal(own.join(), 409)
     assert "cordon or drain it" in refusal(service.delete("/nodes/head"), 409)
     with ThreadPoolExecutor(1) as waiting:
-        asked = waiting.submit(a.poll)  # nothing is new: it waits for its answer
+        requested = waiting.submit(a.poll)  # nothing is new: it waits for its answer
         until_it_waits = time.monotonic() + 0.5
         while time.monotonic() < until_it_waits:
-            assert not asked.done()
+            assert not requested.done()
             time.sleep(0.05)
         assert service.delete("/nodes/a").status_code == 204
-        assert "was removed" in refusal(asked.result(10), 410)
+        assert "was removed" in refusal(requested.result(10), 410)
     assert "was removed" in refusal(a.poll(), 410)
     a.credential = None  # it is started again
     assert a.join().ok
@@ -405,7 +405,7 @@ def test_a_drained_node_hands_its_job_on_and_can_be_removed(service: TrainingSer
     assert service.post("/nodes/a/drain").status_code == 204
     a.wait_for("moved-1", "pause")
     assert a.send_events("moved-1", len(lines(STARTED, PREPARED)), lines(Paused(step=1))).ok
-    a.say("moved-1", "pause", observation=exited(0), shipped=True)
+    a.report_task("moved-1", "pause", observation=exited(0), shipped=True)
     b.wait_for("moved-2", "prepare")
     a.wait_for("moved-1", "stop")
     a.forget("moved-1")
@@ -420,12 +420,12 @@ def test_a_restart_of_the_service_changes_nothing_for_its_nodes(
     a, b = agents
     submit(service, "kept", nodes=2)
     for one in agents:
-        one.say("kept-1", one.wait_for("kept-1", "prepare")["stage"], port=29500)
+        one.report_task("kept-1", one.wait_for("kept-1", "prepare")["stage"], port=29500)
     for one in agents:
-        one.say("kept-1", one.wait_for("kept-1", "probe")["stage"])
+        one.report_task("kept-1", one.wait_for("kept-1", "probe")["stage"])
     for one in agents:
         one.wait_for("kept-1", "run")
-        one.say("kept-1", "run", "working", observation=running_now())
+        one.report_task("kept-1", "run", "working", observation=running_now())
     assert a.send_events("kept-1", 0, lines(STARTED, PREPARED)).ok
     service.kill()
     service.start()
@@ -435,6 +435,6 @@ def test_a_restart_of_the_service_changes_nothing_for_its_nodes(
         assert [(order["task_id"], order["stage"]) for order in one.orders] == [("kept-1", "run")]
     size = len(lines(STARTED, PREPARED))
     assert a.send_events("kept-1", size, lines(Finished(step=4))).ok
-    b.say("kept-1", "run", observation=exited(0), shipped=True)
-    a.say("kept-1", "run", observation=exited(0), shipped=True)
+    b.report_task("kept-1", "run", observation=exited(0), shipped=True)
+    a.report_task("kept-1", "run", observation=exited(0), shipped=True)
     assert service.wait_state("kept", "completed")["resources_allocated"]["device"] == "a/cpu,b/cpu"

@@ -28,16 +28,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
         yield service
 
 
-def asked(service: TrainingService, body: Json, **more: str) -> Json:
+def requested(service: TrainingService, body: Json, **more: str) -> Json:
     # Longer than any other call takes: on a busy machine it waits for its turn like a job.
     answer = service.session.post(f"{service.url}/v1alpha{PREFLIGHT}", json={**body, **more}, timeout=240)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
-def test_it_says_what_the_job_then_does_and_queues_nothing(service: TrainingService) -> None:
+def test_it_reports_what_the_job_then_does_and_queues_nothing(service: TrainingService) -> None:
     body = sft("checked", "questions")
-    found = asked(service, body)
+    found = requested(service, body)
     assert found["fits"], found["message"]
     assert service.get(JOBS).json()["data"] == []
     assert not list((service.data_dir / "preflights").iterdir())
@@ -75,7 +75,7 @@ def test_the_command_line_prints_it(service: TrainingService, tmp_path: Path) ->
 def test_where_it_does_not_fit_the_nearest_is_named_and_the_time_is_bounded(tmp_path: Path) -> None:
     with running_service(tmp_path, device_memory_gb=0.5) as service:
         service.register("questions", QUESTIONS)
-        found = asked(service, sft("large", "questions"))
+        found = requested(service, sft("large", "questions"))
         assert not found["fits"]
         assert "does not fit in 0.50 GiB" in found["message"]
     service.configure(preflight_timeout=0.2)

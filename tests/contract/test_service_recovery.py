@@ -1,5 +1,4 @@
-"""Jobs of two ranks on the service: whoever is killed, in whatever state, however crowded the machine, they end as if
-left alone."""
+"""Jobs of two ranks on the service end alike, whichever process is killed, in whatever state, on a crowded machine."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ class Two(NamedTuple):
     tasks: list[Path]
     """Run directories of all processes at that moment."""
     listening: list[int]
-    """Ports of the range at which somebody listened then."""
+    """Ports of the range that had a listener then."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def idle(service: CrashingService) -> CrashingService:
     return service
 
 
-def test_of_two_jobs_posted_at_once_the_second_waits_and_says_for_whom(
+def test_of_two_jobs_posted_at_once_the_second_waits_and_names_the_first(
     service: TrainingService, two: Two, ports: range
 ) -> None:
     home = service.data_dir.resolve() / "jobs"
@@ -128,7 +127,7 @@ def test_of_two_jobs_posted_at_once_the_second_waits_and_says_for_whom(
     assert two.listening == [ports.start]
 
 
-def test_the_promised_payload_trains_on_two_ranks_and_its_record_says_how_it_was_sharded(undisturbed: Json) -> None:
+def test_the_promised_payload_trains_on_two_ranks_and_its_record_reports_how_it_was_sharded(undisturbed: Json) -> None:
     from transformers import AutoModelForCausalLM
 
     steps = [Path(checkpoint["path"]).name for checkpoint in undisturbed["checkpoints"]]
@@ -234,7 +233,9 @@ def test_a_job_ends_as_if_left_alone_although_the_service_is_killed_in_every_sta
 
 def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: CrashingService, ports: range) -> None:
     service = idle
-    told = f"every port from {ports.start} to {ports.stop - 1} is in use; set master_port to the first of 100 free ones"
+    reported_text = (
+        f"every port from {ports.start} to {ports.stop - 1} is in use; set master_port to the first of 100 free ones"
+    )
     spare = ports[57]
     with all_taken(ports) as listeners:
         impatient = service.submit(DPO, one_epoch("impatient"), provider_options={"retries": 0})
@@ -245,14 +246,14 @@ def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle:
         service.wait(patient, "completed", timeout=SECONDS)
     error = failed["resources_allocated"]["error"]
     assert error["reason"] == "launch_failed"
-    assert told in error["message"]
+    assert reported_text in error["message"]
     assert waiting is not None
     assert waiting["status"] == "scheduled"
     resources = waiting["resources_allocated"]
     assert resources["detail"].startswith("attempt 1 ended (launch_failed); the next one starts in 10 s: ")
-    assert told in resources["detail"]
+    assert reported_text in resources["detail"]
     assert "the ports from master_port on" in error["message"]
-    assert told in resources["attempts"][0]["message"]
+    assert reported_text in resources["attempts"][0]["message"]
     assert master_port(service.data_dir / "jobs" / patient / "attempts" / "2") == spare
     assert_clean(service.data_dir)
 
@@ -270,15 +271,15 @@ def test_an_inline_provider_and_the_service_never_train_on_one_device_together(
         service.wait_taken("step-1", timeout=SECONDS)
         stack.arm("step-1", "hold")
         second = stack.submit(DPO, one_epoch("inline-second"))
-        said = wait_for_holder(stack, second, f"task {first}-1 ")
-        assert str(service.data_dir.resolve()) in said
+        reported = wait_for_holder(stack, second, f"task {first}-1 ")
+        assert str(service.data_dir.resolve()) in reported
         assert only_its_runner_lives(stack, second)
         service.go("step-1")
         stack.wait_taken("step-1")
 
         third = service.submit(DPO, one_epoch("service-third"), provider_options={"nproc_per_node": 1})
-        said = wait_for_holder(service, third, f"task {second}-1 ")
-        assert str(stack.data_dir.resolve()) in said
+        reported = wait_for_holder(service, third, f"task {second}-1 ")
+        assert str(stack.data_dir.resolve()) in reported
         assert only_its_runner_lives(service, third)
         stack.go("step-1")
         ended = [service.wait(first, "completed"), stack.wait(second, "completed"), service.wait(third, "completed")]
@@ -294,13 +295,13 @@ def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: CrashingSer
     source = {"type": "uri", "uri": str(service.files / "pairs.jsonl")}
     assert service.post("/datasets", {"dataset_id": "file", "source": source}).ok
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(service.post, DPO, promised("never-queued", "file"))
+        requested = threads.submit(service.post, DPO, promised("never-queued", "file"))
         half_read = ".incoming-*/.rows-*"
         poll(lambda: [*(service.data_dir / "datasets").glob(half_read)], "it is read", timeout=20, pause=0.005)
         (reader,) = psutil.Process(service.pid).children()
         reader.suspend()  # or it would end by itself
         service.kill()
-        assert isinstance(asked.exception(20), requests.ConnectionError)
+        assert isinstance(requested.exception(20), requests.ConnectionError)
     gone, left = psutil.wait_procs([reader], timeout=10)
     for survivor in left:
         survivor.kill()
@@ -313,7 +314,7 @@ def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: CrashingSer
 def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On four GPUs that nobody needs to have: what would train there is a shell that sleeps."""
+    """On four GPUs that need not exist: what would train there is a shell that sleeps."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     ports = free_range()
     python = tmp_path / "python"
@@ -338,9 +339,9 @@ def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
         assert Counter(held.values()) == Counter({spec["job_uuid"]: 2 for spec in specs})
         shown = ", ".join(f"{device} (held by job {held[device]})" for device in sorted(held))
         expected = f"waiting for 2 devices; held: {shown}"
-        # The first of the two may have been placed a look of the supervisor earlier.
+        # The first of the two may have been placed a poll of the supervisor earlier.
         poll(lambda: service.status(waiting)["resources_allocated"]["detail"] == expected, expected, timeout=20)
-        # Nobody listens at their ports yet: a service that was killed must know them all the same.
+        # Their ports have no listener yet: a service that was killed must know them all the same.
         service.kill()
         service.start()
         (second,) = (
@@ -397,7 +398,7 @@ def runner_status(paths: RunDir) -> RunnerStatus:
 
 
 def rank_1(paths: RunDir) -> ProcessId:
-    """The rank that did not say `started`."""
+    """The rank without a `started` event."""
     started = next(iter_events(paths.events))
     assert isinstance(started, Started)
     (pid,) = {int(path.name) for path in paths.stacks.iterdir()} - {started.pid}
@@ -422,7 +423,7 @@ def free_range() -> range:
 
 @contextmanager
 def all_taken(ports: range) -> Iterator[dict[int, socket.socket]]:
-    """Somebody listens at each of these ports."""
+    """Each of these ports has a listener."""
     with ExitStack() as stack:
         yield {port: stack.enter_context(socket.create_server((LOOPBACK, port))) for port in ports}
 
@@ -433,12 +434,12 @@ def listens(port: int) -> bool:
 
 
 def wait_written(service: CrashingService, what: str) -> None:
-    """A checkpoint is written while training goes on; until then its directory is staged."""
+    """A checkpoint is written while training continues; until then its directory is staged."""
     poll(lambda: not census(service.data_dir).staged, f"{what} is written", timeout=SECONDS)
 
 
 def master_port(directory: Path) -> int:
-    """The port that an attempt's torchrun was told."""
+    """The port that an attempt's torchrun received."""
     arguments = json.loads(RunDir(directory).task.read_text())["argv"]
     (port,) = (int(part.removeprefix("--master-port=")) for part in arguments if part.startswith("--master-port="))
     return port
@@ -451,14 +452,14 @@ def tried_again(service: TrainingService, job: str) -> Json | None:
 
 
 def wait_for_holder(server: TrainingService | CrashingStack, job: str, holder: str) -> str:
-    """What a job's status says once it waits for a device that somebody else holds."""
+    """What a job's status reports once it waits for a device that another process holds."""
 
-    def look() -> str:
+    def probe() -> str:
         status = server.status(job)
         detail = str(status["resources_allocated"]["detail"])
         return detail if status["status"] == "scheduled" and "device cpu, held by" in detail else ""
 
-    detail = poll(look, f"job {job} waits", timeout=20)
+    detail = poll(probe, f"job {job} waits", timeout=20)
     assert detail.startswith(f"waiting for device cpu, held by {holder}"), detail
     return detail
 

@@ -104,7 +104,7 @@ def test_a_number_too_large_for_a_float_is_refused(service: TrainingService, pai
     assert "training_config.learning_rate=inf" in refusal(answer)
 
 
-def test_the_configuration_says_what_a_job_does_not(service: TrainingService, pairs: str) -> None:
+def test_the_configuration_sets_what_a_job_does_not(service: TrainingService, pairs: str) -> None:
     body = promised("defaults", pairs)
     del body["training_config"]["data_config"]["batch_size"]
     assert hold(service, body)["batch_size"] == 2
@@ -128,9 +128,9 @@ def test_a_submitter_may_do_everything_but_delete_jobs(service: TrainingService,
 
 
 def test_no_answer_and_no_log_repeats_a_token(service: TrainingService) -> None:
-    told = "".join(service.get(path, prefix="").text for path in ("/v1/nodes", "/v1/health", "/openapi.json"))
+    message = "".join(service.get(path, prefix="").text for path in ("/v1/nodes", "/v1/health", "/openapi.json"))
     for secret in (TOKEN, SUBMITTER):
-        assert secret not in told + service.log.read_text()
+        assert secret not in message + service.log.read_text()
 
 
 def test_another_host_or_a_foreign_page_is_turned_away(service: TrainingService) -> None:
@@ -151,7 +151,7 @@ def test_what_a_form_can_post_is_refused(service: TrainingService, kind: str) ->
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "chunked"])
-def test_a_body_over_its_limit_is_told_so(service: TrainingService, announced: bool) -> None:
+def test_a_body_over_its_limit_is_refused_with_the_limit(service: TrainingService, announced: bool) -> None:
     body = b'{"x": "' + b"y" * (2 << 20) + b'"}'
     data: Any = body if announced else iter([body[:1000], body[1000:]])
     headers = {"Content-Type": "application/json"}
@@ -160,7 +160,7 @@ def test_a_body_over_its_limit_is_told_so(service: TrainingService, announced: b
 
 
 @pytest.mark.parametrize(("path", "has"), [("/datasets", "GET, POST"), (f"/blobs/{'0' * 64}", "GET, HEAD, PUT")])
-def test_a_method_that_a_path_has_not_is_answered_with_those_that_it_has(
+def test_an_unsupported_method_is_answered_with_those_of_the_path(
     service: TrainingService, path: str, has: str
 ) -> None:
     for method in ("PATCH", "DELETE", "OPTIONS"):
@@ -206,7 +206,7 @@ def test_a_dataset_is_registered_once_and_listed_without_its_rows(service: Train
         ({"source": {"type": "uri", "uri": "http://example.org/x.csv"}}, "dataset_roots"),
         ({"source": {"type": "uri", "uri": "/etc/passwd"}}, "must lie below"),
         ({"source": {"type": "uri", "uri": "file:///etc/../etc/passwd"}}, "must lie below"),
-        ({"source": {"type": "uri", "uri": "huggingface://datasets/../etc"}}, "no name of a dataset"),
+        ({"source": {"type": "uri", "uri": "huggingface://datasets/../etc"}}, "expected the name of a dataset"),
         ({"source": {"type": "uri", "uri": "huggingface://datasets/a/b?trust_remote_code=1"}}, "expected huggingface"),
         ({"source": {"type": "uri", "uri": "nul\0.csv"}}, "source.uri="),
     ],
@@ -231,7 +231,7 @@ def test_a_file_below_a_root_is_read_in_each_format_and_one_outside_is_not(servi
     assert "must lie below" in refusal(answer)
 
 
-def test_a_file_that_changes_is_read_again_and_one_that_vanishes_is_told(service: TrainingService) -> None:
+def test_a_file_that_changes_is_read_again_and_one_that_vanishes_is_reported(service: TrainingService) -> None:
     path = service.files / "changing.jsonl"
     path.write_bytes(ndjson(QUESTIONS))
     register(service, "changing", str(path))
@@ -239,13 +239,13 @@ def test_a_file_that_changes_is_read_again_and_one_that_vanishes_is_told(service
     path.write_bytes(ndjson(QUESTIONS * 2))
     assert hold(service, sft("after", "changing"), SFT)["dataset"]["num_rows"] == 2 * len(QUESTIONS)
     path.write_bytes(b'{"prompt": "x"\n')
-    assert "row 0: is no JSON" in refusal(service.post(SFT, sft("broken", "changing")))
+    assert "row 0: is not JSON" in refusal(service.post(SFT, sft("broken", "changing")))
     path.unlink()
     assert "No such file" in refusal(service.post(SFT, sft("vanished", "changing")))
     assert service.post(SFT, sft("before", "changing")).status_code == 200  # a job that is there needs no rows
 
 
-def test_registered_rows_that_somebody_removed_are_asked_for_again(service: TrainingService) -> None:
+def test_registered_rows_that_were_removed_are_requested_again(service: TrainingService) -> None:
     rows = [{"prompt": "Whose rows are these?", "completion": "Nobody's any more."}]
     service.register("removed", rows)
     stored = json.dumps(rows[0], separators=(",", ":")).encode() + b"\n"
@@ -253,7 +253,7 @@ def test_registered_rows_that_somebody_removed_are_asked_for_again(service: Trai
     assert "are gone: register it again" in refusal(service.post(SFT, sft("rowless", "removed")))
 
 
-def test_a_hub_dataset_that_is_not_at_hand_is_told_at_the_job(service: TrainingService) -> None:
+def test_a_hub_dataset_that_is_not_at_hand_is_reported_at_the_job(service: TrainingService) -> None:
     register(service, "hub", "huggingface://datasets/nobody/nothing?split=train")
     assert "dataset 'hub'" in refusal(service.post(SFT, sft("refused", "hub")))
 
@@ -333,10 +333,10 @@ def test_a_second_service_on_the_same_data_directory_is_refused(service: Trainin
     log = service.root / "second.log"
     second = service.spawn(0, service.data_dir, log)
     assert second.wait(20) == 1
-    told = log.read_text()
-    assert f"another service runs on the data directory {service.data_dir}" in told
-    assert str(service.port) in told
-    assert "Traceback" not in told
+    message = log.read_text()
+    assert f"another service runs on the data directory {service.data_dir}" in message
+    assert str(service.port) in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_start_that_would_be_wrong_is_refused_with_a_sentence(
     assert "Traceback" not in log.read_text()
 
 
-def test_nodes_tell_what_the_machine_has(service: TrainingService) -> None:
+def test_nodes_report_what_the_machine_has(service: TrainingService) -> None:
     (node,) = service.get("/nodes").json()["data"]
     assert node["devices"] == ["cpu"]
     assert node["memory_bytes"] > node["memory_available_bytes"] > 0

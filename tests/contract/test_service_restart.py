@@ -1,4 +1,4 @@
-"""The training service stops and starts while a job trains: the job goes on, and whoever watches misses nothing."""
+"""The training service restarts while a job trains: the job continues, and clients that watch it miss nothing."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_fifty_watchers_see_every_event_once_and_in_order_across_a_kill_and_a_st
 
     service.kill()
     service.start()
-    assert "1 training, 1 waiting (taken up again)" in service.log.read_text()
+    assert "1 training, 1 waiting (resumed)" in service.log.read_text()
     poll(lambda: all(watcher.connections == 2 for watcher in watchers), "every watcher is back", timeout=20)
     service.stop()  # in order, with streams open and a training under way
-    told = service.log.read_text()
-    assert "1 training goes on" in told
-    assert "exceeded" not in told, "a stream kept the service from stopping"
+    message = service.log.read_text()
+    assert "1 training continues" in message
+    assert "exceeded" not in message, "a stream kept the service from stopping"
     service.start()
     assert service.post(f"{JOBS}/waiting/cancel").status_code == 200
     (service.root / "faults" / f"{HOLD}.go").touch()

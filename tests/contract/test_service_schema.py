@@ -59,7 +59,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
 
 
 @pytest.mark.timeout(180)
-def test_every_call_answers_as_the_document_says_whatever_it_is_sent(service: TrainingService, tmp_path: Path) -> None:
+def test_every_call_answers_as_documented_whatever_it_is_sent(service: TrainingService, tmp_path: Path) -> None:
     address = f"{service.url}/openapi.json"
     document = service.session.get(address, timeout=30).json()
     twins = {path for path in document["paths"] if not path.startswith("/v1/")}

@@ -1,4 +1,4 @@
-"""A status that is asked for while the job changes, inside Llama Stack and of the training service."""
+"""A status that is requested while the job changes, inside Llama Stack and of the training service."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec
 
 pytestmark = pytest.mark.contract
-Asked = tuple[Store, Callable[[], PostTrainingJobStatusResponse]]
+Status = tuple[Store, Callable[[], PostTrainingJobStatusResponse]]
 
 
-def inline(data_dir: Path) -> Asked:
+def inline(data_dir: Path) -> Status:
     provider = TrlPostTraining(TrlConfig(data_dir=data_dir, device="cpu"), {})
     return provider.store, lambda: asyncio.run(provider.get_training_job_status("job-1"))
 
 
-def remote(data_dir: Path) -> Asked:
+def remote(data_dir: Path) -> Status:
     service = Service(ServiceSettings(data_dir=data_dir, device="cpu"))
     return service.store, lambda: service.status("job-1")
 
 
 @pytest.mark.parametrize("provider", [inline, remote])
 def test_a_job_that_changes_while_its_status_is_read_is_as_it_was_before(
-    provider: Callable[[Path], Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provider: Callable[[Path], Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, status = provider(tmp_path)
     store.add_job(job_spec(checkpoint_dir=tmp_path / "out"), "digest")
     assert store.launch("job-1", 1, "cpu", tmp_path / "run")
     other, get = Store(store.path), store.get
 
-    def get_and_go_on(job_uuid: str) -> JobRecord:
+    def get_and_continue(job_uuid: str) -> JobRecord:
         job = get(job_uuid)
         path = tmp_path / "out" / "checkpoint-2"
         saved = CheckpointSaved(kind="step", step=2, epoch=1, path=path, train_loss=1.0)
         other.apply_events("job-1", 1, [Started(pid=1, device="cpu", versions={}), saved], 100)  # counts once
         return job
 
-    monkeypatch.setattr(store, "get", get_and_go_on)
+    monkeypatch.setattr(store, "get", get_and_continue)
     before = status()
     assert (before.started_at, before.checkpoints) == (None, [])
     monkeypatch.setattr(store, "get", get)

@@ -36,7 +36,7 @@ def all_cells() -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-    """What two of its values say together: ((which, value), (which, value))."""
+    """The combinations of two of its values: ((which, value), (which, value))."""
     return set(combinations(enumerate(astuple(cell)), 2))
 
 

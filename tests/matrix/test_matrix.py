@@ -101,8 +101,8 @@ def assert_close(found: Numbers, expected: Numbers) -> None:
         assert one == pytest.approx(other, **TOLERANCE)
 
 
-def assert_shared_out(cell: Cell, sharding: dict[str, Any] | None) -> None:
-    """What the job's record says of its parameters' DTensor placements."""
+def assert_sharded(cell: Cell, sharding: dict[str, Any] | None) -> None:
+    """What the job's record shows of its parameters' DTensor placements."""
     if cell.ranks == 1:
         assert sharding is None
         return
@@ -140,7 +140,7 @@ def test_a_cell_keeps_its_word(
     # Two ranks to a machine, so that HYBRID_SHARD has copies as well as parts.
     events = trained(ranks, tmp_path / "whole", spec, per_node=min(cell.ranks, 2))
     assert of_kind(events, Prepared)[0].total_steps == STEPS
-    assert_shared_out(cell, of_kind(events, Prepared)[0].effective["sharding"])
+    assert_sharded(cell, of_kind(events, Prepared)[0].effective["sharding"])
     assert_close(numbers(events), numbers(expected))
     assert torch.allclose(logits(spec), logits(single), rtol=1e-3, atol=5e-3)
 

@@ -1,4 +1,4 @@
-"""Step checkpoints: written while training goes on, read by other numbers of ranks, and found out when damaged."""
+"""Step checkpoints: written while training continues, read by other numbers of ranks, and found out when damaged."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         ("dpo-lora-ddp", 3, "FULL_SHARD"),
     ],
 )
-def test_other_ranks_go_on_with_the_next_unseen_row(
+def test_other_ranks_continue_with_the_next_unseen_row(
     ranks: Ranks, whole: Whole, tmp_path: Path, kind: str, world: int, strategy: str
 ) -> None:
     """From the middle of an epoch over a short step into the next; where rows do not come out even, with fillers."""
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     assert (here.checkpoint_dir / "checkpoint-4.stale-1").is_dir()
 
 
-def test_where_every_checkpoint_is_damaged_the_job_begins_anew(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+def test_where_every_checkpoint_is_damaged_the_job_begins_again(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     spec, undisturbed = whole("sft")
     here = copied(spec, tmp_path)
     (here.checkpoint_dir / "checkpoint-4" / MANIFEST).write_text("{")
@@ -233,7 +233,7 @@ def copied(spec: JobSpec, root: Path) -> JobSpec:
     return spec.model_copy(update={"checkpoint_dir": target})
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(
+def test_training_continues_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(
     armed: Path, whole: Whole, tmp_path: Path
 ) -> None:
     spec = spec_of(tmp_path)
@@ -247,7 +247,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
     assert [(event.step, event.epoch) for event in saved] == [(2, 1), (4, 2)]
     assert [event.train_loss for event in saved] == pytest.approx(means)
     assert "raise save_steps" in of_kind(events, Warned)[-1].message
-    # What it holds is of its own step, though training went on.
+    # What it holds is of its own step, though training continued.
     undisturbed, _ = whole("sft")
     files = [job.checkpoint_dir / "checkpoint-2" / "model.safetensors" for job in (spec, undisturbed)]
     one, other = map(load_file, files)
@@ -265,7 +265,7 @@ def test_a_disk_that_fills_up_in_the_background_fails_the_job_and_leaves_nothing
     assert sorted(path.name for path in spec.checkpoint_dir.iterdir()) == ["checkpoint-2", LATEST]
 
 
-def test_a_disk_that_fills_up_under_two_ranks_is_told_by_the_one_that_found_it(
+def test_a_disk_that_fills_up_under_two_ranks_is_reported_by_the_one_that_found_it(
     ranks: Ranks, armed: Path, tmp_path: Path
 ) -> None:
     spec = spec_of(tmp_path, world=2)
@@ -280,11 +280,11 @@ def test_a_failed_save_is_reported_before_its_leftovers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = checkpoints.Saver(spec_of(tmp_path), torch.device("cpu"), NullEventWriter())
-    removing, told = threading.Event(), threading.Event()
+    removing, text = threading.Event(), threading.Event()
 
     def remove(*args: Any, **kwargs: Any) -> None:
         removing.set()
-        told.wait(10)
+        text.wait(10)
 
     def fill_up(*args: Any) -> None:
         raise OSError("the disk is full")
@@ -296,18 +296,18 @@ def test_a_failed_save_is_reported_before_its_leftovers_are_removed(
     optimizer = torch.optim.SGD(model.parameters())
     saver.save(model, optimizer, tokenizer, {}, tmp_path / ".saving" / "checkpoint-2", print)
     assert removing.wait(10)
-    threading.Timer(0.1, told.set).start()
+    threading.Timer(0.1, text.set).start()
     with pytest.raises(OSError, match="the disk is full"):
         saver.check()
 
 
 @pytest.mark.parametrize(
-    ("uploads", "looks"),
+    ("uploads", "polls"),
     [([None], 0), (["0"] * 10, 10), (["2", "2", "1", "0", "room"], 4), (["1", *"0" * 10], 11)],
     ids=["nothing leaves it", "all has left it", "room is made", "too little room is made"],
 )
 def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
-    uploads: list[str | None], looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploads: list[str | None], polls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, file = spec_of(tmp_path, min_free_bytes=1), tmp_path / "uploads"
     slept: list[float] = []
@@ -332,8 +332,8 @@ def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
         with pytest.raises(OSError, match="must stay free"):
             checkpoints.need_space(spec, 1, file, writer)
     writer.close()
-    assert len(slept) == looks
-    assert alive == list(range(looks))  # who waits does not hang
+    assert len(slept) == polls
+    assert alive == list(range(polls))  # who waits does not hang
     warned = of_kind(iter_events(tmp_path / "events"), Warned)
     assert [event.message.rpartition(": ")[2] for event in warned] == [
         f"training waits until {uploads[0]} checkpoints have been uploaded; raise save_steps"
@@ -342,19 +342,19 @@ def test_a_full_disk_is_waited_for_while_checkpoints_leave_it(
 
 
 def test_whatever_a_training_writes_waits_for_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, set[str]]] = []
+    requested: list[tuple[Path, set[str]]] = []
     spec = spec_of(tmp_path)
 
     def need(spec: JobSpec, num_bytes: int, uploads: Path, writer: EventWriter) -> None:
         assert num_bytes
         writer.heartbeat()
-        asked.append((uploads, {path.name for path in spec.checkpoint_dir.iterdir()} - {LATEST}))
+        requested.append((uploads, {path.name for path in spec.checkpoint_dir.iterdir()} - {LATEST}))
 
     monkeypatch.setattr(session, "need_space", need)
     assert run(tmp_path / "run", spec)[0] == 0
-    assert {uploads for uploads, _ in asked} == {tmp_path / "run" / "uploads"}
+    assert {uploads for uploads, _ in requested} == {tmp_path / "run" / "uploads"}
     there: list[set[str]] = [set(), set(), {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}]
-    assert [before for _, before in asked] == there  # to begin with, then each checkpoint, then the export
+    assert [before for _, before in requested] == there  # to begin with, then each checkpoint, then the export
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_whatever_a_training_writes_waits_for_uploads(tmp_path: Path, monkeypatc
 def test_an_attempt_whose_fencing_token_is_gone_writes_nothing_more(
     where: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut off on a disk that machines share, while another attempt goes on."""
+    """Cut off on a disk that machines share, while another attempt continues."""
     spec = spec_of(tmp_path)
     spec.checkpoint_dir.mkdir()
     mark = spec.checkpoint_dir / ".shared"
@@ -382,10 +382,13 @@ def test_an_attempt_whose_fencing_token_is_gone_writes_nothing_more(
     status, events = run(tmp_path / "run", spec, turn=mark)
     assert status == 1
     failed = of_kind(events, Failed)[0]
-    assert (failed.reason, "the service has given up this attempt, job-1" in failed.message) == (Reason.node_lost, True)
+    assert (failed.reason, "the service has abandoned this attempt, job-1" in failed.message) == (
+        Reason.node_lost,
+        True,
+    )
     left = {path.name for path in spec.checkpoint_dir.iterdir()} - {mark.name}
     assert sorted(left) == kept
-    assert all(name.endswith(".1.tmp") for name in staged)  # nobody else's
+    assert all(name.endswith(".1.tmp") for name in staged)  # no other attempt's
     assert bool(staged) is bool(where)  # a checkpoint that would not count is not begun
 
 
@@ -400,7 +403,7 @@ def test_a_training_that_fails_beside_a_checkpoint_lets_it_be_completed(armed: P
     assert not (spec.checkpoint_dir / ".saving").exists()
 
 
-def test_two_ranks_killed_in_the_background_go_on_from_what_was_announced(
+def test_two_ranks_killed_in_the_background_continue_from_what_was_announced(
     ranks: Ranks, armed: Path, whole: Whole, tmp_path: Path
 ) -> None:
     spec = spec_of(tmp_path, world=2)

@@ -79,7 +79,7 @@ def test_sft_labels_equal_trls_under_every_template(tokenizer: Any) -> None:
         for prompt in prompts
         for text in COMPLETIONS
     ]
-    # TRL does not give a template, so ours is set before it is asked.
+    # TRL does not give a template, so ours is set before it is used.
     prepare_sft(examples, tokenizer, 1024)
     for limit in (1024, 40):
         assert_same_sft(tokenizer, examples, limit)

@@ -221,7 +221,7 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_probs(model: Path, rows: list[dict[str, str]]) -> list[tuple[float, float]]:
-    """What a model says of each pair's completions, (chosen, rejected), by transformers alone."""
+    """What a model computes for each pair's completions, (chosen, rejected), by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     scored = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
     dataset, _ = prepare_dpo(read_examples(dataset_of(rows), "dpo"), tokenizer, 1024)
@@ -268,7 +268,7 @@ REFERENCES = [
 
 
 @pytest.mark.parametrize(("world", "strategy", "lora", "is_base"), REFERENCES)
-def test_at_every_step_the_reference_says_what_its_model_says(
+def test_at_every_step_the_reference_gives_what_its_model_gives(
     ranks: Ranks, another: Path, tmp_path: Path, world: int, strategy: str, lora: Any, is_base: bool
 ) -> None:
     dpo = DpoSpec(reference=ReferenceSpec(model=None if is_base else str(another)))
@@ -337,7 +337,7 @@ ONCE = [
 
 
 @pytest.mark.parametrize(("world", "strategy", "lora"), ONCE)
-def test_asked_once_the_reference_says_what_it_says_at_every_step(
+def test_a_precomputed_reference_gives_what_it_gives_at_every_step(
     ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, world: int, strategy: str, lora: Any
 ) -> None:
     expected = alone(model=tiny_model(), lora=lora) if lora else alone(model=tiny_model())
@@ -348,7 +348,7 @@ def test_asked_once_the_reference_says_what_it_says_at_every_step(
     assert of_reference(events)["train_dataset"] == of_reference(events)["validation_dataset"] == "computed"
     if strategy == "FULL_SHARD":
         assert of_reference(events)["sharding"]["units"] == 3
-    # One process takes up what two have computed, and the other way round: the rows are the same.
+    # One process resumes what two have computed, and the other way round: the rows are the same.
     other = spec_of(tmp_path / "again", 3 - world, "FULL_SHARD", lora=lora, dpo=spec.dpo)
     again = trained(ranks, tmp_path / "again", other)
     assert of_reference(again)["train_dataset"] == of_reference(again)["validation_dataset"] == "cache"
@@ -360,7 +360,7 @@ def test_without_a_second_model_full_training_starts_at_log_two(tmp_path: Path) 
     assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
-def test_a_job_that_goes_on_takes_the_answers_from_the_cache_and_gives_the_same_weights(tmp_path: Path) -> None:
+def test_a_job_that_continues_takes_the_answers_from_the_cache_and_gives_the_same_weights(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, dpo=once(tmp_path), save_steps=2)
     _, whole = run(tmp_path / "whole", spec)
     weights = (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes()
@@ -373,9 +373,7 @@ def test_a_job_that_goes_on_takes_the_answers_from_the_cache_and_gives_the_same_
     assert (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes() == weights
 
 
-def test_answers_are_taken_up_only_where_everything_that_decides_them_is_the_same(
-    another: Path, tmp_path: Path
-) -> None:
+def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(another: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
 
@@ -417,7 +415,7 @@ def test_a_damaged_cache_file_is_computed_again(tmp_path: Path) -> None:
         assert cache.find("key", 3) is None
 
 
-def test_the_cache_forgets_what_is_old_and_the_oldest_of_what_is_too_much(
+def test_the_cache_removes_old_entries_and_the_oldest_beyond_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = LogProbCache(tmp_path, lambda: None)
@@ -446,21 +444,21 @@ def test_scoring_the_reference_sends_heartbeats_and_a_pause_ends_it_at_the_next_
     paths = RunDir(tmp_path / "run")
 
     class Pausing(EventWriter):
-        beats = 0
+        heartbeats = 0
 
         def heartbeat(self) -> None:
             super().heartbeat()
-            self.beats += 1
+            self.heartbeats += 1
             if "_score" in {frame.name for frame in traceback.extract_stack()}:
-                asked.append(self.beats)
-                if len(asked) == 2:
+                requested.append(self.heartbeats)
+                if len(requested) == 2:
                     paths.control.write_text("{}")
 
-    asked: list[int] = []
+    requested: list[int] = []
     writer = Pausing(paths.events)
     train_attempt(AttemptSpec(job=spec, attempt=1, run_dir=paths.root), writer)
     writer.close()
-    assert len(asked) == 2  # of six batches
+    assert len(requested) == 2  # of six batches
     events = list(iter_events(paths.events))
     assert isinstance(events[-1], Paused)
     assert events[-1].step == 0

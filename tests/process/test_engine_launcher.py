@@ -34,7 +34,7 @@ sys.exit(int((run_dir / "exit").read_text()))
 
 
 class Real:
-    """LocalLauncher, with a trainer that exits when a file says so."""
+    """LocalLauncher, with a trainer that exits when a file appears."""
 
     def __init__(self, root: Path) -> None:
         self.launcher = LocalLauncher()

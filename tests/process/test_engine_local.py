@@ -39,7 +39,7 @@ PRELUDE = f"""{SHEBANG}
 import json, os, pathlib, signal, subprocess, sys, time
 run_dir = pathlib.Path(sys.argv[-1]).parent
 
-def say(**event):
+def emit(**event):
     with open(run_dir / "events.jsonl", "a") as file:
         file.write(json.dumps({{"time": time.time(), **event}}) + "\\n")
 
@@ -200,7 +200,7 @@ def test_kill_9_of_the_runner_leaves_nothing_alive(stage: Stage) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the next poll ends it")
-def test_kill_9_of_the_runner_ends_the_trainer_without_anybody_looking(stage: Stage) -> None:
+def test_kill_9_of_the_runner_ends_the_trainer_without_a_supervisor(stage: Stage) -> None:
     task = stage.start("note('ready'); time.sleep(600)")
     until(lambda: "ready" in notes(task))
     os.kill(runner_of(task).pid, signal.SIGKILL)
@@ -229,16 +229,16 @@ def test_what_a_trainer_leaves_behind_is_ended_with_it(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("event", ["FINISHED", "dict(type='failed', reason='internal', message='x')"])
-def test_a_trainer_that_has_said_its_last_word_and_does_not_exit_is_ended(stage: Stage, event: str) -> None:
+def test_a_trainer_that_does_not_exit_after_its_final_event_is_ended(stage: Stage, event: str) -> None:
     stage.launcher = LocalLauncher(exit_deadline=0.5, isolation=stage.isolation)
-    task = stage.start(f"say(**STARTED); say(**{event}); time.sleep(600)")
+    task = stage.start(f"emit(**STARTED); emit(**{event}); time.sleep(600)")
     assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGTERM
 
 
 def test_a_trainer_that_is_not_done_is_not_ended_however_odd_its_events(stage: Stage) -> None:
     stage.launcher = LocalLauncher(exit_deadline=0.2, isolation=stage.isolation)
     body = """
-say(**STARTED)
+emit(**STARTED)
 with open(run_dir / "events.jsonl", "a") as file:
     file.write('"finished"\\nrubbish\\n{"type": "warning", "message": "finished"}\\n{"type": "fini')
 time.sleep(2.5)
@@ -250,7 +250,7 @@ sys.exit(4)
 # Devices
 
 
-def test_a_second_task_waits_for_the_device_and_names_who_has_it(stage: Stage) -> None:
+def test_a_second_task_waits_for_the_device_and_names_its_holder(stage: Stage) -> None:
     first = stage.start("time.sleep(600)", task_id="first-1")
     stage.reaches(first, TaskState.running)
     second = stage.start("note('ran')", task_id="second-1")
@@ -326,7 +326,7 @@ def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
             process.reap(child.pid)
 
 
-def test_devices_that_cannot_be_locked_are_told(stage: Stage) -> None:
+def test_devices_that_cannot_be_locked_are_reported(stage: Stage) -> None:
     (stage.root / "locks").write_text("no directory")
     task = stage.start("note('ran')")
     assert "its devices cannot be locked" in stage.reaches(task, TaskState.exited).launch_error
@@ -337,7 +337,7 @@ def test_devices_that_cannot_be_locked_are_told(stage: Stage) -> None:
 
 
 def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
-    python = stage.trainer("say(**STARTED); say(**FINISHED)")
+    python = stage.trainer("emit(**STARTED); emit(**FINISHED)")
     store = Store(stage.root / "jobs.db")
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
@@ -350,8 +350,8 @@ def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
         store.close()
 
 
-def test_a_training_outlives_kill_9_of_its_supervisor_and_is_taken_up_again(stage: Stage) -> None:
-    python = stage.trainer("say(**STARTED); note('ran'); time.sleep(2); say(**FINISHED)")
+def test_a_training_outlives_kill_9_of_its_supervisor_and_is_adopted_again(stage: Stage) -> None:
+    python = stage.trainer("emit(**STARTED); note('ran'); time.sleep(2); emit(**FINISHED)")
     store = Store(stage.root / "jobs.db")
     store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
     program = f"""
@@ -399,7 +399,7 @@ def test_a_process_that_waits_for_the_lock_takes_over_when_it_is_free(stage: Sta
 
 
 def test_a_cancelled_job_is_over_within_seconds(stage: Stage) -> None:
-    python = stage.trainer("say(**STARTED); stubborn_grandchild(); time.sleep(600)")
+    python = stage.trainer("emit(**STARTED); stubborn_grandchild(); time.sleep(600)")
     store = Store(stage.root / "jobs.db")
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
@@ -419,13 +419,13 @@ def test_a_cancelled_job_is_over_within_seconds(stage: Stage) -> None:
         store.close()
 
 
-# What the runner ends of its own accord
+# What the runner ends by itself
 
 STUCK = """
 import faulthandler
 (run_dir / "stacks").mkdir()
 faulthandler.register(signal.SIGUSR1, file=open(run_dir / "stacks" / str(os.getpid()), "w"), all_threads=True)
-say(**STARTED)
+emit(**STARTED)
 
 def stuck_in_a_collective():
     time.sleep(600)
@@ -434,7 +434,7 @@ stuck_in_a_collective()
 """
 
 
-def test_a_training_that_stands_still_is_ended_and_shows_what_it_was_doing(stage: Stage) -> None:
+def test_a_training_that_is_suspended_is_ended_and_shows_what_it_was_doing(stage: Stage) -> None:
     task = replace(stage.task(STUCK), hang_timeout=1.0)
     stage.launcher.start(task)
     seen = stage.reaches(task, TaskState.exited, 15)
@@ -444,30 +444,30 @@ def test_a_training_that_stands_still_is_ended_and_shows_what_it_was_doing(stage
 
 def test_a_training_that_gets_something_done_is_left_alone(stage: Stage) -> None:
     body = """
-say(**STARTED)
+emit(**STARTED)
 for _ in range(30):
     time.sleep(0.1)
     os.utime(run_dir / "events.jsonl")
-say(**FINISHED)
+emit(**FINISHED)
 """
     task = replace(stage.task(body), hang_timeout=2.0)
     stage.launcher.start(task)
     assert stage.reaches(task, TaskState.exited, 15) == Observation(TaskState.exited, 0)
 
 
-def test_a_training_that_is_out_of_time_is_told_to_save(stage: Stage) -> None:
+def test_a_training_that_is_out_of_time_is_ordered_to_save(stage: Stage) -> None:
     body = """
-say(**STARTED)
+emit(**STARTED)
 while not (run_dir / "control.json").exists():
     time.sleep(0.05)
-say(type="paused", step=3)
+emit(type="paused", step=3)
 """
     task = replace(stage.task(body), time_limit=1.0)
     stage.launcher.start(task)
     assert stage.reaches(task, TaskState.exited, 15) == Observation(TaskState.exited, 0, ended=Ended.timed_out)
 
 
-def test_what_no_job_owns_is_swept_and_the_rest_stays(stage: Stage) -> None:
+def test_processes_without_a_job_are_swept_and_the_others_stay(stage: Stage) -> None:
     lost, kept = stage.start("time.sleep(600)"), stage.start("time.sleep(600)", task_id="job-2-1", devices=("other",))
     for task in (lost, kept):
         stage.reaches(task, TaskState.running)

@@ -26,7 +26,7 @@ from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-# The training rows say otherwise, so that this loss falls to step 3 and rises then.
+# The training rows contradict them, so that this loss falls to step 3 and rises then.
 CONTRARY = [{"prompt": "What is 3 plus 3?", "completion": "I do not know, friend."}] * 2
 TURNING: dict[str, Any] = {
     "n_epochs": 2,
@@ -104,7 +104,7 @@ def test_where_the_last_is_the_best_nothing_is_taken_back(tmp_path: Path) -> Non
     assert not of_kind(events, Warned)
 
 
-def test_a_job_that_is_good_enough_ends_completed_and_says_why(tmp_path: Path) -> None:
+def test_a_job_that_is_good_enough_ends_completed_and_reports_why(tmp_path: Path) -> None:
     _, events = run(tmp_path, turning(tmp_path, early_stopping=EarlyStoppingSpec(patience=2)))
     assert [step for step, _ in evaluated(events)] == [1, 2, 3, 4, 5]
     assert of_kind(events, Prepared)[0].total_steps == 6
@@ -116,7 +116,7 @@ def test_a_job_that_is_good_enough_ends_completed_and_says_why(tmp_path: Path) -
     assert "(step 3) by more than min_delta=0 in 2 evaluations in a row" in warned.message
 
 
-def test_a_best_checkpoint_that_is_gone_is_said_and_the_last_weights_are_kept(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_is_gone_is_reported_and_the_last_weights_are_kept(tmp_path: Path) -> None:
     import shutil
 
     spec = turning(tmp_path, best_checkpoint="eval_loss", save_steps=4)
@@ -185,7 +185,7 @@ def test_an_interrupted_job_decides_as_one_that_was_not(ranks: Ranks, tmp_path: 
 
 
 WHOLE_AFTER_FORWARD = ShardingSpec(strategy="SHARD_GRAD_OP")
-"""An evaluation, which has no backward, leaves parameters whole that the checkpoint after it takes in parts."""
+"""An evaluation, which has no backward, leaves parameters whole of which the next checkpoint saves parts."""
 
 
 @pytest.mark.parametrize(

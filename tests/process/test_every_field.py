@@ -150,7 +150,7 @@ class Case(NamedTuple):
     """A field, and what it does when it alone is changed."""
 
     value: Any
-    """Compared with a request that leaves the field out (or has what `around` says)."""
+    """Compared with a request that leaves the field out (or has the fields of `around`)."""
     spec: tuple[str, ...]
     """The fields of the JobSpec that it changes, and no other."""
     seen: Seen
@@ -304,12 +304,12 @@ def test_every_field_is_tried_here_or_named_with_the_reason() -> None:
     assert set(CASES) | set(ELSEWHERE) == every_field()
 
 
-def test_what_is_said_to_be_refused_is_refused(tmp_path: Path) -> None:
+def test_what_is_listed_as_refused_is_refused(tmp_path: Path) -> None:
     values = {"hyperparam_search_config": {"x": 1}, "logger_config": {"x": 1}, ALGORITHM + "quantizer_name": "int8"}
     for field in (field for field, reason in ELSEWHERE.items() if reason == REFUSED):
         around = LORA if field.startswith(ALGORITHM) else {}
         with pytest.raises(InvalidRequest):
-            resolved(asked("sft", {**around, field: values.get(field, True)}), "sft", tmp_path)
+            resolved(requested("sft", {**around, field: values.get(field, True)}), "sft", tmp_path)
 
 
 # --- trying it --------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ ROWS: dict[str, list[Json]] = {
 }
 
 
-def asked(call: str, fields: Json) -> tuple[Json, Json]:
+def requested(call: str, fields: Json) -> tuple[Json, Json]:
     """Body and options of a small request with some fields set."""
     body: Json = {"job_uuid": "job", "model": str(tiny_model()), "training_config": {"n_epochs": 1}}
     plain = {DATA + "dataset_id": "rows" if call == "sft" else "pairs", DATA + "batch_size": 2}
@@ -350,7 +350,7 @@ def resolved(request: tuple[Json, Json], call: str, root: Path) -> Resolution:
 
 
 def job(call: str, fields: Json, root: Path) -> JobSpec:
-    found = resolved(asked(call, fields), call, root)
+    found = resolved(requested(call, fields), call, root)
 
     def ref(dataset_id: str) -> DatasetRef:
         return dataset(root, ROWS[dataset_id]).model_copy(update={"dataset_id": dataset_id})

@@ -111,7 +111,7 @@ def test_the_files_are_those_of_save_pretrained_and_load_into_equal_logits(
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3"])
-def test_in_bf16_it_is_half_the_size_and_says_so_in_its_configuration(tmp_path: Path, architecture: str) -> None:
+def test_in_bf16_it_is_half_the_size_and_reports_it_in_its_configuration(tmp_path: Path, architecture: str) -> None:
     model = built(architecture, tmp_path / "base")
     found = exported(model, "final", job_spec(tmp_path, tmp_path / "base", dtype="bf16"))
     assert not (found / "model.safetensors.index.json").exists()
@@ -256,9 +256,13 @@ FAULTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "said", "changes"), FAULTS)
+@pytest.mark.parametrize(("fault", "reported", "changes"), FAULTS)
 def test_a_fault_in_what_was_written_fails_the_job_and_nothing_is_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], said: str, changes: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Path], None],
+    reported: str,
+    changes: dict[str, Any],
 ) -> None:
     spec = job_spec(tmp_path, tiny_model(), max_steps_per_epoch=2, save_steps=1, **changes)
 
@@ -270,7 +274,7 @@ def test_a_fault_in_what_was_written_fails_the_job_and_nothing_is_announced(
     status, events = run(tmp_path, spec)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.export_failed)
-    assert re.search(said, failed.message), failed.message
+    assert re.search(reported, failed.message), failed.message
     assert [event.kind for event in of_kind(events, CheckpointSaved)] == ["step"]
     assert {path.name for path in spec.checkpoint_dir.iterdir()} == {"checkpoint-1", "latest"}
 
@@ -297,7 +301,7 @@ def test_a_model_that_the_last_step_ruined_is_not_exported(tmp_path: Path) -> No
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_model_too_large_to_be_loaded_again_has_its_weights_compared_and_the_record_says_so(
+def test_a_model_too_large_to_be_loaded_again_has_its_weights_compared_and_the_record_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "available_memory", lambda: 1000)
@@ -352,7 +356,7 @@ def ranks(armed: Path) -> Iterator[Ranks]:
             yield ranks
 
 
-SHARED_OUT = [
+SHARDED = [
     pytest.param("FULL_SHARD", {"tied": True}, ["final"], id="tied"),
     pytest.param("SHARD_GRAD_OP", {"tied": False, "dtype": "bf16"}, ["final"], id="untied-bf16"),
     pytest.param("NO_SHARD", {"tied": True}, ["final"], id="ddp"),
@@ -368,7 +372,7 @@ def shared_job(root: Path, strategy: str, **changes: Any) -> JobSpec:
     )
 
 
-@pytest.mark.parametrize(("strategy", "changes", "kinds"), SHARED_OUT)
+@pytest.mark.parametrize(("strategy", "changes", "kinds"), SHARDED)
 def test_what_two_ranks_trained_is_written_in_parts_and_loads_into_equal_logits(
     ranks: Ranks, tmp_path: Path, strategy: str, changes: dict[str, Any], kinds: list[str]
 ) -> None:

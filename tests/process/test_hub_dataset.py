@@ -40,10 +40,10 @@ class Hub(BaseHTTPRequestHandler):
         path, _, _ = self.path.partition("?")
         name = path.rpartition("/")[2]
         if path in (self.api, f"{self.api}/revision/{COMMIT}"):
-            self.say({"id": "acme/pairs", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]})
+            self.reply({"id": "acme/pairs", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]})
         elif path == f"{self.api}/tree/{COMMIT}":
             described = [{"type": "file", "path": name, "size": len(content(name)), "oid": name} for name in FILES]
-            self.say(described)
+            self.reply(described)
         elif path.startswith("/datasets/acme/pairs/resolve/") and name in FILES:
             etag = f'"{hashlib.sha1(content(name)).hexdigest()}"'
             self.answer(200, content(name), {"ETag": etag, "X-Repo-Commit": COMMIT})
@@ -52,7 +52,7 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def say(self, body: Any) -> None:
+    def reply(self, body: Any) -> None:
         self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The memory estimate: what it counts, and that each recipe of examples/recipes fits where it says."""
+"""The memory estimate: what it counts, and that each recipe of examples/recipes fits where it claims to."""
 
 from __future__ import annotations
 
@@ -148,16 +148,16 @@ def most(windows: Sequence[memory.Window]) -> float:
         (13, {"gradient_checkpointing": True, "checkpoint_every": 2}),
     ],
 )
-def test_two_shallow_traces_tell_what_the_whole_depth_takes(
+def test_two_shallow_traces_predict_what_the_whole_depth_takes(
     tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job_spec(tmp_path, shaped(tmp_path / "model", layers), **settings)
-    told = trace(spec, Batch(2, 128), "cpu")
+    message = trace(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
     memory._TRACES.clear()
     whole = trace(spec, Batch(2, 128), "cpu")
-    assert (told.trainable, told.frozen, told.blocks) == (whole.trainable, whole.frozen, whole.blocks)
-    assert most(told.windows) == pytest.approx(most(whole.windows), rel=0.01)
+    assert (message.trainable, message.frozen, message.blocks) == (whole.trainable, whole.frozen, whole.blocks)
+    assert most(message.windows) == pytest.approx(most(whole.windows), rel=0.01)
 
 
 def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
@@ -215,19 +215,19 @@ def test_blocks_that_are_not_recomputed_keep_their_activations(tmp_path: Path) -
     assert all_of_them.activations < some.activations < none.activations
 
 
-def test_the_reference_is_there_when_it_is_asked(tmp_path: Path) -> None:
+def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
     model, batch = shaped(tmp_path / "model", 2), Batch(2, 16)
     larger = shaped(tmp_path / "larger", 8, hidden_size=256, intermediate_size=512)
     size = sum(4 * weight.numel() for weight in LlamaForCausalLM(LlamaConfig.from_pretrained(larger)).parameters())
 
     def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.MemoryEstimate:
-        asked = DpoSpec(reference=ReferenceSpec(**reference))
+        requested = DpoSpec(reference=ReferenceSpec(**reference))
         sharding = ShardingSpec() if ranks > 1 else None
         return estimate(
-            job_spec(tmp_path, model, "dpo", lora=lora, dpo=asked, ranks=ranks, sharding=sharding), batch, device
+            job_spec(tmp_path, model, "dpo", lora=lora, dpo=requested, ranks=ranks, sharding=sharding), batch, device
         )
 
-    # Another model is loaded under LoRA, too; asked before training, it is there without what training takes.
+    # Another model is loaded under LoRA, too; used before training, it is there without what training takes.
     assert of(lora=LORA).reference == 0
     assert of(lora=LORA, model=str(larger)).reference == size
     before = of(model=str(larger), precompute=True)
@@ -236,7 +236,7 @@ def test_the_reference_is_there_when_it_is_asked(tmp_path: Path) -> None:
     assert of(precompute=True).optimizer > 0
     # Ranks share it out block by block.
     assert size // 8 < of(model=str(larger), ranks=8).reference < size // 2
-    # The policy is not shared out yet.
+    # The policy is not sharded yet.
     policy = 4 * trace(job_spec(tmp_path, model), batch, "cpu").trainable
     assert of("cpu", ranks=8, model=str(larger), precompute=True).weights == policy
 
@@ -249,7 +249,7 @@ def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path:
     assert again.total > once.total
 
 
-def test_ranks_share_out_what_the_strategy_says(tmp_path: Path) -> None:
+def test_ranks_shard_what_the_strategy_names(tmp_path: Path) -> None:
     model, batch = shaped(tmp_path / "model", 8), Batch(1, 16)
 
     def of(strategy: str, steps: int = 1, **more: Any) -> memory.MemoryEstimate:
@@ -336,7 +336,7 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
         assert (found.spec.batch_size, found.spec.ranks) == (micro, 2)
 
 
-def test_what_trains_every_weight_is_not_told_to_train_adapters(tmp_path: Path) -> None:
+def test_what_trains_every_weight_is_not_advised_to_train_adapters(tmp_path: Path) -> None:
     qat = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
     spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
     wanted = estimate(spec.model_copy(update={"checkpoint_every": 1}), Batch(4, 256), "cpu").total

@@ -1,4 +1,4 @@
-"""Jobs over several nodes: ranks that share neither a machine nor a disk, as far as they can tell."""
+"""Jobs over several nodes: ranks that share neither a machine nor a disk."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def at(root: Path, spec: JobSpec) -> JobSpec:
 def train_apart(
     ranks: Ranks, root: Path, spec: JobSpec, checkpoint: Path | None = None
 ) -> tuple[list[int], list[Event], list[JobSpec]]:
-    """Train on two nodes whose paths have nothing in common, each with its own copy of a checkpoint to go on from.
+    """Train on two nodes whose paths have nothing in common, each with its own copy of a checkpoint to resume from.
 
     Returns:
         Exit codes, node 0's events, and the job as each node has it.
@@ -134,7 +134,7 @@ def below(directory: Path) -> list[str]:
     return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
-def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_go_on(
+def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_continue(
     ranks: Ranks, together: tuple[JobSpec, list[Event]], tmp_path: Path
 ) -> None:
     spec, expected = together
@@ -167,7 +167,7 @@ def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_go_on(
         pytest.param("dpo", "FULL_SHARD", {"dpo": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"),
     ],
 )
-def test_whatever_is_shared_out_is_saved_whole(
+def test_whatever_is_sharded_is_saved_whole(
     ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
 ) -> None:
     number = changes.get("ranks", 2)
@@ -296,7 +296,7 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def reported(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -307,7 +307,7 @@ def failures(root: Path, rank: int) -> list[Failed]:
 
 def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, port: int) -> None:
     with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
-        assert (said(first), said(second)) == ("met", "met")
+        assert (reported(first), reported(second)) == ("met", "met")
         second.send_signal(signal.SIGSTOP)
         assert first.wait(20) == 1
     (failed,) = failures(tmp_path, 0)
@@ -316,11 +316,11 @@ def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["killed", "at-its-end"])
-def test_a_rank_whose_other_is_gone_ends_and_leaves_the_reason_to_it(
+def test_a_rank_that_loses_its_peer_ends_without_a_reason_of_its_own(
     tmp_path: Path, port: int, number: int | None
 ) -> None:
     with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
-        assert (said(first), said(second)) == ("met", "met")
+        assert (reported(first), reported(second)) == ("met", "met")
         if number:
             second.send_signal(number)
         else:
@@ -332,28 +332,28 @@ def test_a_rank_whose_other_is_gone_ends_and_leaves_the_reason_to_it(
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
     events = RunDir(tmp_path / "node-0").events
     with meeting(tmp_path, port, 0) as first:
-        found = said(first)
+        found = reported(first)
         beaten = events.stat().st_mtime
     assert found.startswith("launch_failed rank 0 on ")
     assert "of 2 ranks these did not come: 1" in found
     assert beaten > events.with_name("began").stat().st_mtime + 2.0  # it waited for 5 s, and was no hang meanwhile
 
 
-def test_a_place_to_meet_that_nobody_holds_is_named(tmp_path: Path, port: int) -> None:
+def test_a_rendezvous_address_without_a_listener_is_named(tmp_path: Path, port: int) -> None:
     with meeting(tmp_path, port, 1) as second:
-        found = said(second)
+        found = reported(second)
     assert found.startswith("launch_failed rank 1 on ")
     assert f"cannot reach rank 0 at 127.0.0.1 port {port}" in found
     assert f"open TCP port {port} and" in found
 
 
-def test_ranks_that_meet_at_the_store_and_not_by_gloo_say_so(tmp_path: Path, port: int) -> None:
+def test_ranks_that_meet_at_the_store_and_not_by_gloo_report_it(tmp_path: Path, port: int) -> None:
     with ExitStack() as stack:
         both = [
             stack.enter_context(meeting(tmp_path, port, rank, GLOO_SOCKET_IFNAME=interface))
             for rank, interface in enumerate(("lo", "none0"))
         ]
-        found = [said(process) for process in both]
+        found = [reported(process) for process in both]
     assert f"rank 1 on {socket.gethostname()} does not reach all of rank 0 on" in found[1]
     assert "over none0" in found[1]
     assert "rank 0" in found[0]

@@ -56,7 +56,7 @@ def test_every_row_is_in_one_bin_that_has_room_for_it() -> None:
     assert len(bins) <= 1.01 * sum(lengths) / 200 + 1  # nearly nothing is lost
 
 
-def test_a_row_goes_into_the_fullest_bin_that_takes_it() -> None:
+def test_a_row_goes_into_the_fullest_bin_with_space_for_it() -> None:
     assert best_fit([6, 7, 3, 4, 10], 10) == [[4], [1, 2], [0, 3]]
 
 

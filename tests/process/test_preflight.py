@@ -1,4 +1,4 @@
-"""What the preflight says of a job is what the job then does, and a job that does not fit never loads its model."""
+"""What the preflight reports of a job is what the job then does, and a job that does not fit never loads its model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
 pytestmark = pytest.mark.process
 
 
-def ask(root: Path, spec: JobSpec, **asked: Any) -> list[Event]:
+def ask(root: Path, spec: JobSpec, **requested: Any) -> list[Event]:
     """The events of a preflight, in this process."""
     paths = RunDir(root / "preflight")
     paths.root.mkdir()
-    wanted = PreflightSpec(**{"device": "cpu", **asked})
+    wanted = PreflightSpec(**{"device": "cpu", **requested})
     paths.spec.write_text(AttemptSpec(job=spec, attempt=1, run_dir=paths.root, preflight=wanted).model_dump_json())
     train.main(["train", str(paths.spec)])
     return list(iter_events(paths.events))
@@ -120,7 +120,7 @@ def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
     assert "does not fit in 0.20 GiB" in failed.message
 
 
-def test_warn_says_so_and_trains_and_off_looks_at_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warn_reports_it_and_trains_and_off_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
     status, events = run(tmp_path / "warn", job_spec(tmp_path, tiny_model(), preflight="warn", max_steps_per_epoch=1))
     assert status == 0

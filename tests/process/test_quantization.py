@@ -77,7 +77,7 @@ Alone = Callable[..., tuple[JobSpec, list[Any]]]
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process makes of a job, trained once for all tests that look at it."""
+    """What one process makes of a job, trained once for all tests that check it."""
     known: dict[str, dict[str, Any]] = {}
 
     @cache
@@ -277,7 +277,7 @@ def test_two_ranks_train_what_one_process_trains(
         pytest.param("sft", 1, {"qat": INT8}, id="qat"),
     ],
 )
-def test_a_checkpoint_goes_on_bit_for_bit(
+def test_a_checkpoint_continues_bit_for_bit(
     ranks: Ranks, alone: Alone, tmp_path: Path, algorithm: str, count: int, changes: dict[str, Any]
 ) -> None:
     if count == 1:
@@ -316,14 +316,14 @@ def test_a_job_that_does_not_quantize_does_not_wait_for_the_libraries(
     seen: list[str] = []
     libraries = ("bitsandbytes", "torchao")
 
-    def look(*args: Any) -> None:
+    def observe(*args: Any) -> None:
         seen.extend(name for name in libraries if importlib.util.find_spec(name))
 
     for name in libraries:
         monkeypatch.setitem(sys.modules, name, None)  # so that monkeypatch puts back what is there now
         del sys.modules[name]
     session = ModuleType("session")
-    session.train_attempt = look  # type: ignore[attr-defined]
+    session.train_attempt = observe  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_stack_provider_trl.recipes.session", session)
     monkeypatch.setattr("llama_stack_provider_trl.recipes.session", session)
     run(tmp_path, job_spec(tmp_path, tiny_model(), **changes))

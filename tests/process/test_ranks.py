@@ -1,4 +1,4 @@
-"""Several ranks train what one process trains: the same numbers and weights, however the model is shared out."""
+"""Several ranks train what one process trains: the same numbers and weights, however the model is sharded."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
         pytest.param("sft", "NO_SHARD", {"packed": True, "max_seq_length": 96, "n_epochs": 3}, id="sft-ddp-packed"),
     ],
 )
-def test_a_checkpoint_of_two_ranks_goes_on_exactly(
+def test_a_checkpoint_of_two_ranks_continues_exactly(
     ranks: Ranks, tmp_path: Path, algorithm: str, strategy: str, changes: dict[str, Any]
 ) -> None:
     spec = spec_of(tmp_path, algorithm, 2, strategy, save_steps=2, **changes)
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_exactly(
     assert weight_digests(spec) == digests
 
 
-def test_told_to_stop_every_rank_saves_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_at_an_order_to_stop_every_rank_saves_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "sft", 2)
     codes, events = ranks.run(tmp_path / "run", spec, prepare=lambda paths: paths.control.write_text(json.dumps(PAUSE)))
     assert codes == [0, 0]

@@ -1,4 +1,4 @@
-"""Real trainings of a tiny model: what is learnt, reported and written is what the spec says."""
+"""Real trainings of a tiny model: what is learnt, reported and written is what the spec requests."""
 
 from __future__ import annotations
 
@@ -240,26 +240,26 @@ def test_save_steps_replaces_the_checkpoint_of_each_epoch(tmp_path: Path) -> Non
 
 
 class PlayedMalloc:
-    """Notes what it is asked, and keeps everything."""
+    """Notes its calls, and keeps everything."""
 
     keeps = is_ours = True
 
     def __init__(self) -> None:
         self.needs: list[int] = []
-        self.looks = self.ends = 0
+        self.polls = self.ends = 0
 
     def begin(self, need: int) -> None:
         self.needs.append(need)
 
-    def look(self) -> bool:
-        self.looks += 1
-        return self.looks == 2
+    def poll(self) -> bool:
+        self.polls += 1
+        return self.polls == 2
 
     def end(self) -> None:
         self.ends += 1
 
 
-def test_before_training_the_estimate_says_whether_memory_is_kept_and_every_step_looks_anew(
+def test_before_training_the_estimate_reports_whether_memory_is_kept_and_every_step_polls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = PlayedMalloc()
@@ -268,13 +268,13 @@ def test_before_training_the_estimate_says_whether_memory_is_kept_and_every_step
     (prepared,) = of_kind(events, Prepared)
     assert played.needs == [prepared.effective["memory"]["estimate_bytes"]] != [0]
     assert prepared.effective["malloc"] == "keeps large blocks"
-    assert played.looks >= of_kind(events, Finished)[0].step
+    assert played.polls >= of_kind(events, Finished)[0].step
     assert played.ends == 1
     assert [warned.message for warned in of_kind(events, Warned)] == [callbacks._SCARCE]
 
 
 @pytest.mark.parametrize(
-    ("device", "memory", "asked", "needs"),
+    ("device", "memory", "requested", "needs"),
     [
         ("cpu", {"memory": {"estimate_bytes": 7}}, [7], [3 * 5]),
         ("cpu", {}, [0], [3 * 5]),
@@ -284,11 +284,11 @@ def test_before_training_the_estimate_says_whether_memory_is_kept_and_every_step
     ids=["rank 0", "another rank", "not estimated", "gpu"],
 )
 def test_all_ranks_keep_memory_by_rank_0_s_estimate_for_those_of_their_machine(
-    device: str, memory: Any, asked: list[int], needs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, memory: Any, requested: list[int], needs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played, said = PlayedMalloc(), []
+    played, text = PlayedMalloc(), []
     monkeypatch.setattr(callbacks, "Malloc", lambda: played)
-    monkeypatch.setattr(callbacks.ranks, "broadcast_number", lambda number: said.append(number) or 5)
+    monkeypatch.setattr(callbacks.ranks, "broadcast_number", lambda number: text.append(number) or 5)
     monkeypatch.setattr(callbacks.ranks, "local_world_size", lambda: 3)
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(device=torch.device(device)), notes={}, _total_train_tokens=0.0, state=None
@@ -296,7 +296,7 @@ def test_all_ranks_keep_memory_by_rank_0_s_estimate_for_those_of_their_machine(
     callbacks.JobCallback(
         job_spec(tmp_path, tiny_model()), NullEventWriter(), trainer, tmp_path / "control", memory
     )._keep_memory()
-    assert (said, played.needs) == (asked, needs)
+    assert (text, played.needs) == (requested, needs)
 
 
 def test_without_save_steps_a_long_epoch_is_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_of_every_second_block_or_of_all_activations_are_recomputed(
     assert calls == {block: count + 2 for block, count in expected.items()}
 
 
-def test_an_adapter_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_an_adapter_is_what_was_requested(tmp_path: Path) -> None:
     lora = LoraSpec(target_modules=("q_proj", "gate_proj"), rank=3, alpha=7, use_dora=True)
     _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))
     config = json.loads((of_kind(events, CheckpointSaved)[-1].path / "adapter_config.json").read_text())
@@ -432,7 +432,7 @@ def test_learning_rate_follows_warmup_and_schedule(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3])
 
 
-def test_warmup_stable_decay_ends_in_a_cosine_of_the_steps_asked_for(tmp_path: Path) -> None:
+def test_warmup_stable_decay_ends_in_a_cosine_of_the_requested_steps(tmp_path: Path) -> None:
     optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=2, scheduler="warmup_stable_decay", decay_steps=2)
     _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), n_epochs=2, optimizer=optimizer))
     rates = [point.metrics["learning_rate"] for point in of_kind(events, Progress)]

@@ -216,7 +216,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
     assert_clean(forked.root)
 
 
-def test_a_pause_goes_on_exactly(forked: World, undisturbed: dict[str, Undisturbed]) -> None:
+def test_a_pause_continues_exactly(forked: World, undisturbed: dict[str, Undisturbed]) -> None:
     forked.add("paused", "sft-lora")
     for _ in range(2):
         before = forked.store.get("paused").progress.step
@@ -250,9 +250,9 @@ def test_a_pause_at_a_step_that_is_evaluated_and_saved_anyway_changes_nothing(
     assert forked.outcome("paused") == undisturbed["sft-lora"].outcome
 
 
-def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_told(forked: World) -> None:
+def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_reported(forked: World) -> None:
     forked.add("broken", "sft-full", retries=1, optimizer={"learning_rate": 1e-3}, save_steps=3)
-    # Its rows are gone when it starts: the recipe raises what nobody has foreseen.
+    # Its rows are gone when it starts: the recipe raises an unforeseen error.
     forked.spec("broken").dataset.path.unlink()
     forked.until(lambda: forked.state("broken") is JobState.failed)
     job = forked.store.get("broken")
@@ -268,7 +268,7 @@ def test_whatever_is_killed_the_job_is_started_again_within_20_seconds_and_compl
     real.add("job", "dpo-lora", retries=len(victims))
     for attempt, names in enumerate(victims, 1):
         real.until(taken.exists)
-        real.until(lambda: real.store.checkpoints("job"))  # written while training went on to this step
+        real.until(lambda: real.store.checkpoints("job"))  # written while training continued to this step
         job = real.store.get("job")
         assert job.attempt == attempt
         status = RunnerStatus.read(RunDir(job.run_dir or Path()).runner_status)
@@ -297,7 +297,7 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
 
 
 @pytest.mark.parametrize("kind", ["sft-lora", "dpo-full"])
-def test_a_job_that_runs_out_of_memory_goes_on_with_half_the_batch_and_the_same_losses(
+def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_same_losses(
     forked: World, armed: Path, kind: str
 ) -> None:
     # 11 rows: the last batch of an epoch is not full, and falls into parts of 2 and 1.

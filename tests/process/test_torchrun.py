@@ -1,4 +1,4 @@
-"""torchrun with two ranks under the real launcher: whatever of it is killed, the job goes on from its checkpoint."""
+"""torchrun with two ranks under the real launcher: whatever of it is killed, the job resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_socket_of_a_job_listens_beyond_this_machine(world: World) -> None:
     world.until(lambda: world.state("job") is JobState.cancelled, 10)
 
 
-def test_ranks_meet_at_the_next_port_where_somebody_took_the_first_meanwhile(tmp_path: Path) -> None:
+def test_ranks_meet_at_the_next_port_where_another_program_took_the_first(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, torch.distributed as dist\n"
@@ -102,7 +102,7 @@ def test_ranks_meet_at_the_next_port_where_somebody_took_the_first_meanwhile(tmp
         assert "Address already in use" in refused.stderr
 
 
-def test_whatever_of_torchrun_is_killed_the_job_goes_on_from_its_checkpoint(world: World) -> None:
+def test_whatever_of_torchrun_is_killed_the_job_continues_from_its_checkpoint(world: World) -> None:
     world.add("whole", "dpo-full", **TWO_RANKS)
     world.finish("whole")
     world.add("job", "dpo-full", **TWO_RANKS)
@@ -143,7 +143,7 @@ def test_the_rank_that_failed_is_named_with_the_end_of_its_traceback(world: Worl
     assert_clean(world.root)
 
 
-def test_the_rank_that_found_the_disk_full_is_believed_though_the_other_knows_first(world: World) -> None:
+def test_the_rank_that_found_the_disk_full_decides_the_reason_even_if_it_is_second(world: World) -> None:
     (world.root / "faults" / "saving-3").write_text("full")
     (world.root / "faults" / "unsaved-0").write_text("delay 1")
     world.add("job", "dpo-full", **TWO_RANKS, retries=0)
@@ -168,7 +168,7 @@ def test_a_pause_and_a_cancel_reach_every_rank(world: World) -> None:
     assert_clean(world.root)
 
 
-def test_a_rank_that_hangs_is_found_and_both_stacks_are_told(world: World) -> None:
+def test_a_rank_that_hangs_is_found_and_both_stacks_are_reported(world: World) -> None:
     world.supervisor._attempts._hang_timeout = 25.0  # imports take so long on a busy machine
     world.add("job", "dpo-full", **TWO_RANKS, retries=0)
     paths, _ = held_at(world, "step-4")

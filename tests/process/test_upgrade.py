@@ -1,6 +1,6 @@
 """The data directory of an earlier release is read and continued: its database, checkpoints, run directories, requests.
 
-`tests/data/service-before-regrouping` was made by the services of two earlier commits; tests/make_upgrade_data.py says
+`tests/data/service-before-regrouping` was made by the services of two earlier commits; tests/make_upgrade_data.py shows
 how.
 """
 

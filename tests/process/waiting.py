@@ -8,11 +8,11 @@ from collections.abc import Callable
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 
 
-def until[T](look: Callable[[], T | None], seconds: float = 10.0) -> T:
-    """The first true value that `look` returns."""
+def until[T](probe: Callable[[], T | None], seconds: float = 10.0) -> T:
+    """The first true value that `probe` returns."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := look():
+        if found := probe():
             return found
         time.sleep(0.02)
     raise AssertionError("it did not happen in time")

@@ -102,7 +102,7 @@ class Flood:
             await _until(asyncio.sleep(1.0), rest)
 
     async def _stream(self, rest: asyncio.Event) -> None:
-        """A stream of events, asked for again where it is refused or ends."""
+        """A stream of events, requested again where it is refused or ends."""
         while not rest.is_set():
             status = "closed"
             with suppress(OSError, asyncio.IncompleteReadError):

@@ -203,8 +203,8 @@ class Fuzzer:
         line = {**request.shown(), "status": status, "answer": answer[:500]}
         with self._kept.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        asked = f"number {request.number}: {request.method} {request.target[:200]}"
-        self.failures.append(f"{asked}: {status} {answer[:200]}")
+        requested = f"number {request.number}: {request.method} {request.target[:200]}"
+        self.failures.append(f"{requested}: {status} {answer[:200]}")
         print(f"FAILURE {self.failures[-1]}; damage: {request.notes}", flush=True)
 
 
@@ -310,7 +310,7 @@ def train(service: Guarded) -> None:
 
 
 def steps(service: Guarded) -> int:
-    """Metric points of the training, counted in its file of events: the service is not asked."""
+    """Metric points of the training, counted in its file of events: without a request to the service."""
     path = RunDir(service.data_dir / "jobs" / TRAINING / "attempts" / "1").events
     return path.read_bytes().count(b'"progress"') if path.exists() else 0
 

@@ -54,7 +54,7 @@ def test_a_route_without_a_declared_role_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/nodes\n", "/v1/nodes\r\n", "/v1/nodes/a/poll\n", "/v1/nodes/a\0/poll"])
 @pytest.mark.parametrize("role", ["submit", "node", "admin", ""])
-def test_a_control_character_in_a_path_is_refused_for_everybody(path: str, role: str) -> None:
+def test_a_control_character_in_a_path_is_refused_for_every_caller(path: str, role: str) -> None:
     assert call("POST", path, role, b"{}", content_type="application/json") == (400, False)
 
 

@@ -37,7 +37,7 @@ NODES = {"own": "itself", "task": "with a current task"}
 HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
 ROLES = ("submit", "node", "admin")
 FORM = ("control character", "Invalid HTTP request", "dot segment")
-"""What a 400 says that was decided on the form of the request alone, before its caller and its handler."""
+"""The message of a 400 that was decided on the form of the request alone, before its caller and its handler."""
 QUERIES = {
     "GET /post-training/job/status": "job_uuid=waiting",
     "GET /post-training/job/artifacts": "job_uuid=waiting",
@@ -162,11 +162,11 @@ def test_no_route_of_the_application_is_missing_from_the_documented_table() -> N
 
 
 @pytest.mark.timeout(120)
-def test_nobody_gets_past_the_roles_of_a_route_however_its_path_is_written(
+def test_no_caller_gets_past_the_roles_of_a_route_however_its_path_is_written(
     service: Guarded, routes: list[Route], raw: Raw
 ) -> None:
     """First the callers that a route refuses: nothing of it may change. Then those that it takes, who must get
-    through, since a service that refuses everybody would pass otherwise."""
+    through, since a service that refuses every caller would pass otherwise."""
     before = service.contents()
     holes, tried = [], 0
     for route in routes:
@@ -193,7 +193,7 @@ def test_nobody_gets_past_the_roles_of_a_route_however_its_path_is_written(
     assert not blocked, "\n".join(blocked)
 
 
-def test_whoever_may_call_a_route_finds_no_error_of_the_service_behind_another_way_to_write_it(
+def test_a_caller_with_access_to_a_route_finds_no_error_of_the_service_behind_another_way_to_write_it(
     service: Guarded, routes: list[Route], raw: Raw
 ) -> None:
     errors = []

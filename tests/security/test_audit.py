@@ -45,7 +45,7 @@ KIND = Refusal(401, "", None, None, "10.0.0.7", "GET", "/v1/nodes")
 
 @pytest.fixture
 def audit(tmp_path: Path) -> Iterator[AuditLog]:
-    """On a clock that stands still, with files of about ten lines."""
+    """On a stopped clock, with files of about ten lines."""
     log = AuditLog(tmp_path / "audit", 1000, 4, FakeClock())
     log.open()
     yield log
@@ -256,7 +256,7 @@ def flooded(log: AuditLog, refused: list[Refusal]) -> None:
     ("raised", "status", "error"),
     [(None, 204, None), (ValueError(), 500, "ValueError"), (asyncio.CancelledError(), None, "broken off")],
 )
-def test_a_call_is_in_the_log_before_it_takes_effect_and_its_end_says_how_it_ended(
+def test_a_call_is_in_the_log_before_it_takes_effect_and_its_end_has_the_outcome(
     audit: AuditLog, raised: BaseException | None, status: int | None, error: str | None
 ) -> None:
     log = AuditLog(audit.directory, 1 << 20, 4, FakeClock())
@@ -328,11 +328,11 @@ def test_a_call_is_recorded_with_its_caller_names_and_result(service: TrainingSe
     assert service.post(f"{JOBS}/recorded/cancel", headers=ci).status_code == 200
     assert service.delete(f"{JOBS}/recorded", checkpoints="true").status_code == 204
     assert service.get(JOBS).status_code == 200
-    told = [
+    reported = [
         tuple(line.get(name) for name in ("event", "caller", "role", "route", "status", "state")) for line in since()
     ]
     sft_route, job = "/v1/post-training/supervised-fine-tune", "/v1/post-training/jobs/{job_uuid}"
-    assert told == [
+    assert reported == [
         ("begin", "operator", "admin", "/v1/datasets", None, None),
         ("end", "operator", "admin", "/v1/datasets", 200, None),
         ("begin", "ci", "submit", sft_route, None, None),
@@ -359,8 +359,8 @@ def test_a_refusal_is_recorded_and_neither_a_token_nor_a_body_is(service: Traini
     bad = service.post("/datasets", {"dataset_id": "x", "source": {"type": "rows", "rows": "private-rows"}})
     assert bad.status_code == 400
     lines = since()
-    told = [tuple(line.get(name) for name in ("event", "caller", "status", "route")) for line in lines]
-    assert told == [
+    reported = [tuple(line.get(name) for name in ("event", "caller", "status", "route")) for line in lines]
+    assert reported == [
         ("refused", None, 401, "/v1/post-training/jobs/{job_uuid}"),
         ("refused", "ci", 403, "/v1/post-training/jobs/{job_uuid}"),
         ("refused", None, 403, None),

@@ -60,11 +60,11 @@ def test_a_long_word_is_not_compared_letter_by_letter() -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_an_error_shows_the_beginning_of_what_it_is_about() -> None:
+def test_an_error_shows_the_beginning_of_its_value() -> None:
     assert len(str(InvalidRequest("f" * MIB, "v" * MIB, "choose another"))) < 1000
 
 
-def test_bodies_wait_for_room_and_are_refused_when_there_is_none_in_time() -> None:
+def test_bodies_wait_for_memory_and_are_refused_when_none_is_free_in_time() -> None:
     async def run() -> list[str]:
         memory, seen = BodyMemory(10, patience=0.2), []
 
@@ -128,10 +128,10 @@ def test_a_body_that_comes_at_the_least_rate_is_received_after_the_grace(monkeyp
 
 
 def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def check_space(size: int) -> None:
-        asked.append(size)
+        requested.append(size)
         raise OSError(errno.ENOSPC, "4 MiB are free")
 
     async def run() -> None:
@@ -140,7 +140,7 @@ def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -
 
     with pytest.raises(HTTPException, match="4 MiB are free") as refused:
         asyncio.run(run())
-    assert (refused.value.status_code, asked, list(tmp_path.iterdir())) == (507, [3 * MIB], [])
+    assert (refused.value.status_code, requested, list(tmp_path.iterdir())) == (507, [3 * MIB], [])
 
 
 def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def large(row: Any, **changes: Any) -> dict[str, Any]:
     ],
     ids=["no object", "no JSON value", "no such purpose", "no such field", "large metadata"],
 )
-def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(
+def test_what_is_wrong_with_a_large_body_is_reported_as_for_a_small_one(
     service: TrainingService, row: Any, changes: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(post(service, "/datasets", json.dumps(large(row, **changes)).encode()))

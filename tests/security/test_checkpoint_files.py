@@ -1,4 +1,4 @@
-"""A checkpoint, or a model, that somebody else wrote: nothing of it runs, and nothing outside of it is read.
+"""A checkpoint, or a model, from another author: nothing of it runs, and nothing outside of it is read.
 
 `tests/data/checkpoint-before-safetensors` was written by two FSDP2 ranks with the code of commit a7b999e, the last one
 whose checkpoints were pickles; of it the tokenizer was left out.
@@ -75,7 +75,7 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def sealed(checkpoint: Path) -> Path:
-    """With a manifest that fits, as whoever writes a checkpoint gives it."""
+    """With a manifest that fits, as the author of a checkpoint gives it."""
     (checkpoint / "manifest.json").unlink(missing_ok=True)
     write_manifest(checkpoint)
     return checkpoint

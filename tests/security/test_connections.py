@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 
 DESCRIPTORS = 1024
-"""What a process may open where nobody has raised the limit."""
+"""What a process may open under the default limit."""
 
 
 class SmallService(TrainingService):
@@ -231,7 +231,7 @@ POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     [b"", GET[:10], GET[:-2], POST, POST + b"x", GET + GET[:10]],
     ids=["nothing", "half a line", "half a head", "no body", "half a body", "half a head after a request"],
 )
-def test_what_does_not_come_is_not_waited_for(sent: bytes) -> None:
+def test_a_missing_body_is_not_awaited(sent: bytes) -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect(sent)
         assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nG")
@@ -360,7 +360,7 @@ def test_a_reader_that_does_not_read_is_disconnected() -> None:
     with_peer(test, answers_without_end)
 
 
-def test_a_tls_handshake_that_does_not_come_is_not_waited_for() -> None:
+def test_a_missing_tls_handshake_is_not_awaited() -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect()
         assert await reader.read() == b""

@@ -109,7 +109,7 @@ class World:
             self.store.add_job(job_spec(name, device=device, checkpoint_dir=root / "out" / name), "digest")
         self.supervisor.tick()
         for name in "ab":
-            self.launcher.say(f"{name}-1", STARTED)
+            self.launcher.emit(f"{name}-1", STARTED)
         self.supervisor.tick()
 
     def restart(self) -> None:
@@ -123,7 +123,7 @@ class World:
             events.write(data)
 
     def finish(self, name: str) -> None:
-        self.launcher.say(f"{name}-1", Finished(step=4))
+        self.launcher.emit(f"{name}-1", Finished(step=4))
         self.launcher.exit(f"{name}-1", 0)
 
 
@@ -137,7 +137,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 @pytest.mark.parametrize("event", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_bad_line_is_a_warning_of_its_job_and_holds_up_nothing(world: World, event: dict[str, Any]) -> None:
     world.append("a", line(event))
-    world.launcher.say("a-1", Progress(step=2, epoch=0.5, metrics={"loss": 1.5}, peak_memory_bytes=1))
+    world.launcher.emit("a-1", Progress(step=2, epoch=0.5, metrics={"loss": 1.5}, peak_memory_bytes=1))
     world.supervisor.tick()
     assert world.store.get("a").progress.step == 2
     (warning,) = world.store.get("a").warnings
@@ -162,7 +162,7 @@ def test_a_line_without_an_end_is_passed_over_in_parts(world: World, monkeypatch
 
 
 def test_warnings_without_end_are_not_kept_without_end(world: World) -> None:
-    world.launcher.say("a-1", *(Warned(message=f"warning {number}") for number in range(1000)))
+    world.launcher.emit("a-1", *(Warned(message=f"warning {number}") for number in range(1000)))
     world.supervisor.tick()
     assert len(world.store.get("a").warnings) == 200
 
@@ -171,7 +171,7 @@ def test_pages_of_events_leave_bad_lines_out_and_come_to_an_end(world: World) ->
     for event in HOSTILE.values():
         world.append("a", line(event))
     world.append("a", b"no JSON\n" * 20_000)
-    world.launcher.say("a-1", Finished(step=4))
+    world.launcher.emit("a-1", Finished(step=4))
     for _ in range(5):
         world.supervisor.tick()
     seen, cursor = [], Cursor()
@@ -208,7 +208,7 @@ def test_a_database_that_holds_an_impossible_time_stops_nothing(world: World) ->
 
 
 def test_a_time_at_the_end_of_the_calendar_is_one(world: World) -> None:
-    world.launcher.say("a-1", Progress(time=LAST_TIME, step=1, epoch=1, metrics={}, peak_memory_bytes=1))
+    world.launcher.emit("a-1", Progress(time=LAST_TIME, step=1, epoch=1, metrics={}, peak_memory_bytes=1))
     world.supervisor.tick()
     assert world.store.points("a")[0].time.year == 9999
 
@@ -223,14 +223,14 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
         store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
         shipping = UploadReceiver(store, Digests())
         good = STARTED.model_dump_json().encode() + b"\n"
-        with pytest.raises(InvalidRequest, match="it is no event"):
+        with pytest.raises(InvalidRequest, match="expected an event"):
             shipping.add_events("a-1", "b", 0, good + line(event))
         assert read_events(RunDir(run_dir).events) == ([], 0)
         assert shipping.add_events("a-1", "b", 0, good) == len(good)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         {},
         {"state": "exited", "exit_code": "nine"},
@@ -242,9 +242,9 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
         {"state": "exited", "new": 1},
     ],
 )
-def test_an_observation_that_could_not_be_judged_later_is_refused(said: dict[str, Any]) -> None:
+def test_an_observation_that_could_not_be_judged_later_is_refused(text: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        observation(said)
+        observation(text)
 
 
 def test_long_texts_of_an_observation_are_cut() -> None:

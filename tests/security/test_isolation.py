@@ -43,7 +43,7 @@ from tests.tiny import tiny_model
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2]
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 ATTACKS = f"""{SHEBANG}
 import ctypes, errno, json, os, pathlib, signal, sys
@@ -86,7 +86,7 @@ attempt("a setting of the kernel", lambda: os.close(os.open("/proc/sys/kernel/co
 (run_dir / "found.json").write_text(json.dumps(found))
 """
 REACHED = {"another job's run", "the database", "the service's environment", "a signal to the service"}
-"""What a training that is not isolated reaches at least, whoever its user is."""
+"""What a training that is not isolated reaches at least, under any user."""
 REFUSED = {"ENOENT", "EACCES", "EPERM", "ESRCH", "EROFS", "ENODATA"}
 
 
@@ -344,7 +344,7 @@ def test_a_reader_converts_the_file_that_it_was_given(site: Site, is_isolated: b
 # Limits
 
 
-def test_a_training_that_takes_more_memory_than_its_limit_is_ended_and_says_so(site: Site) -> None:
+def test_a_training_that_takes_more_memory_than_its_limit_is_ended_and_reports_it(site: Site) -> None:
     launcher = site.launcher(limits=Limits(memory_bytes=100 << 20))
     task = site.task(f"{SHEBANG}\nimport time\nhoard = bytearray(os_bytes := 300 << 20)\ntime.sleep(600)")
     launcher.start(task)
@@ -353,7 +353,7 @@ def test_a_training_that_takes_more_memory_than_its_limit_is_ended_and_says_so(s
     assert "max_training_memory_gb is 0.1" in seen.detail
 
 
-def test_a_training_that_starts_more_processes_than_its_limit_is_ended_and_says_so(site: Site) -> None:
+def test_a_training_that_starts_more_processes_than_its_limit_is_ended_and_reports_it(site: Site) -> None:
     launcher = site.launcher(limits=Limits(processes=20))
     body = "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        time.sleep(600)\ntime.sleep(600)"
     task = site.task(f"{SHEBANG}\n{body}")
@@ -391,7 +391,7 @@ def test_a_training_that_cannot_be_isolated_does_not_start(site: Site) -> None:
 # Another user, through a user namespace
 
 
-AS_NOBODY = """
+AS_UNPRIVILEGED = """
 cat {data}/jobs.sqlite3 && echo reached the database
 cat {config} && echo reached the settings
 ls {data}/jobs | grep other && echo reached another job
@@ -417,19 +417,19 @@ def test_a_user_without_rights_isolates_trainings_through_a_user_namespace(tmp_p
     for path in [*tmp_path.parents[:2], tmp_path, *tmp_path.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o055)
         if path.is_relative_to(tmp_path):
-            os.chown(path, NOBODY, NOBODY)
+            os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
     output = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
     child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            os.setgid(UNPRIVILEGED)
+            os.setuid(UNPRIVILEGED)
             ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable, as a process is that was started by this user
             service = os.fork()
             if service == 0:
                 signal.pause()
-            script = AS_NOBODY.format(data=data, config=config, service=service)
+            script = AS_UNPRIVILEGED.format(data=data, config=config, service=service)
             view = View((str(data),), (str(config),), (), (str(data / "mine"), "/tmp"), (), str(data / "mine"))
             program = Confined(view, ["/bin/sh", "-c", script], lambda: None, output)
             while program.poll_report() is None:
@@ -444,7 +444,7 @@ def test_a_user_without_rights_isolates_trainings_through_a_user_namespace(tmp_p
     if status == 99:
         pytest.skip("user namespaces are not allowed here")
     assert "reached" not in (tmp_path / "log").read_text().replace("did not reach its own", "reached")
-    assert (status, (data / "mine" / "done").read_text()) == (3, f"{NOBODY}\n")
+    assert (status, (data / "mine" / "done").read_text()) == (3, f"{UNPRIVILEGED}\n")
     assert (data / "mine" / "written").exists()
     assert config.read_text() == "secret"
 
@@ -490,7 +490,7 @@ def test_jobs_on_a_model_of_the_cache_and_on_an_earlier_result_train_isolated(
     finish(world, "second")
 
 
-def test_of_two_isolated_ranks_one_is_killed_and_named_and_the_job_goes_on(world: World) -> None:
+def test_of_two_isolated_ranks_one_is_killed_and_named_and_the_job_continues(world: World) -> None:
     world.add("job", "dpo-full", ranks=2, sharding=ShardingSpec(), batch_size=1)
     (world.root / "faults" / "step-4").write_text("kill")
     finish(world, "job")

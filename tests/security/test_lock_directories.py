@@ -56,7 +56,7 @@ def test_a_link_in_place_of_the_directory_is_not_followed(places: tuple[Path, Pa
     assert directories() == [own]
 
 
-def test_who_holds_a_device_by_the_other_directory_is_waited_for_when_the_usual_one_can_be_made(
+def test_a_device_lock_in_the_other_directory_counts_when_the_usual_one_can_be_created(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:
     usual, own = places
@@ -74,7 +74,7 @@ def test_a_directory_of_ours_that_others_can_write_is_closed_to_them(places: tup
     assert usual.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_any_directory_the_sentence_says_what_to_set(
+def test_without_any_directory_the_sentence_names_the_setting(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, _ = places

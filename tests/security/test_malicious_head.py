@@ -49,8 +49,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path)
 
 
-def checked(asked: TaskOrder) -> None:
-    localize.check_order(asked)
+def checked(requested: TaskOrder) -> None:
+    localize.check_order(requested)
 
 
 @pytest.mark.parametrize("changes", EVIL, ids=lambda changes: "-".join(changes))
@@ -71,12 +71,12 @@ def test_what_a_service_orders_is_followed() -> None:
 def test_a_node_reports_an_order_that_it_does_not_follow_and_makes_nothing(
     world: World, changes: dict[str, Any]
 ) -> None:
-    asked = order(**changes)
+    requested = order(**changes)
     before = listed(world.root)
 
     async def play(head: FakeHead) -> None:
-        head.order(asked)
-        await head.until(lambda: (report := head.report(asked.task_id)) and "expected" in report.error)
+        head.order(requested)
+        await head.until(lambda: (report := head.report(requested.task_id)) and "expected" in report.error)
 
     world.run(play)
     assert not world.launcher.started
@@ -107,8 +107,8 @@ def test_an_order_that_becomes_evil_later_changes_nothing(world: World) -> None:
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory", "other text"])
 def test_only_a_regular_file_with_the_tasks_id_marks_a_shared_directory(tmp_path: Path, kind: str) -> None:
     mark = write(tmp_path / "theirs" / ".shared", b"job-1\n")
-    asked = order(spec=spec(job={"checkpoint_dir": str(mark.parent)}), shared_mark=str(mark))
-    assert localize.sees_the_services_disk(asked)
+    requested = order(spec=spec(job={"checkpoint_dir": str(mark.parent)}), shared_mark=str(mark))
+    assert localize.sees_the_services_disk(requested)
     mark.unlink()
     if kind == "link":
         mark.symlink_to(write(tmp_path / "text", b"job-1"))
@@ -118,15 +118,15 @@ def test_only_a_regular_file_with_the_tasks_id_marks_a_shared_directory(tmp_path
         mark.mkdir()
     else:
         mark.write_text("job-2")
-    assert not localize.sees_the_services_disk(asked)
+    assert not localize.sees_the_services_disk(requested)
 
 
 def test_a_shared_directory_that_has_gone_is_not_made_again(world: World) -> None:
     theirs = world.root / "service" / "checkpoints"
-    asked = world.order(shared_mark=str(theirs / ".shared"), job={"checkpoint_dir": str(theirs)})
+    requested = world.order(shared_mark=str(theirs / ".shared"), job={"checkpoint_dir": str(theirs)})
 
     async def play(head: FakeHead) -> None:
-        head.order(asked)
+        head.order(requested)
         await head.until(lambda: (report := head.report()) and "is gone from this node" in report.error)
 
     real = NodeTask.__init__

@@ -81,7 +81,7 @@ def test_no_link_and_no_way_up_leads_out_of_the_roots(home: Path, refused: str) 
         resolved(home / refused, settings(home, model_roots=[home / "models"]))
 
 
-def test_whether_a_path_outside_exists_is_not_told(home: Path) -> None:
+def test_whether_a_path_outside_exists_is_not_disclosed(home: Path) -> None:
     sentences = set()
     for name in ("elsewhere/secret", "elsewhere/nothing"):
         with pytest.raises(InvalidRequest) as error:

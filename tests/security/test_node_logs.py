@@ -37,7 +37,7 @@ def shipping(tmp_path: Path, run_dir: Path) -> Iterator[UploadReceiver]:
     store.close()
 
 
-def test_a_log_that_goes_on_at_four_tebibytes_makes_no_file_of_that_size(
+def test_a_log_that_continues_at_four_tebibytes_makes_no_file_of_that_size(
     shipping: UploadReceiver, run_dir: Path
 ) -> None:
     assert shipping.add_log("a-1", "b", "rank-0.log", 0, b"one\n") == 4

@@ -34,7 +34,7 @@ OPERATOR, SUBMITTER = "operator-secret", "submitter-secret"
 
 
 class World:
-    """Created tokens on a clock that stands still."""
+    """Created tokens on a stopped clock."""
 
     def __init__(self, root: Path) -> None:
         self.clock = FakeClock()
@@ -213,7 +213,7 @@ def test_jobs_that_wait_are_limited_by_creator_and_pausing_one_is_no_way_around(
     assert add("a")
     assert add("b")
     store.request_pause("b")
-    with pytest.raises(LimitReached, match=r"the token 'ci' has 2 jobs that wait, which is its limit"):
+    with pytest.raises(LimitReached, match=r"the token 'ci' has 2 waiting jobs, and max_queued_jobs allows no more"):
         add("c")
     assert store.names() == ["a", "b"]
     assert not add("a"), "a repeated request is the same job, whatever the limit"
@@ -290,7 +290,7 @@ def test_a_running_answer_ends_within_seconds_of_its_tokens_revocation(service: 
     reader.start()
     assert not ended.wait(1.2), "it ended by itself"
     assert service.delete(f"/tokens/runs-{path}").status_code == 204
-    assert ended.wait(5.0), "it goes on with a revoked token"
+    assert ended.wait(5.0), "it continues with a revoked token"
     reader.join()
     answer.close()
 
@@ -330,7 +330,7 @@ def test_jobs_and_datasets_name_their_creator(service: TrainingService) -> None:
         "source": {"type": "rows", "rows": QUESTIONS},
     }
     assert service.post("/datasets", body, headers=mine).json()["metadata"]["created_by"] == "author"
-    body["metadata"] = {"created_by": "somebody else"}
+    body["metadata"] = {"created_by": "another caller"}
     body["dataset_id"] = "forged"
     assert service.post("/datasets", body, headers=mine).json()["metadata"]["created_by"] == "author"
     assert service.post(SFT, sft("authored", "authored"), headers=mine).status_code == 200
@@ -353,7 +353,7 @@ def test_waiting_jobs_and_priorities_of_a_token_are_limited(service: TrainingSer
         assert service.post(SFT, first, headers=mine).status_code == 200
         assert service.post(SFT, first, headers=mine).status_code == 200, "the same job again"
         second = service.post(SFT, sft(f"{name}-2", "questions"), headers=mine)
-        assert f"the token '{name}' has 1 jobs that wait" in refusal(second, 429)
+        assert f"the token '{name}' has 1 waiting jobs" in refusal(second, 429)
         assert int(second.headers["Retry-After"]) > 0
         assert service.post(f"{JOBS}/{name}-1/cancel", headers=mine).status_code == 200
         assert service.post(SFT, sft(f"{name}-2", "questions"), headers=mine).status_code == 200
@@ -422,7 +422,7 @@ def test_trl_remote_creates_lists_and_revokes(service: TrainingService) -> None:
     limits = ("--expires", "30d", "--max-queued-jobs", "4", "--requests-per-second", "50", "--priorities", "low,normal")
     made = run("create", "shell", *limits)
     assert (made.returncode, made.stdout[:4], made.stdout.count("\n")) == (0, PREFIX, 1)
-    assert "asks for no token" not in made.stderr
+    assert "requires no token" not in made.stderr
     assert service.get(JOBS, headers={"Authorization": f"Bearer {made.stdout.strip()}"}).status_code == 200
     listed = next(line for line in run("list").stdout.splitlines() if line.startswith("shell "))
     assert "jobs=4 requests/s=50.0 priorities=low,normal" in listed
@@ -432,7 +432,7 @@ def test_trl_remote_creates_lists_and_revokes(service: TrainingService) -> None:
 
 
 @contract
-def test_without_a_configured_token_a_created_one_locks_nobody_out(tmp_path: Path) -> None:
+def test_without_a_configured_token_a_created_one_locks_no_caller_out(tmp_path: Path) -> None:
     with running_service(tmp_path) as service:
         answer = service.post("/tokens", {"name": "early"})
         assert (answer.status_code, answer.json()["required"]) == (201, False)
@@ -440,4 +440,4 @@ def test_without_a_configured_token_a_created_one_locks_nobody_out(tmp_path: Pat
         command = [sys.executable, "-m", "llama_stack_provider_trl_remote", "tokens", "create", "second"]
         environ = {**os.environ, "TRL_SERVICE_URL": service.url}
         made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
-        assert "this service asks for no token yet" in made.stderr
+        assert "this service requires no token yet" in made.stderr

@@ -47,15 +47,15 @@ class World:
         self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.data)
         self.store.add_job(job_spec("a", checkpoint_dir=self.out, keep_last=1), "digest")
         self.supervisor.tick()
-        self.say(STARTED)
+        self.emit(STARTED)
         assert self.store.get("a").state is JobState.in_progress
 
     @property
     def run_dir(self) -> Path:
         return Path(self.launcher.tasks["a-1"].spec.run_dir)
 
-    def say(self, *events: object) -> None:
-        self.launcher.say("a-1", *events)  # type: ignore[arg-type]
+    def emit(self, *events: object) -> None:
+        self.launcher.emit("a-1", *events)  # type: ignore[arg-type]
         self.supervisor.tick()
 
     def listed(self) -> list[Path]:
@@ -88,7 +88,7 @@ def test_an_event_cannot_have_a_directory_elsewhere_listed_or_removed(world: Wor
     victim = world.data / name
     victim.mkdir(parents=True)
     own = checkpoint(world.out / "checkpoint-2")
-    world.say(saved(1, victim), saved(2, own))
+    world.emit(saved(1, victim), saved(2, own))
     assert victim.is_dir()
     assert world.listed() == [own]
     assert str(victim) in world.warnings()
@@ -97,20 +97,20 @@ def test_an_event_cannot_have_a_directory_elsewhere_listed_or_removed(world: Wor
 def test_a_symbolic_link_is_no_checkpoint(world: World) -> None:
     world.out.mkdir(parents=True)
     (world.out / "checkpoint-1").symlink_to(world.data)
-    world.say(saved(1, world.out / "checkpoint-1"))
+    world.emit(saved(1, world.out / "checkpoint-1"))
     assert world.listed() == []
     assert "symbolic link" in world.warnings()
 
 
 def test_a_damaged_checkpoint_of_another_job_stays_listed_and_the_path_is_reported(world: World) -> None:
     foreign = world.root / "out" / "b" / "checkpoint-1"
-    world.say(CheckpointDamaged(path=foreign, message="a bit has flipped"))
+    world.emit(CheckpointDamaged(path=foreign, message="a bit has flipped"))
     assert "names" in world.warnings()
     assert "a bit has flipped" not in world.warnings()
 
 
 def test_a_training_resumes_from_no_foreign_directory_on_record(world: World) -> None:
-    world.say(Prepared(total_steps=4, resumed_from=world.data, num_rows=4, trainable_parameters=1, total_parameters=1))
+    world.emit(Prepared(total_steps=4, resumed_from=world.data, num_rows=4, trainable_parameters=1, total_parameters=1))
     assert world.store.attempts("a")[-1].resume_from is None
     assert str(world.data) in world.warnings()
     effective = world.store.get("a").effective
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_a_link_or_a_fifo_is_not_copied_for_another_job(world:
         target = {"directory": world.data, "file": world.data / "jobs.sqlite3", "inside": "weights.safetensors"}[kind]
         write_manifest(own)
         (own / "odd").symlink_to(target)
-    world.say(saved(2, own))
+    world.emit(saved(2, own))
     spec = job_spec("b", resume_from=ResumeFrom(job_uuid="a"))
     with pytest.raises(InvalidRequest, match="'odd' in that checkpoint"):
         copy_checkpoint(spec, world.store, world.data)
@@ -217,7 +217,7 @@ def test_a_stack_directory_that_leads_elsewhere_is_not_read(tmp_path: Path) -> N
 def test_a_checkpoint_does_not_hand_out_what_a_link_in_it_leads_to(world: World, kind: str) -> None:
     own = checkpoint(world.out / "checkpoint-2")
     replaced(own / "odd.txt", kind, world.data / "jobs.sqlite3")
-    world.say(saved(2, own))
+    world.emit(saved(2, own))
     digests = Digests()
     try:
         listed = list_files(world.store, digests, "a", "checkpoint-2")
@@ -230,7 +230,7 @@ def test_a_checkpoint_does_not_hand_out_what_a_link_in_it_leads_to(world: World,
 
 def test_a_file_that_becomes_a_link_after_it_was_found_is_not_served(world: World) -> None:
     own = checkpoint(world.out / "checkpoint-2")
-    world.say(saved(2, own))
+    world.emit(saved(2, own))
     digests = Digests()
     opener, _, _ = find_file(world.store, digests, "a", "checkpoint-2", "weights.safetensors")
     replaced(own / "weights.safetensors", "link", world.data / "jobs.sqlite3")

@@ -6,7 +6,7 @@ Draws operations at random (jobs good and bad, cancel, pause, resume, kill -9 an
 runners and trainers, stopped trainers) in rounds. After each round it lets every job come to rest and checks that all
 of them ended as their history permits: states, reasons, checkpoints, every metric point once, weights equal to those
 of an undisturbed training, no process and no half-written directory left. All the while a second thread asks the
-server and looks at the device. The first violation ends it: exit status 1, the directory is kept, with a report of the
+server and checks the device. The first violation ends it: exit status 1, the directory is kept, with a report of the
 seed, the operations and the server's log.
 
 The seed fixes the dice, not the moments at which the machine acts: two runs of one seed are alike, not equal. At most
@@ -109,7 +109,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=_minutes, default=15.0, help="at most 20")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep-going", action="store_true", help="count what is wrong with a single job and go on")
+    parser.add_argument("--keep-going", action="store_true", help="count what is wrong with a single job and continue")
     return parser.parse_args()
 
 

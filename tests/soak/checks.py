@@ -1,4 +1,4 @@
-"""What must hold of a job that has come to rest. Each check says what is wrong, or nothing."""
+"""What must hold of a job that has come to rest. Each check reports what is wrong, or nothing."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def complaint(store: Store, job: History, reference: Result | None) -> str:
 
 
 def complaint_of_answer(record: JobRecord, checkpoints: list[CheckpointRecord], status: Json) -> str:
-    """The server tells what the store holds."""
-    told = status["resources_allocated"]
+    """The server reports what the store holds."""
+    message = status["resources_allocated"]
     paths = {checkpoint["path"] for checkpoint in status["checkpoints"]}
-    same = told["state"] == record.state and paths == {str(checkpoint.path) for checkpoint in checkpoints}
-    explained = (told["error"] is not None) == (record.state is JobState.failed)
-    return "" if same and explained else f"is {record.state} with {checkpoints}, but the server says {status}"
+    same = message["state"] == record.state and paths == {str(checkpoint.path) for checkpoint in checkpoints}
+    explained = (message["error"] is not None) == (record.state is JobState.failed)
+    return "" if same and explained else f"is {record.state} with {checkpoints}, but the server reports {status}"
 
 
 def result(store: Store, job_uuid: str) -> Result:
@@ -61,7 +61,7 @@ def result(store: Store, job_uuid: str) -> Result:
 
 
 def unlisted(store: Store) -> list[Path]:
-    """Checkpoints on disk of which no list tells: written just before a kill, or about to be removed at one."""
+    """Checkpoints on disk that no list names: written just before a kill, or about to be removed at one."""
     jobs = store.list()
     listed = {checkpoint.path for job in jobs for checkpoint in store.checkpoints(job.job_uuid)}
     found = {path for job in jobs for path in job.spec.checkpoint_dir.glob("checkpoint-*")}

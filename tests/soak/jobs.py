@@ -69,7 +69,7 @@ RECIPES = {
 
 @dataclass
 class History:
-    """One job: what was asked, and what has been done to it since."""
+    """One job: what was requested, and what has been done to it since."""
 
     job_uuid: str
     recipe: str
@@ -93,7 +93,7 @@ class History:
 
     def permitted(self) -> set[JobState]:
         """The states in which the job may be once it has come to rest."""
-        if self.cancelled:  # what has finished before it hears of the cancel is finished
+        if self.cancelled:  # what has finished before it reads the cancel is finished
             return {JobState.cancelled} | (set() if self.fails_with else {JobState.completed})
         ends = {JobState.failed} if self.fails_with else {JobState.completed}
         if len(self.killed) > self.retries:
@@ -137,7 +137,7 @@ class Generator:
         return History(name, recipe, body, options)
 
     def failing(self) -> History:
-        """A job that is taken and must fail, for a reason that no other try can mend."""
+        """A job that is taken and must fail, for a reason that no retry can fix."""
         reason = self.rng.choice([Reason.invalid_model, Reason.invalid_request, Reason.timed_out])
         recipe = "sft-lora" if reason is Reason.invalid_request else "sft-full"
         name = self._name(f"fails-{reason}")

@@ -1,4 +1,4 @@
-"""Looks at everything all the time: answers, device, listed checkpoints, memory and descriptors of the server."""
+"""Polls everything all the time: answers, device, listed checkpoints, memory and descriptors of the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOWEST = 2.0
 WARM_UP = 10.0
 """Seconds of a server's life after which its memory and descriptors are first counted."""
 RSS_GROWTH, FD_GROWTH = 96 << 20, 20
-"""What a server may take up beyond that in one life."""
+"""Growth that is allowed beyond that in one process."""
 
 
 class Violation(AssertionError):
@@ -33,7 +33,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Life:
-    """One server process, from its first answer until it is told to end."""
+    """One server process, from its first answer until it is signalled to end."""
 
     began: float = field(default_factory=time.monotonic)
     lasted: float = 0.0
@@ -58,7 +58,7 @@ class Life:
 class Watch(threading.Thread):
     """Reads through its own connections, so that the soak may do what it likes meanwhile.
 
-    `life` is None while the server may be away; whoever ends the server takes it away first.
+    `life` is None while the server may be away; the thread that ends the server takes it away first.
     """
 
     def __init__(self, stack: LlamaStack) -> None:
@@ -98,7 +98,7 @@ class Watch(threading.Thread):
                 self._ask(turn)
                 if turn % 10 == 0:
                     self._checkpoints_stand(store)
-        except BaseException as error:  # told to whoever calls `check`: a thread that dies is seen by nobody
+        except BaseException as error:  # raised again by `check`: the end of a thread goes unnoticed
             self.trouble = error
         finally:
             store.close()
@@ -140,7 +140,7 @@ class Watch(threading.Thread):
                 raise
 
     def _one_trains(self) -> None:
-        """Two looks: a process that one scan met in its last moment is gone in the next."""
+        """Two polls: a process that one scan met in its last moment is gone in the next."""
         if len(self._trainers()) > 1 and len(twice := self._trainers()) > 1:
             raise Violation(f"several jobs train on one device: {twice}")
 
@@ -150,8 +150,8 @@ class Watch(threading.Thread):
         return {run_dir for run_dir, found in below.items() if any(map(_trains, found))}
 
     def _checkpoints_stand(self, store: Store) -> None:
-        """Every listed checkpoint is whole; one is looked at twice, since it may be replaced by its better at the
-        very moment of the first look."""
+        """Every listed checkpoint is whole; one is checked twice, since it may be replaced by its better at the
+        very moment of the first poll."""
         broken = {
             (name, str(checkpoint.path))
             for name in store.names()

@@ -66,7 +66,7 @@ class World:
         self.restart_at = 0.0
         """When a server that was ended is started again; it is away until then."""
         self.stopped: dict[ProcessId, float] = {}
-        """Trainers that were sent SIGSTOP, and when they go on."""
+        """Trainers that were sent SIGSTOP, and when they continue."""
         self.first_steps: dict[tuple[str, int], float] = {}
         self.planned: tuple[str, Callable[[], str], float] | None = None
         """What is to happen so many seconds after the first step of an attempt."""
@@ -123,7 +123,7 @@ class World:
         self.stack.stop()
         assert_clean(self.stack.data_dir)
         for line in re.findall(r"^(?:ERROR|CRITICAL) .*llama_stack_provider_trl.*", self.stack.log.read_text(), re.M):
-            self._violated(f"the server's log says: {line.strip()}")
+            self._violated(f"the server's log reports: {line.strip()}")
         self.loaded = load_finals(self.store)
 
     def abandon(self) -> None:
@@ -138,7 +138,7 @@ class World:
                 send_signal(process, signal.SIGKILL)
         self.store.close()
 
-    # Operations: each says what came of it; nothing where there was nothing to do
+    # Operations: each reports what came of it; nothing where there was nothing to do
 
     def submit(self) -> str:
         return self._take(self.generator.good()) if self._has_room() else ""
@@ -293,8 +293,8 @@ class World:
         """A request that must be taken."""
         self._expect(self._post(job), 200, f"request for {job.job_uuid}")
         self.jobs[job.job_uuid] = job
-        told = {name: value for name, value in job.options.items() if name != "lora"}
-        return f"{job.job_uuid} {told}"
+        message = {name: value for name, value in job.options.items() if name != "lora"}
+        return f"{job.job_uuid} {message}"
 
     def _post(self, job: History) -> requests.Response:
         return self.stack.post(job.call, job.body, options=job.options)
@@ -388,12 +388,12 @@ class World:
         record, checkpoints = self.store.get(job.job_uuid), list(self.store.checkpoints(job.job_uuid))
         status = self.watch.get("/post-training/job/status", job_uuid=job.job_uuid)
         assert status is not None, "the server is up"
-        told = complaint_of_answer(record, checkpoints, status)
-        if wrong := complaint(self.store, job, self.references.get(job.recipe)) or told:
+        message = complaint_of_answer(record, checkpoints, status)
+        if wrong := complaint(self.store, job, self.references.get(job.recipe)) or message:
             self._violated(f"job {job.job_uuid} {wrong}")
 
     def _violated(self, complaint: str) -> None:
-        """Ends the soak, or is said once and counted."""
+        """Ends the soak, or is printed once and counted."""
         if not self.keep_going:
             raise Violation(complaint)
         if complaint not in self.violations:

@@ -123,8 +123,8 @@ class World:
 
         asyncio.run(both())
 
-    def say(self, *events: BaseModel) -> None:
-        self.launcher.say("job-1", *events)
+    def emit(self, *events: BaseModel) -> None:
+        self.launcher.emit("job-1", *events)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def progress(step: int) -> Progress:
     return Progress(step=step, epoch=0.5, metrics={"loss": 1.0}, peak_memory_bytes=1)
 
 
-def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(world: World) -> None:
+def test_a_task_runs_with_this_nodes_paths_and_all_its_events_reach_the_service(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(Stage.prepare))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
@@ -161,11 +161,11 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
         assert json.loads((world.run_dir / "spec.json").read_text())["run_dir"] == str(world.run_dir)
         assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").read_bytes() == ROWS
         world.launcher.print("job-1", "epoch 1\n")
-        world.say(progress(1), world.save("checkpoint-1"), progress(2), world.save("final", "final"), Finished(step=2))
-        await head.until(lambda: len(head.said) == 5)
-        kinds = [event["type"] for event in head.said]
+        world.emit(progress(1), world.save("checkpoint-1"), progress(2), world.save("final", "final"), Finished(step=2))
+        await head.until(lambda: len(head.received_events) == 5)
+        kinds = [event["type"] for event in head.received_events]
         assert kinds == ["progress", "progress", "checkpoint", "checkpoint", "finished"]
-        assert head.said[2]["path"] == "/service/checkpoints/job/checkpoint-1"
+        assert head.received_events[2]["path"] == "/service/checkpoints/job/checkpoint-1"
         assert head.checkpoints["checkpoint-1"]["additional_chat_templates/a.jinja"] == b"checkpoint-1"
         assert "manifest.json" in head.checkpoints["final"]
         assert not any(task.shipped for poll in head.polls for task in poll.tasks)
@@ -185,11 +185,11 @@ def test_a_task_runs_with_this_nodes_paths_and_all_it_says_reaches_the_service(w
     assert world.launcher.tasks["job-1"].cancels == 0
 
 
-def test_what_a_job_has_left_here_is_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
+def test_files_of_a_job_are_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        world.say(world.save("checkpoint-1"))
+        world.emit(world.save("checkpoint-1"))
         world.launcher.exit("job-1", 1)
         await head.until(lambda: (report := head.report()) and report.shipped)
         assert head.kept == []  # a task is here
@@ -197,7 +197,7 @@ def test_what_a_job_has_left_here_is_removed_once_the_service_reports_that_it_is
         await head.until(lambda: head.kept == ["job"])
         assert (world.home / "checkpoints" / "checkpoint-1").exists()  # its next attempt may come here
         head.over = {"job", "other", ".."}
-        head.let_go()
+        head.release()
         await head.until(lambda: not world.home.exists())
         assert world.data_dir.exists()
         await head.until(lambda: head.kept == [])
@@ -215,27 +215,27 @@ def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None
     assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
 
 
-def test_an_agent_that_is_started_again_goes_on_where_it_was(world: World) -> None:
+def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> None:
     async def first(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         head.only, head.trouble = "upload", [away() for _ in range(10_000)]
-        world.say(world.save("checkpoint-1"), progress(2))
-        await head.until(lambda: len(head.said) == 1)
+        world.emit(world.save("checkpoint-1"), progress(2))
+        await head.until(lambda: len(head.received_events) == 1)
 
     async def second(head: FakeHead) -> None:
         head.trouble = []
-        world.say(progress(3))
-        await head.until(lambda: len(head.said) == 3)
-        world.say(Finished(step=3))
+        world.emit(progress(3))
+        await head.until(lambda: len(head.received_events) == 3)
+        world.emit(Finished(step=3))
         world.launcher.exit("job-1", 0)
         await head.until(lambda: (report := head.report()) and report.shipped)
 
     world.run(first)
     assert world.launcher.tasks["job-1"].seen.state is TaskState.running  # it outlives the agent
     world.run(second)
-    assert sorted(event.get("step") for event in world.head.said) == [1, 2, 3, 3]
-    assert [event["type"] for event in world.head.said].count("checkpoint") == 1
+    assert sorted(event.get("step") for event in world.head.received_events) == [1, 2, 3, 3]
+    assert [event["type"] for event in world.head.received_events].count("checkpoint") == 1
     assert world.launcher.started == ["job-1"]
 
 
@@ -243,8 +243,8 @@ def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: Wor
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        world.say(world.save("checkpoint-1"))
-        await head.until(lambda: head.said)
+        world.emit(world.save("checkpoint-1"))
+        await head.until(lambda: head.received_events)
         head.order(world.order(Stage.stop))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
         report = head.report()
@@ -279,7 +279,7 @@ def test_a_task_of_which_nothing_is_taken_any_more_ends(world: World, only: str)
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         world.launcher.print("job-1", "x")
-        world.say(progress(1), world.save("checkpoint-1"))
+        world.emit(progress(1), world.save("checkpoint-1"))
         await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
         report = head.report()
         assert report is not None
@@ -299,18 +299,18 @@ def test_a_task_of_which_nothing_is_taken_any_more_ends(world: World, only: str)
 )
 def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: str, trouble: Any) -> None:
     async def play(head: FakeHead) -> None:
-        # What is still listed is asked once for every checkpoint.
+        # What is still listed is requested once for every checkpoint.
         head.only, head.trouble = only, [trouble() for _ in range(1 if only == "listed" else 30)]
         head.order(world.order(job={"best_checkpoint": "eval_loss"}))
         await head.until(lambda: world.launcher.started)
         world.launcher.print("job-1", "x")
-        world.say(progress(1), world.save("checkpoint-1"), Finished(step=1))
+        world.emit(progress(1), world.save("checkpoint-1"), Finished(step=1))
         world.launcher.exit("job-1", 0)
         await head.until(lambda: (report := head.report()) and report.shipped)
 
     world.run(play)
     assert not world.head.trouble
-    assert [event["type"] for event in world.head.said] == ["progress", "checkpoint", "finished"]
+    assert [event["type"] for event in world.head.received_events] == ["progress", "checkpoint", "finished"]
     assert world.launcher.started == ["job-1"]
     assert world.launcher.tasks["job-1"].cancels == 0
 
@@ -336,7 +336,7 @@ def test_without_the_service_a_node_ends_its_tasks_after_the_lease(world: World,
         await head.until(lambda: head.polls[-1].tasks)
         began = world.clock()
         head.only, head.trouble = "", [away() for _ in range(100_000)]
-        head.let_go()
+        head.release()
         task = world.launcher.tasks["job-1"]
         await head.until(lambda: task.seen.state is TaskState.exited)
         assert LEASE < ended[0] - began < LEASE + 60
@@ -349,7 +349,7 @@ def test_without_the_service_a_node_ends_its_tasks_after_the_lease(world: World,
     world.run(play)
 
 
-def test_what_a_node_has_to_tell_all_the_time_hides_neither_a_service_that_is_there_nor_one_that_is_gone(
+def test_what_a_node_reports_all_the_time_hides_neither_a_service_that_is_there_nor_one_that_is_gone(
     world: World, ended: list[float]
 ) -> None:
     async def play(head: FakeHead) -> None:
@@ -371,7 +371,7 @@ def test_what_a_node_has_to_tell_all_the_time_hides_neither_a_service_that_is_th
     world.run(play)
 
 
-def test_only_the_node_with_rank_0_ships_events_and_the_others_tell_a_failure(world: World) -> None:
+def test_only_the_node_with_rank_0_ships_events_and_the_others_report_a_failure(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(node_rank=1, time_limit=60.0, hang_timeout=5.0))
         await head.until(lambda: world.launcher.started)
@@ -379,7 +379,7 @@ def test_only_the_node_with_rank_0_ships_events_and_the_others_tell_a_failure(wo
         assert (task.node_rank, task.time_limit, task.hang_timeout) == (1, None, None)  # it sees no progress
         write(world.run_dir / "rank-1.log", b"boom\n")
         write(world.run_dir / "torchrun.log", b"met\n")
-        world.say(Failed(rank=1, reason=Reason.rank_failed, message="boom"))
+        world.emit(Failed(rank=1, reason=Reason.rank_failed, message="boom"))
         world.launcher.exit("job-1", 1, rank=1)
         await head.until(lambda: (report := head.report()) and report.shipped)
         report = head.report()
@@ -410,30 +410,30 @@ def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
     ("best", "left"),
     [(None, {"checkpoint-5"}), ("eval_loss", {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-5"})],
 )
-def test_of_what_is_with_the_service_the_newest_stays_here_and_the_best(
+def test_of_the_uploaded_checkpoints_the_newest_and_the_best_stay_here(
     world: World, best: str | None, left: set[str]
 ) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(job={"best_checkpoint": best}))
         await head.until(lambda: world.launcher.started)
-        world.say(*(world.save(f"checkpoint-{step}") for step in (1, 2, 3)))
-        await head.until(lambda: len(head.said) == 3)
-        head.listed = {"checkpoint-1", "checkpoint-3", "final"}  # of the fourth the service has not heard yet
-        world.say(*(world.save(f"checkpoint-{step}") for step in (4, 5)))
-        await head.until(lambda: len(head.said) == 5)
+        world.emit(*(world.save(f"checkpoint-{step}") for step in (1, 2, 3)))
+        await head.until(lambda: len(head.received_events) == 3)
+        head.listed = {"checkpoint-1", "checkpoint-3", "final"}  # of the fourth the service has no report yet
+        world.emit(*(world.save(f"checkpoint-{step}") for step in (4, 5)))
+        await head.until(lambda: len(head.received_events) == 5)
         assert {path.name for path in (world.home / "checkpoints").iterdir()} == left
 
     world.run(play)
 
 
-def test_the_training_knows_what_still_waits_for_its_way(world: World) -> None:
+def test_the_training_reads_the_number_of_pending_uploads(world: World) -> None:
     uploads = world.run_dir / "uploads"
 
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: uploads.exists() and uploads.read_text() == "0")
         head.only, head.trouble = "offer", [away() for _ in range(1000)]
-        world.say(world.save("checkpoint-1"), world.save("checkpoint-2"))
+        world.emit(world.save("checkpoint-1"), world.save("checkpoint-2"))
         await head.until(lambda: uploads.read_text() == "2")
         head.trouble = []
         await head.until(lambda: uploads.read_text() == "0")
@@ -447,14 +447,14 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
         await head.until(lambda: world.launcher.started)
         saved = world.save("checkpoint-1")
         write(saved.path / "additional_chat_templates" / "a.jinja", b"short")
-        world.say(saved, progress(2))
-        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        world.emit(saved, progress(2))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report is not None
         assert "damaged before it could be uploaded" in report.error
         assert report.failed is not None
         assert report.failed["reason"] == "rank_failed"
-        assert [event["type"] for event in head.said if event["type"] != "progress"] == []
+        assert [event["type"] for event in head.received_events if event["type"] != "progress"] == []
 
     world.run(play)
     assert not world.head.checkpoints
@@ -465,7 +465,7 @@ def test_a_node_that_was_removed_ends_with_its_tasks(world: World) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         head.only, head.trouble = "poll", [refusal(410, "node 'b' was removed")]
-        head.let_go()
+        head.release()
         await head.until(lambda: False)
 
     with pytest.raises(ServiceRefusal, match="was removed"):
@@ -477,12 +477,12 @@ def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        head.only, head.trouble = "events", [refusal(400, "it is not there: bring its files before its event")]
-        world.say(progress(1))
-        await head.until(lambda: (said := head.report()) and said.progress is Going.failed)
+        head.only, head.trouble = "events", [refusal(400, "it does not exist: upload its files before its event")]
+        world.emit(progress(1))
+        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report is not None
-        assert "bring its files before its event" in report.error
+        assert "upload its files before its event" in report.error
 
     world.run(play)
 
@@ -562,11 +562,11 @@ def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: Wo
         head.order(shared)
         await head.until(lambda: world.launcher.started)
         saved = CheckpointSaved(kind="final", step=2, epoch=1, path=theirs / "final", train_loss=None)
-        world.say(saved, Finished(step=2))
-        await head.until(lambda: len(head.said) == 2)
+        world.emit(saved, Finished(step=2))
+        await head.until(lambda: len(head.received_events) == 2)
 
     world.run(play)
-    assert world.head.said[0]["path"] == str(theirs / "final")
+    assert world.head.received_events[0]["path"] == str(theirs / "final")
     written = json.loads((world.run_dir / "spec.json").read_text())
     assert (written["resume_from"], written["turn"]) == (str(theirs / "checkpoint-1"), str(mark))
     assert not (world.run_dir / "uploads").exists()  # nothing leaves this disk: who finds it full need not wait
@@ -586,8 +586,8 @@ def test_an_agent_that_is_started_again_knows_that_it_sees_the_services_disk(wor
         for step in (1, 2):
             path = theirs / f"checkpoint-{step}"
             write_manifest(write(path / "a.json", b"a").parent)
-            world.say(CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=None))
-        await head.until(lambda: len(head.said) == 2)
+            world.emit(CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=None))
+        await head.until(lambda: len(head.received_events) == 2)
 
     world.run(first)
     world.run(second)
@@ -609,8 +609,8 @@ def test_a_disk_that_another_attempt_has_marked_is_not_the_services(world: World
 
 
 def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = world.order()
-    asked.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
+    requested = world.order()
+    requested.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
 
     async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
         return [{"path": "../../../evil", "size": 1, "sha256": "0" * 64}]
@@ -618,7 +618,7 @@ def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, mo
     monkeypatch.setattr(world.head, "checkpoint_files", files)
 
     async def play(head: FakeHead) -> None:
-        head.order(asked)
+        head.order(requested)
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report
@@ -637,8 +637,8 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
     world: World, monkeypatch: pytest.MonkeyPatch, path: str, is_fetched: bool
 ) -> None:
     """What earlier releases wrote is: the training reads it without running anything."""
-    asked = world.order()
-    asked.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
+    requested = world.order()
+    requested.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
 
     async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
         return [{"path": path, "size": 1, "sha256": "0" * 64}]
@@ -646,7 +646,7 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
     monkeypatch.setattr(world.head, "checkpoint_files", files)
 
     async def play(head: FakeHead) -> None:
-        head.order(asked)
+        head.order(requested)
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report
@@ -657,19 +657,19 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"job": {"model": "/models/big"}}, "the model /models/big is not on node b"),
         ({"job": {"dpo": {"reference": {"model": "/models/ref"}}}}, "the model /models/ref is not on node b"),
     ],
 )
-def test_a_model_that_is_not_here_is_said(world: World, changes: Any, said: str) -> None:
+def test_a_model_that_is_not_here_is_named(world: World, changes: Any, text: str) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(Stage.prepare, **changes))
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report is not None
-        assert said in report.error
+        assert text in report.error
         assert report.lasting
         head.order(world.order(Stage.stop, **changes))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
@@ -685,8 +685,8 @@ def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
         report = head.report()
         assert report is not None
         assert report.port is not None
-        nobody = Peer(node="a", address="127.0.0.1", port=1)
-        head.order(world.order(Stage.probe, nodes=2, master=nobody, peers=(nobody,)))
+        unreachable = Peer(node="a", address="127.0.0.1", port=1)
+        head.order(world.order(Stage.probe, nodes=2, master=unreachable, peers=(unreachable,)))
         await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
         report = head.report()
         assert report is not None
@@ -750,14 +750,14 @@ def test_a_task_that_waits_for_the_service_can_be_stopped(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.only, head.trouble = "rows", [away() for _ in range(100_000)]
         head.order(world.order())
-        await head.until(lambda: (report := head.report()) and "takes no connection" in report.detail)
+        await head.until(lambda: (report := head.report()) and "accepts no connection" in report.detail)
         head.order(world.order(Stage.stop))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
 
     world.run(play)
 
 
-def test_an_error_that_nobody_expected_is_named(world: World) -> None:
+def test_an_unexpected_error_is_named(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
@@ -795,7 +795,7 @@ def test_an_agent_that_is_started_again_before_the_ranks_listens_where_it_did(wo
     assert ports[0] == ports[1]
 
 
-def test_a_training_that_cannot_be_started_is_said(world: World) -> None:
+def test_a_training_that_cannot_be_started_is_reported(world: World) -> None:
     world.launcher.refuse = OSError("no runner")
 
     async def play(head: FakeHead) -> None:
@@ -824,7 +824,7 @@ def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: 
     assert world.launcher.started == []
 
 
-def test_a_disk_that_fills_up_later_keeps_nothing_from_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_later_stops_no_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
@@ -839,7 +839,7 @@ def _full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_rank_0_is_told_to_pause(world: World) -> None:
+def test_rank_0_receives_the_order_to_pause(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
@@ -873,7 +873,7 @@ def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, 
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         head.only, head.trouble = "", [refusal(status, "because")] * 2
-        head.let_go()
+        head.release()
         await asyncio.Event().wait()
 
     if call == "join":
@@ -898,8 +898,8 @@ def test_a_node_that_had_joined_bears_a_refusal_for_a_while(
         head.only, head.trouble = only, [refusal(status, "because")] * 30
         if only == "join":
             world.clock.advance(agents.REPORT + 1)
-            world.models = ("org/new",)  # it joins again to say so
-        head.let_go()
+            world.models = ("org/new",)  # it joins again to report it
+        head.release()
         await head.until(lambda: not head.trouble)
         polls = len(head.polls)
         await head.until(lambda: len(head.polls) > polls)
@@ -914,7 +914,7 @@ def test_a_node_that_is_refused_for_the_lease_ends_its_tasks_and_itself(world: W
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         head.only, head.trouble = "", [refusal(401, "because")] * 100_000
-        head.let_go()
+        head.release()
         await asyncio.Event().wait()
 
     with pytest.raises(ServiceRefusal, match="because"):
@@ -928,24 +928,24 @@ def test_a_service_with_another_database_is_joined_again(world: World, status: i
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
         head.only, head.trouble = "poll", [refusal(status)]
-        head.let_go()
+        head.release()
         await head.until(lambda: len(head.joined) == 2 and len(head.polls) > 1)
 
     world.run(play)
 
 
-def test_a_machine_that_has_changed_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_has_changed_reports_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
         world.clock.advance(agents.REPORT + 1)
-        head.let_go()
+        head.release()
         await head.until(lambda: len(head.polls) > 1)
         assert len(head.joined) == 1  # nothing has
         before = world.report
         report = before().model_copy(update={"models": ("org/new",)})
         monkeypatch.setattr(world, "report", lambda: report)
         world.clock.advance(agents.REPORT + 1)
-        head.let_go()
+        head.release()
         await head.until(lambda: len(head.joined) == 2)
         assert head.joined[-1].models == ("org/new",)
 
@@ -965,10 +965,10 @@ def test_a_data_directory_has_one_agent(world: World) -> None:
     world.run(play)
 
 
-def test_files_that_nobody_has_come_back_for_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_no_longer_used_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old, rows = world.data_dir / "jobs" / "old", write(world.data_dir / "datasets" / "x.jsonl", b"")
     old.mkdir(parents=True)
-    (world.data_dir / "jobs" / "gone").symlink_to(world.root / "nowhere")  # as what somebody else removes meanwhile
+    (world.data_dir / "jobs" / "gone").symlink_to(world.root / "nowhere")  # as what another process removes meanwhile
     monkeypatch.setattr(agents, "KEEP", -1.0)
 
     async def play(head: FakeHead) -> None:
@@ -988,7 +988,7 @@ def test_files_that_nobody_has_come_back_for_are_removed(world: World, monkeypat
     assert (world.data_dir / "datasets" / f"{DIGEST}.jsonl").exists()
 
 
-def test_a_task_that_is_told_to_end_before_anybody_heard_of_it_ends_whenever_the_agent_cleans_up(world: World) -> None:
+def test_an_order_to_end_before_the_first_report_ends_the_task_at_the_next_cleanup(world: World) -> None:
     world.launcher.obedient = False
 
     async def ended(head: FakeHead) -> None:
@@ -996,7 +996,7 @@ def test_a_task_that_is_told_to_end_before_anybody_heard_of_it_ends_whenever_the
         await head.until(lambda: world.launcher.tasks)
         world.launcher.tasks["job-1"].seen = Observation(TaskState.running)
         world.clock.advance(agents.REPORT + 1)
-        head.let_go()
+        head.release()
         await head.until(lambda: world.clock() - agents.REPORT > 2 and len(head.polls) > 2)
 
     async def started_again(head: FakeHead) -> None:
@@ -1008,7 +1008,7 @@ def test_a_task_that_is_told_to_end_before_anybody_heard_of_it_ends_whenever_the
     world.run(started_again)
 
 
-def test_stages_are_gone_through_forward_only(world: World) -> None:
+def test_stages_only_move_forward(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
@@ -1047,7 +1047,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        world.say(world.save("checkpoint-1"))
+        world.emit(world.save("checkpoint-1"))
         await head.until(lambda: head.checkpoints)
 
     world.run(play)
@@ -1081,17 +1081,17 @@ def test_a_refusal_of_the_service_is_one_sentence_in_the_log(world: World, caplo
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
         head.only, head.trouble = "poll", [refusal(401, "No.")]
-        head.let_go()
+        head.release()
         await head.until(lambda: not head.trouble)
-        await head.until(lambda: "trainings go on" in caplog.text)
+        await head.until(lambda: "trainings continue" in caplog.text)
 
     world.run(play)
-    (said,) = [record.getMessage() for record in caplog.records if "trainings go on" in record.getMessage()]
-    assert said.endswith("; trainings go on, and the service is called again")
-    assert ".;" not in said
+    (logged,) = [record.getMessage() for record in caplog.records if "trainings continue" in record.getMessage()]
+    assert logged.endswith("; trainings continue, and the service is called again")
+    assert ".;" not in logged
 
 
-def test_a_node_without_its_address_says_so_before_it_joins(world: World) -> None:
+def test_a_node_without_its_address_reports_it_before_it_joins(world: World) -> None:
     world.address = "192.0.2.77"
 
     async def play(head: FakeHead) -> None:
@@ -1148,7 +1148,7 @@ def test_a_credential_that_cannot_be_read_is_replaced(world: World, text: str) -
 
 
 @pytest.mark.parametrize("status", [401, 410])
-def test_a_service_that_knows_no_such_credential_is_joined_with_the_token(world: World, status: int) -> None:
+def test_a_service_without_this_credential_is_joined_with_the_token(world: World, status: int) -> None:
     """It has another database, or the node was removed while its agent was stopped."""
     world.run(play_until_joined(1))
     world.head.only, world.head.trouble = "join with", [refusal(status, "the token is not one")]
@@ -1157,13 +1157,13 @@ def test_a_service_that_knows_no_such_credential_is_joined_with_the_token(world:
     assert kept_credential(world)["credential"] == "credential-2"
 
 
-def test_an_agent_that_runs_while_its_node_is_removed_does_not_join_anew(world: World) -> None:
+def test_an_agent_that_runs_while_its_node_is_removed_does_not_join_again(world: World) -> None:
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
         head.only, head.trouble = "join", [refusal(410, "was removed")]
         world.clock.advance(agents.REPORT + 1)
         world.models = ("org/new",)
-        head.let_go()
+        head.release()
         await head.until(lambda: False)
 
     with pytest.raises(ServiceRefusal, match="was removed"):
@@ -1171,11 +1171,11 @@ def test_an_agent_that_runs_while_its_node_is_removed_does_not_join_anew(world: 
     assert len(world.head.joined) == 1
 
 
-def test_a_service_that_knows_neither_is_tried_with_both_until_it_is_back(world: World) -> None:
+def test_a_service_that_accepts_neither_is_tried_with_both_until_it_is_back(world: World) -> None:
     async def play(head: FakeHead) -> None:
         await head.until(lambda: head.polls)
         head.only, head.trouble = "", [refusal(401, "the token is not one") for _ in range(20)]
-        head.let_go()
+        head.release()
         await head.until(lambda: not head.trouble)
         await head.until(lambda: len(head.joined) == 2)
 
@@ -1189,9 +1189,9 @@ def test_a_credential_is_replaced_every_day(world: World) -> None:
         await head.until(lambda: head.polls)
         for hours, joined in ((23, 1), (25, 2)):
             world.clock.now = hours * 3600.0
-            head.let_go()
+            head.release()
             polls = len(head.polls)
-            await head.until(lambda polls=polls: len(head.polls) > polls + 1 or head.let_go())
+            await head.until(lambda polls=polls: len(head.polls) > polls + 1 or head.release())
             assert len(head.joined) == joined
         assert head.sent == "credential-2"
 
@@ -1227,7 +1227,7 @@ def test_what_a_report_would_not_hold_is_cut(world: World) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_is_kept_is_for_nobody_else(world: World, there: bool) -> None:
+def test_what_is_kept_is_for_its_owner_only(world: World, there: bool) -> None:
     if there:
         (world.data_dir / "jobs").mkdir(parents=True, mode=0o755)
         world.data_dir.chmod(0o755)
@@ -1241,12 +1241,12 @@ def test_what_is_kept_is_for_nobody_else(world: World, there: bool) -> None:
     assert {path.stat().st_mode & 0o777 for path in world.data_dir.iterdir() if path.is_dir()} == {0o700}
 
 
-def test_what_was_told_to_stop_ships_nothing_more(world: World) -> None:
+def test_a_task_that_was_ordered_to_stop_ships_nothing_more(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
         head.only, head.trouble = "events", [away() for _ in range(10_000)]
-        world.say(progress(1))
+        world.emit(progress(1))
         await head.until(lambda: len(head.trouble) < 10_000)
         head.order(world.order(Stage.stop))
         await head.until(lambda: (report := head.report()) and report.progress is Going.done)
@@ -1256,13 +1256,13 @@ def test_what_was_told_to_stop_ships_nothing_more(world: World) -> None:
         assert not [call for call in head.calls[before:] if call.startswith("events")]
 
     world.run(play)
-    assert world.head.said == []
+    assert world.head.received_events == []
 
 
-def test_of_a_job_that_has_left_no_file_here_no_directory_stays(world: World) -> None:
+def test_a_job_without_a_file_here_leaves_no_directory(world: World) -> None:
     async def play(head: FakeHead) -> None:
         here = Peer(node="a", address="127.0.0.1", port=1)
-        head.order(world.order(nodes=2, node_rank=1, master=here))  # only rank 0's node hears that a job is finished
+        head.order(world.order(nodes=2, node_rank=1, master=here))  # only rank 0's node learns that a job is finished
         await head.until(lambda: world.launcher.started)
         assert (world.home / "checkpoints").exists()
         world.launcher.exit("job-1", 0)
@@ -1294,7 +1294,7 @@ def test_an_unfinished_job_is_kept_for_a_day_from_its_end_on(world: World) -> No
         await head.until(lambda: not world.run_dir.exists())
         world.clock.advance(agents.REPORT + 1)
         before = len(head.polls)
-        head.let_go()
+        head.release()
         await head.until(lambda: len(head.polls) > before + 1 or head.polls[-1].seen == head.revision)
 
     world.run(play)
@@ -1323,8 +1323,8 @@ def test_what_runs_is_not_prepared_again(world: World) -> None:
 
     async def second(head: FakeHead) -> None:
         await head.until(lambda: (report := head.report()) and report.observation)
-        world.say(progress(1))
-        await head.until(lambda: head.said)
+        world.emit(progress(1))
+        await head.until(lambda: head.received_events)
 
     world.run(first)
     (world.data_dir / "datasets" / f"{DIGEST}.jsonl").unlink()  # the ranks have read it
@@ -1367,12 +1367,12 @@ def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, mon
     async def play(head: FakeHead) -> None:
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        world.say(world.save("checkpoint-1"), Finished(step=1))
+        world.emit(world.save("checkpoint-1"), Finished(step=1))
         world.launcher.exit("job-1", 0)
         await head.until(lambda: (report := head.report()) and report.shipped)
 
     world.run(play)
-    assert [event["type"] for event in world.head.said] == ["checkpoint", "finished"]
+    assert [event["type"] for event in world.head.received_events] == ["checkpoint", "finished"]
 
 
 def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_read(world: World) -> None:
@@ -1380,7 +1380,7 @@ def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_r
     places.run_dir.mkdir(parents=True)
 
     async def run() -> None:
-        work = Uploader(places, world.head, asyncio.Event(), lambda said: None, world.sleep)
+        work = Uploader(places, world.head, asyncio.Event(), lambda _: None, world.sleep)
         assert not await work._ship_events(False)
         assert not await work._ship_checkpoints(True)  # it exited since
         assert await work._ship_events(True)
@@ -1389,12 +1389,12 @@ def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_r
     asyncio.run(run())
 
 
-def test_a_service_that_has_more_events_than_were_written_is_said(world: World) -> None:
+def test_a_service_that_has_more_events_than_were_written_is_reported(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.events += b'{"type": "progress"}\n' * 50
         head.order(world.order())
         await head.until(lambda: world.launcher.started)
-        world.say(progress(1))
+        world.emit(progress(1))
         await head.until(lambda: (report := head.report()) and "bytes of events" in report.detail)
         report = head.report()
         assert report is not None
@@ -1451,7 +1451,7 @@ def test_a_training_whose_directory_was_removed_has_ended(world: World) -> None:
     world.run(play)
 
 
-def test_a_node_without_rank_0_tells_nobody_to_pause(world: World) -> None:
+def test_a_node_without_rank_0_orders_no_rank_to_pause(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(node_rank=1))
         await head.until(lambda: world.launcher.started)
@@ -1465,17 +1465,17 @@ def test_a_node_without_rank_0_tells_nobody_to_pause(world: World) -> None:
 
 
 @pytest.mark.parametrize(("call", "stage"), [("pause", Stage.pause), ("cancel", Stage.stop)])
-def test_a_disk_that_is_full_delays_what_ranks_are_told(
+def test_a_disk_that_is_full_delays_the_orders_to_ranks(
     world: World, monkeypatch: pytest.MonkeyPatch, call: str, stage: Stage
 ) -> None:
-    tell, full = getattr(world.launcher, call), [OSError(28, "No space left on device")] * 3
+    send, full = getattr(world.launcher, call), [OSError(28, "No space left on device")] * 3
 
-    def told(task: Any) -> None:
+    def reported(task: Any) -> None:
         if full:
             raise full.pop()
-        tell(task)
+        send(task)
 
-    monkeypatch.setattr(world.launcher, call, told)
+    monkeypatch.setattr(world.launcher, call, reported)
 
     async def play(head: FakeHead) -> None:
         head.order(world.order())
@@ -1500,8 +1500,10 @@ def test_a_task_that_was_never_started_ends_on_a_full_disk_too(world: World, mon
         report = head.report()
         assert report is not None
         head.order(world.order(Stage.stop))
-        await head.until(lambda: (said := head.report()) and said.stage is Stage.stop and said.progress is Going.done)
+        await head.until(
+            lambda: (report := head.report()) and report.stage is Stage.stop and report.progress is Going.done
+        )
         with socket.create_server(("127.0.0.1", report.port or 0)):
-            pass  # nobody listens there any more
+            pass  # the listener is gone
 
     world.run(play)

@@ -84,7 +84,7 @@ def test_a_file_without_bytes_is_sent_too(tmp_path: Path) -> None:
     assert client.sent == [(0, 0)]
 
 
-def test_after_a_lost_connection_it_goes_on_where_the_service_is(tmp_path: Path) -> None:
+def test_after_a_lost_connection_it_continues_where_the_service_is(tmp_path: Path) -> None:
     client = PlayedClient()
     client.cut = [7]
     with pytest.raises(ServiceUnreachable):
@@ -94,7 +94,7 @@ def test_after_a_lost_connection_it_goes_on_where_the_service_is(tmp_path: Path)
     assert client.sent == [(0, 10), (0, 10), (7, 10), (17, 8)]
 
 
-def test_a_service_that_was_stopped_with_all_bytes_and_no_digest_is_asked_for_it(tmp_path: Path) -> None:
+def test_a_service_that_was_stopped_with_all_bytes_is_called_for_the_digest(tmp_path: Path) -> None:
     client = PlayedClient(FILE)
     upload(client, tmp_path)
     assert client.whole
@@ -108,7 +108,7 @@ def test_a_service_that_has_more_than_the_file_is_an_error(tmp_path: Path) -> No
     assert caught.value.size == 26
 
 
-def test_a_service_that_contradicts_itself_is_not_asked_for_ever(tmp_path: Path) -> None:
+def test_a_service_that_contradicts_itself_is_not_called_forever(tmp_path: Path) -> None:
     class Stubborn(PlayedClient):
         async def _once(self, method: str, path: str, **request: Any) -> ServiceAnswer:
             self.sent.append((int(request["params"]["offset"]), 0))
@@ -249,7 +249,7 @@ def test_an_upload_is_paced(tmp_path: Path) -> None:
         (403, "the Host header is 'b'", "answered 403: the Host header is 'b'"),
     ],
 )
-def test_an_agent_whose_token_is_refused_is_told_of_its_own_variable(status: int, detail: str, end: str) -> None:
+def test_an_agent_whose_token_is_refused_is_pointed_to_its_own_variable(status: int, detail: str, end: str) -> None:
     answer = ServiceAnswer(status, "application/json", json.dumps({"detail": detail}).encode())
     error = PlayedClient()._refusal("/v1/nodes", answer)
     assert isinstance(error, ServiceRefusal)

@@ -1,4 +1,4 @@
-"""Who and what a machine says it is."""
+"""The name and the description of a machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_machine_is_known_by_its_own_id_or_the_one_it_is_given(tmp_path: Path)
     assert machine_id({}, (missing,)) == machine_id({}, (missing,)) != ""
 
 
-def test_a_node_is_called_as_its_host_or_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_has_the_name_of_its_host_or_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "host-1")
     assert node_name(None) == "host-1"
     assert node_name("gpu.a") == "gpu.a"
@@ -50,7 +50,9 @@ def test_a_service_whose_name_leads_nowhere_is_named(monkeypatch: pytest.MonkeyP
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(NodeError, match=r"address head\.example leads nowhere from here: Name or service not known"):
+    with pytest.raises(
+        NodeError, match=r"address head\.example cannot be reached from here: Name or service not known"
+    ):
         reachable_address("https://head.example", {})
 
 
@@ -90,7 +92,7 @@ def test_the_versions_are_those_of_the_interpreter_that_trains(monkeypatch: pyte
         versions("/no/python")
 
 
-def test_another_interpreter_is_asked(tmp_path: Path) -> None:
+def test_versions_are_read_from_another_interpreter(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
     python.chmod(0o755)
@@ -102,7 +104,7 @@ def test_an_interpreter_that_fails_is_named(tmp_path: Path) -> None:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
-        with pytest.raises(NodeError, match="does not say its versions"):
+        with pytest.raises(NodeError, match="does not report its versions"):
             versions(str(python))
 
 
@@ -115,7 +117,7 @@ def test_models_of_the_local_cache_are_reported(tmp_path: Path) -> None:
     assert cached_models({"HF_HOME": "/none"}) == []
 
 
-def test_a_report_says_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_names_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.install(monkeypatch, ("GPU-aa", 81559 << 20, "NVIDIA H100"), ("GPU-bb", None, "NVIDIA GB10"))
     environ = {"TRL_NODE_MACHINE_ID": "m", "CUDA_VISIBLE_DEVICES": "1,0"}
     found = node_report("a", "10.0.0.2", ["cuda:0", "cuda:1", "cpu"], tmp_path, environ, labels={"rack": "7"})

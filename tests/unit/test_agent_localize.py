@@ -73,7 +73,7 @@ def test_events_are_translated_in_every_field_that_holds_the_path_of_a_checkpoin
     assert found == CHECKPOINT_PATHS
 
 
-def test_a_spec_goes_on_from_what_is_here_only() -> None:
+def test_a_spec_continues_from_what_is_here_only() -> None:
     places = PathMap(order(spec=RESUMED), Path("/node"))
     found = places.spec(["/service/checkpoints/job/checkpoint-3"])
     assert (found["resume_from"], found["fall_back_to"]) == ("/node/jobs/job/checkpoints/checkpoint-3", [])

@@ -21,7 +21,7 @@ def places(tmp_path: Path) -> PathMap:
     return found
 
 
-def say(places: PathMap, *events: dict[str, Any]) -> None:
+def emit(places: PathMap, *events: dict[str, Any]) -> None:
     with open(places.files.events, "ab") as file:
         for event in events:
             file.write(json.dumps(event).encode() + b"\n")
@@ -56,7 +56,7 @@ def kinds(events: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: PathMap) -> None:
-    say(places, progress(1), saved(places, 1), progress(2), {"type": "finished", "step": 2})
+    emit(places, progress(1), saved(places, 1), progress(2), {"type": "finished", "step": 2})
     outbox = Outbox(places)
     outbox.read_events()
     assert kinds(shipped(outbox)) == [1, 2]
@@ -75,10 +75,10 @@ def test_events_go_at_once_and_a_checkpoint_when_it_is_with_the_service(places: 
 @pytest.mark.parametrize("later", [True, False])
 def test_a_last_word_waits_for_every_checkpoint_before_it(places: PathMap, word: str, later: bool) -> None:
     outbox = Outbox(places)
-    say(places, saved(places, 1), saved(places, 2))
+    emit(places, saved(places, 1), saved(places, 2))
     if later:
         outbox.read_events()
-    say(places, {"type": word, "step": 2})
+    emit(places, {"type": word, "step": 2})
     outbox.read_events()
     outbox.release(outbox.pending[0])
     assert kinds(shipped(outbox)) == ["checkpoint"]
@@ -89,7 +89,7 @@ def test_a_last_word_waits_for_every_checkpoint_before_it(places: PathMap, word:
 def test_with_a_shared_file_system_a_checkpoint_waits_for_nothing(tmp_path: Path) -> None:
     places = PathMap(order(), tmp_path, shared=True)
     places.run_dir.mkdir(parents=True)
-    say(places, saved(places, 1), {"type": "finished", "step": 1})
+    emit(places, saved(places, 1), {"type": "finished", "step": 1})
     outbox = Outbox(places)
     outbox.read_events()
     assert shipped(outbox)[0]["path"] == "/service/checkpoints/job/checkpoint-1"
@@ -97,7 +97,7 @@ def test_with_a_shared_file_system_a_checkpoint_waits_for_nothing(tmp_path: Path
 
 
 def test_half_a_line_is_left_for_later(places: PathMap) -> None:
-    say(places, progress(1))
+    emit(places, progress(1))
     with open(places.files.events, "ab") as file:
         file.write(b'{"type": "prog')
     outbox = Outbox(places)
@@ -112,16 +112,16 @@ def test_half_a_line_is_left_for_later(places: PathMap) -> None:
 @pytest.mark.parametrize("torn", ["", "12", "1 3"])
 def test_after_a_restart_the_order_is_the_one_before_it(places: PathMap, torn: str) -> None:
     """The service has what overtook a checkpoint; the new agent must not send it in another order."""
-    say(places, saved(places, 1), progress(2))
+    emit(places, saved(places, 1), progress(2))
     first = Outbox(places)
     first.read_events()
     first.release(first.pending[0])
-    say(places, progress(3), saved(places, 3))
+    emit(places, progress(3), saved(places, 3))
     first.read_events()
     before = first.piece(0)
     with open(places.run_dir / ORDER, "a") as file:
         file.write(torn)
-    say(places, progress(4), {"type": "finished", "step": 4})
+    emit(places, progress(4), {"type": "finished", "step": 4})
     again = Outbox(places)
     assert again.piece(0) == before
     again.read_events()
@@ -136,7 +136,7 @@ def test_after_a_restart_the_order_is_the_one_before_it(places: PathMap, torn: s
 
 @pytest.mark.parametrize("limit", [1, 50, 1 << 20])
 def test_the_service_gets_the_rest_wherever_it_stands(places: PathMap, limit: int) -> None:
-    say(places, *(progress(step) for step in range(5)), {"type": "prepared", "resumed_from": None})
+    emit(places, *(progress(step) for step in range(5)), {"type": "prepared", "resumed_from": None})
     outbox = Outbox(places)
     outbox.read_events()
     whole = outbox.piece(0)
@@ -149,8 +149,10 @@ def test_the_service_gets_the_rest_wherever_it_stands(places: PathMap, limit: in
     assert outbox.piece(outbox.size) == b""
 
 
-def test_what_cannot_be_noted_is_not_sent_and_read_again(places: PathMap, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(places, progress(1))
+def test_an_event_that_cannot_be_recorded_is_not_sent_and_read_again(
+    places: PathMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit(places, progress(1))
     outbox = Outbox(places)
     write = os.write
     with monkeypatch.context() as full:
@@ -163,7 +165,7 @@ def test_what_cannot_be_noted_is_not_sent_and_read_again(places: PathMap, monkey
     assert kinds(shipped(Outbox(places))) == [1]
 
 
-def test_a_node_without_rank_0_tells_its_first_failure(tmp_path: Path) -> None:
+def test_a_node_without_rank_0_reports_its_first_failure(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert first_failed(path) is None
     path.write_text('{"type": "failed", "rank": 1}')

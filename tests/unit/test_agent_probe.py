@@ -26,20 +26,20 @@ def asks(*ports: int) -> TaskOrder:
 
 
 async def visited(word: str, asking: TaskOrder | None = None) -> None:
-    door = ProbeListener(listen("127.0.0.1", (0, 1)), word)
-    await door.open()
+    probe_listener = ProbeListener(listen("127.0.0.1", (0, 1)), word)
+    await probe_listener.open()
     try:
-        await probe("here", asking or asks(door.port, door.port), limit=5)
+        await probe("here", asking or asks(probe_listener.port, probe_listener.port), limit=5)
     finally:
-        await door.close()
+        await probe_listener.close()
 
 
 def test_nodes_that_answer_are_reached() -> None:
     asyncio.run(visited("job-1"))
 
 
-def test_somebody_else_at_the_port_is_no_peer() -> None:
-    with pytest.raises(Unreachable, match="something else listens"):
+def test_another_program_at_the_port_is_no_peer() -> None:
+    with pytest.raises(Unreachable, match="another program listens"):
         asyncio.run(visited("job-2"))
 
 
@@ -53,7 +53,7 @@ def test_the_pair_and_the_ports_to_open_are_named(taken: int) -> None:
     with pytest.raises(Unreachable) as caught:
         asyncio.run(probe("here", asks(port)))
     assert re.fullmatch(expected, str(caught.value))
-    # It takes the connection and never says a word: what a firewall that drops looks like after the handshake.
+    # It accepts the connection and never answers, as a firewall that drops does after the handshake.
     with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
         asyncio.run(probe("here", asks(taken), limit=0.05))
 
@@ -63,12 +63,12 @@ def test_every_peer_has_to_answer(taken: int) -> None:
         port = closed.getsockname()[1]
 
     async def run() -> None:
-        door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
-        await door.open()
+        probe_listener = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
+        await probe_listener.open()
         try:
-            await probe("here", asks(door.port, port), limit=5)
+            await probe("here", asks(probe_listener.port, port), limit=5)
         finally:
-            await door.close()
+            await probe_listener.close()
 
     with pytest.raises(Unreachable, match="node here cannot reach node n1"):
         asyncio.run(run())
@@ -80,21 +80,21 @@ def test_a_node_with_an_ipv6_address_listens_there() -> None:
         assert listener.family is socket.AF_INET6
 
 
-def test_a_door_that_was_never_opened_frees_its_port_too() -> None:
-    door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
-    asyncio.run(door.close())
-    with socket.create_server(("127.0.0.1", door.port)):
+def test_a_listener_that_was_never_opened_frees_its_port_too() -> None:
+    probe_listener = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
+    asyncio.run(probe_listener.close())
+    with socket.create_server(("127.0.0.1", probe_listener.port)):
         pass
 
 
-def test_a_closed_door_leaves_its_port_to_the_ranks() -> None:
+def test_a_closed_listener_leaves_its_port_to_the_ranks() -> None:
     async def run() -> int:
-        door = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
-        await door.open()
-        await probe("here", asks(door.port), limit=5)
-        await door.close()
-        with socket.create_server(("127.0.0.1", door.port)):
-            return door.port
+        probe_listener = ProbeListener(listen("127.0.0.1", (0, 1)), "job-1")
+        await probe_listener.open()
+        await probe("here", asks(probe_listener.port), limit=5)
+        await probe_listener.close()
+        with socket.create_server(("127.0.0.1", probe_listener.port)):
+            return probe_listener.port
 
     assert asyncio.run(run()) > 0
 

@@ -153,6 +153,21 @@ def test_large_modules_and_classes_have_their_reason_in_the_docs() -> None:
     assert reasons == large
 
 
+def classes() -> Iterator[tuple[str, str]]:
+    """(class, module) for each class at the top of a module; private classes too."""
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                yield node.name, name
+
+
+def test_two_classes_never_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, module in classes():
+        homes.setdefault(name, []).append(module)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
 def test_only_compat_imports_llama_stack() -> None:
     stacks = {"llama_stack", "llama_stack_api", "ogx", "ogx_api"}
     users = {name for name, path in modules().items() if stacks & set(imports(path))}

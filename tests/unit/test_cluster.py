@@ -60,7 +60,7 @@ STEP = Progress(step=1, epoch=0.5, metrics={"loss": 2.0}, peak_memory_bytes=1)
 
 @dataclass
 class World:
-    """A supervisor whose passes are made by hand, on a clock that stands still."""
+    """A supervisor whose passes are made by hand, on a stopped clock."""
 
     root: Path
     clock: FakeClock
@@ -107,12 +107,12 @@ class World:
         values = {"checkpoint_dir": self.root / "out" / name, "ranks": nodes, "resources": resources, **changes}
         self.store.add_job(job_spec(name, **values), "digest")
 
-    def pass_time(self, seconds: float, *heard: str) -> None:
-        """In steps in which the supervisor looks; of the nodes only `heard` are heard of."""
+    def pass_time(self, seconds: float, *reporting: str) -> None:
+        """In steps of the supervisor's poll; only the nodes in `reporting` call the service."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.advance(min(4.0, end - self.clock.now))
-            for name in heard:
+            for name in reporting:
                 self.presence.note_call(name)
             self.supervisor.tick()
 
@@ -138,14 +138,14 @@ class World:
         return {self.orders(node)[task_id].stage for node in nodes}
 
     def report(self, node: str, stage: str, progress: str = "done", task_id: str = "a-1", **more: Any) -> None:
-        said = TaskReport(task_id=task_id, stage=Stage(stage), progress=progress, **more)  # type: ignore[arg-type]
-        self.store.tasks.record_reports(node, {task_id: said.model_dump_json()}, ())
+        text = TaskReport(task_id=task_id, stage=Stage(stage), progress=progress, **more)  # type: ignore[arg-type]
+        self.store.tasks.record_reports(node, {task_id: text.model_dump_json()}, ())
 
     def gone(self, *nodes: str, task_id: str = "a-1") -> None:
         for node in nodes:
             self.store.tasks.record_reports(node, {}, [task_id])
 
-    def say(self, *events: BaseModel) -> None:
+    def emit(self, *events: BaseModel) -> None:
         """As rank 0's node ships them."""
         run_dir = self.job().run_dir
         assert run_dir is not None
@@ -165,7 +165,7 @@ class World:
         for node in nodes:
             assert self.orders(node)[task_id].stage is Stage.run
             self.report(node, "run", "working", task_id=task_id, observation=seen())
-        self.say(STARTED, PREPARED)
+        self.emit(STARTED, PREPARED)
         self.tick()
         assert self.job().state is JobState.in_progress
 
@@ -219,7 +219,7 @@ def test_the_service_s_own_machine_takes_part_once_it_has_an_agent(world: World)
     world.add()
     world.tick()
     assert world.job().state is JobState.scheduled
-    assert "1 of the 2 that there are can serve it; head has no agent" in world.job().detail
+    assert "1 of 2 can serve it; head has no agent" in world.job().detail
     world.join("head")
     world.tick()
     assert world.job().device == "cpu,b/cpu"
@@ -235,13 +235,13 @@ def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) ->
     assert world.orders("head") == {}
 
 
-def test_two_agents_on_one_machine_train_as_one_process_and_the_job_says_so(world: World) -> None:
+def test_two_agents_on_one_machine_train_as_one_process_and_the_job_reports_it(world: World) -> None:
     world.join("b", "c", machine_id="m")
     world.add(resources={"labels": {}})
     world.tick()
     job = world.job()
     assert job.devices == ("b/cpu",)
-    assert "it asks for 2 nodes, and those that could serve it are fewer machines" in job.warnings[0]
+    assert "2 nodes were requested, and fewer machines can serve the job" in job.warnings[0]
     assert "it trains on one node" in job.warnings[0]
     assert job.run_dir is not None
     attempt = AttemptSpec.model_validate_json(RunDir(job.run_dir).spec.read_text())
@@ -279,7 +279,7 @@ def test_ranks_that_no_node_has_the_cores_for_are_not_started(world: World) -> N
     world.add(ranks=6)
     world.tick()
     assert world.job().state is JobState.scheduled
-    there = "1 of the 2 that there are can serve it"
+    there = "1 of 2 can serve it"
     assert world.job().detail == f"waiting for 2 nodes: {there}; head has 2 CPU cores for 3 ranks"
     world.join("c")
     world.tick()
@@ -290,7 +290,7 @@ def test_a_service_without_an_agent_knows_its_own_cores(world: World) -> None:
     world.add("many", nodes=1, ranks=5)
     world.add("few", nodes=1, ranks=4)
     world.tick()
-    there = "0 of the 1 that there are can serve it"
+    there = "0 of 1 can serve it"
     assert world.job("many").detail == f"waiting for a node: {there}; head has 4 CPU cores for 5 ranks"
     assert world.job("few").device == "cpu"
 
@@ -336,7 +336,7 @@ def test_a_node_on_which_it_could_not_be_launched_comes_last(world: World) -> No
     assert (world.job().attempt, world.job().device) == (3, "b/cpu")  # better than none
 
 
-def test_a_node_that_cannot_start_a_job_is_left_out_for_it_until_its_agent_joins_anew(world: World) -> None:
+def test_a_node_that_cannot_start_a_job_is_left_out_for_it_until_its_agent_joins_again(world: World) -> None:
     world.join("b", "c", labels={"kind": "worker"})
     world.add(nodes=1, retries=1, resources={"labels": {"kind": "worker"}})
     world.tick()
@@ -363,20 +363,20 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     pair.exit("c", 0)
     pair.pass_time(GRACE_DONE * 2, "b", "c")
     assert pair.job().state is JobState.in_progress  # its last checkpoint is still on its way
-    pair.say(Finished(step=4))
+    pair.emit(Finished(step=4))
     pair.exit("b", 0)
     pair.tick()
     assert pair.job().state is JobState.completed
-    assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they have said that nothing is left
+    assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they report that nothing is left
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
     pair.gone("b", "c")
     pair.tick()
     assert pair.store.holders() == {}
 
 
-def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_is_deleted_once_its_task_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.INTERVAL", 0.0)
-    pair.say(Finished(step=4))
+    pair.emit(Finished(step=4))
     pair.exit("b", 0)
     pair.exit("c", 0)
     pair.tick()
@@ -389,7 +389,7 @@ def test_what_a_node_was_asked_is_forgotten_once_it_is_over(pair: World, monkeyp
     assert pair.store.tasks.of_attempt("a-1") == []
 
 
-def test_the_node_that_ended_first_says_why(pair: World) -> None:
+def test_the_node_that_ended_first_reports_why(pair: World) -> None:
     pair.exit("c", -9, rank=1)
     pair.tick()
     pair.clock.advance(1)
@@ -404,7 +404,7 @@ def test_a_node_that_went_down_is_to_blame_for_the_end_of_the_others(pair: World
     pair.exit("b", 1, rank=0)
     pair.tick()
     pair.pass_time(GRACE_FAILED + 2, "b")
-    assert pair.stages() == {Stage.run}  # c has not been heard of for even longer
+    assert pair.stages() == {Stage.run}  # the last call of c is even older
     pair.pass_time(SILENCE - GRACE_FAILED, "b")
     pair.gone("b")
     pair.tick()
@@ -412,11 +412,11 @@ def test_a_node_that_went_down_is_to_blame_for_the_end_of_the_others(pair: World
     assert "node c is silent since" in pair.store.attempts("a")[0].message
 
 
-def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) -> None:
+def test_the_failure_of_another_node_counts_where_rank_0_reported_none(pair: World) -> None:
     failed = Failed(reason=Reason.out_of_memory, message="3 GiB short", traceback="", rank=1)
     pair.exit("c", 1, failed=failed.model_dump(mode="json"))
     pair.tick()
-    assert pair.job().state is JobState.in_progress  # rank 0 gets time to say something itself
+    assert pair.job().state is JobState.in_progress  # rank 0 has time to report its own failure
     pair.pass_time(GRACE_FAILED + 2, "b", "c")
     pair.gone("b", "c")
     pair.pass_time(2, "b", "c")
@@ -424,17 +424,17 @@ def test_a_rank_of_another_node_is_heard_where_rank_0_said_nothing(pair: World) 
     assert "rank 1 on node c: 3 GiB short" in pair.job().message
 
 
-def test_rank_0_s_own_last_word_comes_first(pair: World) -> None:
+def test_rank_0_s_own_final_event_comes_first(pair: World) -> None:
     failed = Failed(reason=Reason.rank_failed, message="lost contact", traceback="", rank=1)
     pair.exit("c", 1, failed=failed.model_dump(mode="json"))
-    pair.say(Failed(reason=Reason.diverged, message="the loss is NaN", traceback=""))
+    pair.emit(Failed(reason=Reason.diverged, message="the loss is NaN", traceback=""))
     pair.exit("b", 1)
     pair.tick()
     assert pair.job().reason is Reason.diverged
     assert RunDir(pair.job().run_dir or Path()).events.read_text().count('"failed"') == 1
 
 
-def test_a_node_that_found_a_hang_says_so(pair: World) -> None:
+def test_a_node_that_found_a_hang_reports_it(pair: World) -> None:
     pair.exit("c", -15)
     pair.exit("b", -15, ended=Ended.hung, stacks="in all_reduce")
     pair.tick()
@@ -453,7 +453,7 @@ def test_cancelling_ends_every_node_and_waits_until_they_have(pair: World) -> No
     assert pair.job().state is JobState.cancelled
 
 
-def test_a_job_that_nobody_has_heard_of_is_cancelled_too(world: World) -> None:
+def test_a_job_that_no_node_has_reported_is_cancelled_too(world: World) -> None:
     world.join("b", "c")
     world.add()
     world.store.launch("a", 1, "b/cpu,c/cpu", world.root / "jobs" / "a" / "attempts" / "1")
@@ -469,7 +469,7 @@ def test_pausing_is_rank_0_s_matter_and_ends_all(pair: World) -> None:
     pair.store.request_pause("a")
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
-    pair.say(Paused(step=2))
+    pair.emit(Paused(step=2))
     for node in "bc":
         pair.exit(node, 0)
     pair.tick()
@@ -481,7 +481,7 @@ def test_pausing_is_rank_0_s_matter_and_ends_all(pair: World) -> None:
 
 def test_a_silent_node_ends_the_attempt_and_a_spare_one_takes_its_place(pair: World) -> None:
     pair.join("d")
-    pair.say(STEP)
+    pair.emit(STEP)
     pair.pass_time(SILENCE - 2, "b", "d")
     assert pair.job().attempt == 1
     pair.pass_time(4, "b", "d")
@@ -495,8 +495,8 @@ def test_a_silent_node_ends_the_attempt_and_a_spare_one_takes_its_place(pair: Wo
     assert lost.message.startswith("node c is silent since")
 
 
-def test_without_a_spare_the_job_waits_says_for_whom_and_goes_on_when_it_is_back(pair: World) -> None:
-    pair.say(STEP)
+def test_without_a_spare_the_job_waits_names_the_node_and_continues_when_it_is_back(pair: World) -> None:
+    pair.emit(STEP)
     mark = Path(pair.orders("b")["a-1"].shared_mark)
     pair.pass_time(SILENCE + 2, "b")
     assert mark.exists()  # b's may still save what it is at
@@ -514,12 +514,12 @@ def test_without_a_spare_the_job_waits_says_for_whom_and_goes_on_when_it_is_back
     assert mark.read_text() == "a-2"
 
 
-def test_with_min_nodes_it_goes_on_with_fewer_and_the_same_rows_per_step(world: World) -> None:
+def test_with_min_nodes_it_continues_with_fewer_and_the_same_rows_per_step(world: World) -> None:
     world.join("b", "c")
     world.add(min_nodes=1, batch_size=2)
     world.tick()
     world.run("b", "c")
-    world.say(STEP)
+    world.emit(STEP)
     world.pass_time(SILENCE + 2, "b")
     world.gone("b")
     world.pass_time(8, "b")
@@ -528,7 +528,7 @@ def test_with_min_nodes_it_goes_on_with_fewer_and_the_same_rows_per_step(world: 
     assert (spec.world_size, spec.rows_per_step, world.orders("b")["a-2"].nodes) == (1, 4, 1)
 
 
-def test_a_job_begins_with_all_its_nodes_whatever_min_nodes_says(world: World) -> None:
+def test_a_job_begins_with_all_its_nodes_whatever_min_nodes_is(world: World) -> None:
     world.join("b")
     world.add(min_nodes=1)
     world.tick()
@@ -567,16 +567,16 @@ def test_without_failover_a_lost_node_ends_the_job_and_another_failure_does_not(
     assert "node c is silent since" in world.job().message
 
 
-def test_a_node_that_was_started_anew_has_lost_its_task(pair: World) -> None:
+def test_a_node_that_was_restarted_has_lost_its_task(pair: World) -> None:
     pair.join("c", boot_id="2")
     pair.tick()
     pair.gone("b")
     pair.tick()
     assert pair.store.attempts("a")[0].reason is Reason.node_lost
-    assert "node c has lost it" in pair.store.attempts("a")[0].message
+    assert "node c no longer has the task" in pair.store.attempts("a")[0].message
 
 
-def test_an_agent_that_was_started_anew_on_a_running_machine_changes_nothing(pair: World) -> None:
+def test_an_agent_that_was_started_again_on_a_running_machine_changes_nothing(pair: World) -> None:
     pair.join("c")
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
@@ -593,7 +593,7 @@ def test_no_node_is_lost_because_the_service_was_away(pair: World) -> None:
 
 
 def test_no_node_is_lost_because_the_service_was_cut_off(pair: World) -> None:
-    pair.pass_time(4, "b")  # whatever order they were heard in before
+    pair.pass_time(4, "b")  # whatever the order of their calls before
     pair.pass_time(60, "head")  # its own agent needs no network
     assert pair.orders("b")["a-1"].stage is Stage.run
     assert "all other machines are silent since" in pair.job().detail
@@ -637,12 +637,12 @@ def test_no_node_is_lost_because_the_service_was_stopped_for_a_while(pair: World
     assert pair.orders("b")["a-1"].stage is Stage.run
 
 
-def test_nobody_is_given_a_job_before_he_was_heard_of(world: World) -> None:
+def test_no_node_is_given_a_job_before_its_first_call(world: World) -> None:
     world.join("b", "c")
     world.start()
     world.add()
     world.tick()
-    assert "b is not heard of since the service was started" in world.job().detail
+    assert "b is not seen since the service was started" in world.job().detail
     world.pass_time(1, "b", "c")
     assert world.job().state is JobState.launching
 
@@ -659,12 +659,12 @@ def test_a_node_that_is_opened_again_is_seen_by_the_job_that_waits_for_it(world:
     assert world.job().device == "b/cpu,c/cpu"
 
 
-def test_a_drained_node_s_job_saves_and_goes_on_elsewhere(pair: World) -> None:
+def test_a_drained_node_s_job_saves_and_continues_elsewhere(pair: World) -> None:
     pair.join("d")
     pair.store.nodes.set_mode("c", "draining")
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
-    pair.say(STEP, Paused(step=1))
+    pair.emit(STEP, Paused(step=1))
     for node in "bc":
         pair.exit(node, 0)
     pair.tick()
@@ -677,7 +677,7 @@ def test_a_drained_head_has_its_own_job_save(world: World) -> None:
     world.join("head", "b")
     world.add(nodes=1)
     world.tick()
-    world.say(STARTED, PREPARED)
+    world.emit(STARTED, PREPARED)
     world.tick()
     world.store.nodes.set_mode("head", "draining")
     world.tick()
@@ -694,8 +694,8 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
 
 
 @pytest.mark.parametrize(("rank", "who"), [(0, "node b"), (1, "rank 1 on node c")])
-def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> None:
-    pair.say(Failed(rank=rank, reason=Reason.invalid_dataset, message="no rows"))
+def test_a_rank_that_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> None:
+    pair.emit(Failed(rank=rank, reason=Reason.invalid_dataset, message="no rows"))
     for node in "bc":
         pair.exit(node, 1)
     pair.tick()
@@ -707,7 +707,7 @@ def test_who_fails_is_named_with_its_node(pair: World, rank: int, who: str) -> N
 # Fencing
 
 
-def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None:
+def test_events_of_a_task_that_was_ordered_to_stop_are_refused(pair: World) -> None:
     size = RunDir(pair.job().run_dir or Path()).events.stat().st_size
     line = STEP.model_dump_json().encode() + b"\n"
     assert pair.uploads.add_events("a-1", "b", size, line) == size + len(line)
@@ -719,7 +719,7 @@ def test_events_of_a_task_that_was_told_to_stop_are_refused(pair: World) -> None
         pair.uploads.add_events("a-1", "d", size + len(line), line)
     pair.store.request_cancel("a")
     pair.tick()
-    with pytest.raises(Gone, match="told to stop"):
+    with pytest.raises(Gone, match="ordered to stop"):
         pair.uploads.add_events("a-1", "b", size + len(line), line)
 
 
@@ -739,25 +739,25 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     write_manifest(staged)
     files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.safetensors")]
     report = CheckpointReport(kind="step", files=tuple(files))
-    with pytest.raises(Gone, match="ended while checkpoint-2 came"):
+    with pytest.raises(Gone, match="ended during the upload of checkpoint-2"):
         pair.uploads._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
     assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
 
 
-def test_it_goes_on_from_the_checkpoint_that_is_on_the_service(pair: World) -> None:
+def test_it_continues_from_the_checkpoint_that_is_on_the_service(pair: World) -> None:
     pair.join("d")
     place = pair.root / "out" / "a" / "checkpoint-2"
     place.mkdir(parents=True)
     (place / "model.safetensors").write_bytes(b"weights")
     write_manifest(place)
-    pair.say(STEP, CheckpointSaved(kind="step", step=2, epoch=1, path=place, train_loss=2.0))
+    pair.emit(STEP, CheckpointSaved(kind="step", step=2, epoch=1, path=place, train_loss=2.0))
     pair.pass_time(SILENCE + 2, "b", "d")
     pair.gone("b")
     pair.pass_time(8, "b", "d")
     assert AttemptSpec.model_validate(pair.orders("d")["a-2"].spec).resume_from == place
 
 
-def test_a_job_cannot_be_forgotten_while_a_node_may_still_run_it(pair: World) -> None:
+def test_a_job_cannot_be_deleted_while_a_node_may_still_run_it(pair: World) -> None:
     pair.store.request_cancel("a")
     pair.tick()
     pair.gone("b")
@@ -769,7 +769,7 @@ def test_a_job_cannot_be_forgotten_while_a_node_may_still_run_it(pair: World) ->
     pair.store.delete("a")
 
 
-def test_of_two_that_ended_in_the_same_moment_rank_0_says_why(pair: World) -> None:
+def test_of_two_that_ended_in_the_same_moment_rank_0_reports_why(pair: World) -> None:
     pair.exit("c", 1, rank=1)
     pair.exit("b", -9, rank=0)
     pair.tick()
@@ -780,7 +780,7 @@ def test_a_rank_that_fails_after_the_training_was_paused_changes_nothing(pair: W
     failed = Failed(reason=Reason.rank_failed, message="lost contact", traceback="", rank=1)
     pair.store.request_pause("a")
     pair.tick()
-    pair.say(Paused(step=2))
+    pair.emit(Paused(step=2))
     pair.exit("c", 1, failed=failed.model_dump(mode="json"))
     pair.exit("b", 0)
     pair.tick()
@@ -789,7 +789,7 @@ def test_a_rank_that_fails_after_the_training_was_paused_changes_nothing(pair: W
 
 
 @pytest.mark.parametrize(("exit_code", "grace"), [(1, GRACE_FAILED), (0, GRACE_DONE)])
-def test_a_node_that_goes_on_alone_is_ended_after_its_grace(pair: World, exit_code: int, grace: float) -> None:
+def test_a_node_that_continues_alone_is_ended_after_its_grace(pair: World, exit_code: int, grace: float) -> None:
     pair.exit("c", exit_code)
     pair.tick()
     pair.pass_time(grace - 1, "b", "c")
@@ -798,7 +798,7 @@ def test_a_node_that_goes_on_alone_is_ended_after_its_grace(pair: World, exit_co
     assert pair.stages() == {Stage.stop}
 
 
-def test_the_grace_counts_from_the_first_end_and_is_not_for_who_has_ended(world: World) -> None:
+def test_the_grace_counts_from_the_first_end_for_the_others_only(world: World) -> None:
     world.join("b", "c", "d")
     world.add(nodes=3)
     world.tick()
@@ -832,7 +832,7 @@ def test_a_node_that_ended_well_and_went_home_is_not_missed(pair: World) -> None
     pair.tick()
     pair.pass_time(SILENCE + 2, "b")
     assert pair.stages() == {Stage.run}
-    pair.say(Finished(step=4))
+    pair.emit(Finished(step=4))
     pair.exit("b", 0)
     pair.tick()
     assert pair.job().state is JobState.completed
@@ -856,7 +856,7 @@ def test_a_node_that_lost_its_task_and_then_fell_silent_has_lost_it(pair: World)
     pair.tick()
     pair.gone("b")
     pair.tick()
-    assert "node c has lost it" in pair.store.attempts("a")[0].message
+    assert "node c no longer has the task" in pair.store.attempts("a")[0].message
 
 
 def test_a_hang_counts_before_the_error_that_it_led_to(pair: World) -> None:
@@ -867,7 +867,7 @@ def test_a_hang_counts_before_the_error_that_it_led_to(pair: World) -> None:
     assert pair.job().reason is Reason.hung
 
 
-def test_ranks_that_could_not_be_started_are_said_with_their_node(pair: World) -> None:
+def test_ranks_that_could_not_be_started_are_reported_with_their_node(pair: World) -> None:
     pair.exit("b", 1, rank=0)
     pair.tick()
     pair.exit("c", None, launch_error="no python there")
@@ -884,10 +884,10 @@ def test_a_stage_that_fails_without_a_word_is_named(world: World) -> None:
     world.tick()
     world.gone("b", "c")
     world.tick()
-    assert "node c: prepare failed and it did not say why" in world.job().message
+    assert "node c: prepare failed without a reason" in world.job().message
 
 
-def test_a_node_that_does_not_say_where_it_listens_is_not_prepared(world: World) -> None:
+def test_a_node_that_does_not_report_where_it_listens_is_not_prepared(world: World) -> None:
     world.join("b", "c")
     world.add()
     world.tick()
@@ -904,18 +904,18 @@ def test_ranks_that_wait_for_a_device_wait_and_do_not_run(pair: World) -> None:
     assert (found.state, found.detail) == (TaskState.waiting, "c: cpu is held")
     for node in "bc":
         pair.report(node, "run", "working")
-    assert pair.launcher.poll(pair.task()).state is TaskState.waiting  # nobody has started anything
+    assert pair.launcher.poll(pair.task()).state is TaskState.waiting  # nothing was started
 
 
-def test_a_training_that_has_not_begun_is_not_told_to_pause(world: World) -> None:
+def test_a_training_that_has_not_begun_is_not_ordered_to_pause(world: World) -> None:
     world.join("b", "c")
     world.add()
     world.tick()
     world.launcher.pause(world.task())
-    assert world.stages() == {Stage.prepare}  # from pause it would go on to train unprobed
+    assert world.stages() == {Stage.prepare}  # from pause it would continue to train unprobed
 
 
-def test_what_runs_on_this_machine_alone_is_its_own_launchers_matter(world: World) -> None:
+def test_tasks_on_this_machine_alone_go_to_its_own_launcher(world: World) -> None:
     world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out"), "digest")
     world.tick()
     world.launcher.pause(world.task())
@@ -935,7 +935,7 @@ def test_limits_of_time_reach_the_nodes(world: World) -> None:
     assert {(order.time_limit, order.hang_timeout) for order in (world.orders("b")["a-1"],)} == {(3600.0, 70.0)}
 
 
-def test_the_service_s_own_machine_is_what_the_service_says_whatever_its_agent_reports(world: World) -> None:
+def test_the_service_s_own_machine_is_what_the_service_finds_whatever_its_agent_reports(world: World) -> None:
     world.join("head", machine_id="container", devices=(DeviceReport(name="cuda:0"),), cpus=7)
     (head,) = world.cluster.nodes()
     assert (head.devices, head.machine, head.cpus) == (("cpu",), "machine of head", 7)
@@ -944,7 +944,7 @@ def test_the_service_s_own_machine_is_what_the_service_says_whatever_its_agent_r
     assert world.cluster.nodes()[0].why_closed == "cordoned"
 
 
-def test_it_joins_others_only_while_its_agent_is_heard_of(world: World) -> None:
+def test_it_joins_others_only_while_its_agent_calls(world: World) -> None:
     world.join("head")
     assert world.cluster.nodes()[0].joins
     for _ in range(5):
@@ -965,7 +965,7 @@ def test_a_job_finds_the_node_with_its_labels_and_its_model(world: World) -> Non
     assert (world.job().device, world.job("next").device) == ("c/cpu", "d/cpu")
 
 
-def test_a_node_that_was_removed_was_never_heard_of() -> None:
+def test_a_node_that_was_removed_has_never_called() -> None:
     clock = FakeClock()
     presence = Presence(clock)
     clock.advance(1)
@@ -976,7 +976,7 @@ def test_a_node_that_was_removed_was_never_heard_of() -> None:
     assert (presence.has_called("b"), presence.silence("b")) == (False, 2)
 
 
-def test_what_was_missed_while_the_service_stood_still_is_nobodys_silence() -> None:
+def test_calls_missed_while_the_service_was_stopped_make_no_node_silent() -> None:
     clock = FakeClock()
     presence = Presence(clock)
     presence.note_call("b")

@@ -60,8 +60,8 @@ def test_an_unknown_key_is_refused_when_llama_stack_starts() -> None:
 
 
 def test_an_empty_data_dir_means_the_default_and_paths_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert TrlConfig.model_validate({"data_dir": None}).data_dir == Path("/home/somebody/.llama/trl")
+    monkeypatch.setenv("HOME", "/home/user")
+    assert TrlConfig.model_validate({"data_dir": None}).data_dir == Path("/home/user/.llama/trl")
     assert TrlConfig.model_validate({"data_dir": "here"}).data_dir == Path.cwd() / "here"
 
 
@@ -69,9 +69,9 @@ def test_directories_of_datasets_become_absolute_too(monkeypatch: pytest.MonkeyP
     pytest.importorskip("llama_stack", reason="the external API needs Llama Stack")
     from llama_stack_provider_trl_remote.external_api import inline
 
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     config = inline.ExternalTrlConfig.model_validate({"dataset_roots": ["~/rows", "here"]})
-    assert config.dataset_roots == [Path("/home/somebody/rows"), Path.cwd() / "here"]
+    assert config.dataset_roots == [Path("/home/user/rows"), Path.cwd() / "here"]
 
 
 def test_the_shipped_run_yaml_configures_the_provider_with_known_keys() -> None:

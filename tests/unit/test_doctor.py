@@ -55,7 +55,7 @@ def test_a_token_that_is_missing_beyond_loopback_is_a_failure(
 
 
 @pytest.mark.parametrize(("mode", "level"), [("auto", "warn"), ("required", "fail")])
-def test_isolation_that_cannot_be_had_says_why_and_what_to_do(
+def test_isolation_that_cannot_be_had_reports_why_and_what_to_do(
     machine: Path, monkeypatch: pytest.MonkeyPatch, mode: str, level: str
 ) -> None:
     config = machine.with_name("run.yaml")

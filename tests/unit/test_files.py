@@ -118,7 +118,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_flipped_bit_is_found_by_its_digest_and_by_nobody_who_does_not_look(checkpoint: Path) -> None:
+def test_a_flipped_bit_is_found_by_its_digest_alone(checkpoint: Path) -> None:
     shard = checkpoint / "optimizer" / "shard"
     data = bytearray(shard.read_bytes())
     data[5000] ^= 1
@@ -132,13 +132,13 @@ def test_a_flipped_bit_is_found_by_its_digest_and_by_nobody_who_does_not_look(ch
 def test_a_file_that_is_cut_or_gone_is_found_without_reading_any(checkpoint: Path) -> None:
     (checkpoint / "weights").write_bytes(b"weights")
     assert not is_whole(checkpoint)
-    assert damage(checkpoint, of=()) == "weights has 7 bytes, its manifest says 7000"
+    assert damage(checkpoint, of=()) == "weights has 7 bytes, its manifest lists 7000"
     (checkpoint / "weights").unlink()
     assert "weights: No such file" in str(damage(checkpoint, of=()))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"sha256": {}}'])
-def test_a_manifest_that_says_nothing_is_damage(checkpoint: Path, text: str) -> None:
+def test_a_manifest_without_content_is_damage(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_text(text)
     assert not is_whole(checkpoint)
     assert "manifest.json" in str(damage(checkpoint))
@@ -157,7 +157,7 @@ def test_latest_names_a_checkpoint_that_was_announced(tmp_path: Path) -> None:
         point_latest(tmp_path, name)
     assert (tmp_path / "latest").read_text() == "checkpoint-15\n"
     (tmp_path / "latest.tmp").write_text("check")
-    remove_leftovers(tmp_path, {"checkpoint-3", "checkpoint-12", "final"})  # 15 was never told of
+    remove_leftovers(tmp_path, {"checkpoint-3", "checkpoint-12", "final"})  # no event named 15
     assert (tmp_path / "latest").read_text() == "checkpoint-12\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-3", "latest"]
     remove_leftovers(tmp_path, set())

@@ -16,14 +16,14 @@ H100 = ("GPU-aa", 81559 << 20, "NVIDIA H100")
 GB10 = ("GPU-bb", None, "NVIDIA GB10")
 
 
-def test_the_driver_is_asked_once_and_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_read_once_and_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = nvml.install(monkeypatch, H100, GB10)
     expected = (Gpu("0", "GPU-aa", 81559 << 20, "NVIDIA H100"), Gpu("1", "GPU-bb", None, "NVIDIA GB10"))
     assert [gpus.gpus() for _ in range(2)] == [expected, expected]
     assert (driver.opened, driver.closed) == (1, 1)
 
 
-def test_a_driver_that_fails_is_closed_and_asked_again_later(
+def test_a_driver_that_fails_is_closed_and_read_again_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = nvml.install(monkeypatch, H100)

@@ -75,7 +75,7 @@ def test_ranks_on_other_machines_find_this_one(
     assert address_for_ranks(settings(host, master_addr)) == expected
 
 
-def test_a_machine_without_a_network_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_network_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_agent, "socket", Routes())
     with pytest.raises(OSError, match=r"set torch_run_config\.master_addr"):
         address_for_ranks(settings())
@@ -97,7 +97,7 @@ def test_its_agent_calls_the_address_that_the_service_listens_on(host: str, expe
 
 
 def certificate(root: Path, name: str) -> tuple[Path, Path]:
-    """One that an authority has signed which nobody here knows, for a name that nobody here calls."""
+    """A certificate of an authority that is not installed here, for a name that is not used here."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=root, check=True, capture_output=True)
@@ -134,7 +134,7 @@ def test_its_agent_trusts_the_service_s_own_certificate_and_no_other(tmp_path: P
         asyncio.run(call(theirs))
 
 
-def test_a_machine_that_cannot_take_part_says_so_once_and_tries_again(
+def test_a_machine_that_cannot_take_part_reports_it_once_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full, refused = OSError(28, "No space left on device"), ServiceRefusal("http://head", 409, "taken")
@@ -168,4 +168,4 @@ def test_a_machine_that_cannot_take_part_says_so_once_and_tries_again(
 
     asyncio.run(run())
     assert [settings.address for settings in made] == ["10.0.0.1"] * 5
-    assert [caplog.text.count(said) for said in ("No space left", "taken", "no such address")] == [1, 1, 1]
+    assert [caplog.text.count(message) for message in ("No space left", "taken", "no such address")] == [1, 1, 1]

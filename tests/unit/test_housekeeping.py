@@ -34,7 +34,7 @@ def datasets(tmp_path: Path) -> Path:
 
 
 def aged(path: Path, seconds: float) -> Path:
-    """As if nobody had touched it for so long."""
+    """As if it had been untouched for so long."""
     then = time.time() - seconds
     os.utime(path, (then, then))
     return path
@@ -74,9 +74,9 @@ def test_deleting_a_job_frees_its_rows(datasets: Path, store: Store) -> None:
     assert remove_unused_rows(datasets, store, WEEK) == [blob.sha256]
 
 
-def test_rows_that_are_found_stored_again_start_anew(datasets: Path, store: Store) -> None:
-    asked, uploaded = old_rows(datasets, "a"), old_rows(datasets, "b")
-    assert touched(asked.path)
+def test_rows_that_are_stored_again_start_a_new_retention(datasets: Path, store: Store) -> None:
+    requested, uploaded = old_rows(datasets, "a"), old_rows(datasets, "b")
+    assert touched(requested.path)
     assert put_rows(datasets, [{"text": "b"}]) == uploaded
     assert remove_unused_rows(datasets, store, WEEK) == []
 
@@ -115,7 +115,7 @@ def test_no_job_is_added_while_rows_are_taken(datasets: Path, store: Store, monk
     other.close()
 
 
-def test_what_broken_uploads_have_left_goes_after_a_day(datasets: Path, store: Store) -> None:
+def test_the_rest_of_a_broken_upload_is_removed_after_a_day(datasets: Path, store: Store) -> None:
     datasets.mkdir()
     abandoned = datasets / ".rows-abandoned"
     abandoned.write_text("{")

@@ -1,4 +1,4 @@
-"""`train_python` is looked at before anything is queued, and what it lacks is said in one sentence."""
+"""`train_python` is checked before anything is queued, and what it lacks is one sentence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  
 
 
 @pytest.mark.parametrize(
-    ("version", "found", "said"),
+    ("version", "found", "message"),
     [
         ((3, 9), {}, "is Python 3.9; training needs 3.12 or later"),
         ((3, 12), {}, f"has no llama_stack_provider_trl, and this is {__version__}"),
@@ -71,9 +71,9 @@ def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  
         ),
     ],
 )
-def test_what_is_missing_is_named_with_what_to_do(python, version, found, said) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_missing_is_named_with_what_to_do(python, version, found, message) -> None:  # type: ignore[no-untyped-def]
     text = refusal(python(version, **found))
-    assert said in text
+    assert message in text
     assert f"pip install 'llama_stack_provider_trl[train]=={__version__}'" in text
 
 
@@ -82,10 +82,10 @@ def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
-    assert "is no working Python" in refusal(silent)
+    assert "is not a working Python" in refusal(silent)
 
 
-def test_it_is_looked_at_as_a_training_would_start_it(python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_probed_as_a_training_would_start_it(python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Without the server's secrets, and without what lies in the directory where the server was started."""
     monkeypatch.setenv("TRL_SERVICE_TOKEN", "s3cret")
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_its_own_interpreter_is_what_an_unset_one_means() -> None:
     assert TrlConfig.model_validate({"train_python": sys.executable}).train_python == Path(sys.executable)
 
 
-def test_what_is_looked_for_is_what_the_extra_installs() -> None:
+def test_the_probe_checks_for_what_the_extra_installs() -> None:
     extra = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {re.split(r"[<>=]", line)[0] for line in extra} == {*NEEDED}
     assert "trl>=1.16,<1.17" in extra

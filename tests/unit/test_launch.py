@@ -95,7 +95,7 @@ def test_only_the_node_of_rank_0_watches_for_progress_and_time(tmp_path: Path, m
         assert written.log == "torchrun.log"
 
 
-def test_a_port_that_somebody_listens_on_or_that_was_given_away_is_not_free() -> None:
+def test_a_port_with_a_listener_or_that_was_given_away_is_not_free() -> None:
     # torch's store listens at every address; macOS has one of loopback's only.
     for address in ("127.0.0.1", *(("127.0.0.2",) if sys.platform == "linux" else ())):
         with socket.create_server((address, 0)) as server:
@@ -107,7 +107,7 @@ def test_a_port_that_somebody_listens_on_or_that_was_given_away_is_not_free() ->
         free_port(port, 1, {port})
 
 
-def test_torchruns_log_tells_which_rank_ended_first() -> None:
+def test_torchruns_log_reports_which_rank_ended_first() -> None:
     log = (
         "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 26309)  (SIGTERM)\n-----\n"
         "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-21_16:16:50\n"
@@ -136,7 +136,7 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
-def test_what_the_user_tells_glibc_is_all_that_it_is_told(name: str) -> None:
+def test_a_glibc_setting_of_the_user_is_the_only_one(name: str) -> None:
     environ = training_environment(TaskSpec("a-1", Path("/r"), ("cpu",)), {name: "2"})
     assert {key: value for key, value in environ.items() if key.startswith(("MALLOC", "GLIBC"))} == {name: "2"}
 
@@ -196,7 +196,7 @@ def test_a_gpu_that_the_driver_cannot_name_goes_by_its_number(monkeypatch: pytes
     assert lock_name("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}) == "cuda-MIG-cccc"
 
 
-def test_device_locks_lie_in_one_place_whatever_tmpdir_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_locks_lie_in_one_place_whatever_tmpdir_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("/tmp") == runner.LOCKS
     monkeypatch.setattr(runner, "LOCKS", tmp_path)
     monkeypatch.setattr(runner, "_own_places", lambda: [tmp_path / "own"])

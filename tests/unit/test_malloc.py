@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class World:
-    """A machine with so much memory left, and glibc as it was told to be."""
+    """A machine with so much memory left, and glibc as it was configured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left, self.now, self.trimmed = 12 * GIB, 0.0, 0
@@ -56,13 +56,13 @@ def test_blocks_are_given_back_where_memory_is_scarce_or_the_need_is_not_known(w
     assert not world.subject.keeps
     assert not world.knobs
     world.left, world.now = 0, 60.0
-    world.subject.look()
+    world.subject.poll()
     assert not world.knobs
     assert not world.trimmed
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_who_has_set_glibc_has_decided(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glibc_setting_of_the_user_takes_precedence(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "2")
     world.subject.begin(1)
     assert not world.subject.is_ours
@@ -87,18 +87,18 @@ def test_a_c_library_with_other_knobs_is_left_alone(world: World, monkeypatch: p
 def test_everything_is_given_back_once_the_machine_has_little_left(world: World) -> None:
     world.subject.begin(4 * GIB)
     world.left, world.now = 4 * GIB, 5.0
-    assert not world.subject.look()
+    assert not world.subject.poll()
     assert world.subject.keeps
-    world.left, world.now = 4 * GIB - 1, 5.5  # a look takes longer than a tiny step
-    assert not world.subject.look()
+    world.left, world.now = 4 * GIB - 1, 5.5  # a poll takes longer than a tiny step
+    assert not world.subject.poll()
     assert world.subject.keeps
     world.now = 6.0
-    assert world.subject.look()
+    assert world.subject.poll()
     assert not world.subject.keeps
     assert world.trimmed == 1
     assert world.knobs == {-4: 65536, -3: 1 << 20, -1: 128 << 10}
     world.left, world.now = 12 * GIB, 60.0
-    assert not world.subject.look()
+    assert not world.subject.poll()
     assert not world.subject.keeps
     assert world.trimmed == 1
 
@@ -147,26 +147,26 @@ malloc.begin(1 << 30)
 first, kept = taken(pin=True), taken()
 after_kept = resident() - base
 room[0], now[0] = 0, 10.0
-malloc.look()
-after_look = resident() - base
+malloc.poll()
+after_poll = resident() - base
 again = taken()
-print(frugal, after_frugal, kept, after_kept, after_look, again, resident() - base)
+print(frugal, after_frugal, kept, after_kept, after_poll, again, resident() - base)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(malloc._libc(), "mallopt"), reason="glibc only")
-def test_glibc_does_as_it_is_told() -> None:
+def test_glibc_follows_its_tunables() -> None:
     """In pages: those that a step had to be given, and those that are resident after it."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, **FRUGAL}, capture_output=True, text=True, check=True
     )
-    frugal, after_frugal, kept, after_kept, after_look, again, at_last = map(int, done.stdout.split())
+    frugal, after_frugal, kept, after_kept, after_poll, again, at_last = map(int, done.stdout.split())
     every_page = 24 * (8 << 20) // os.sysconf("SC_PAGESIZE")
     few, most = every_page // 20, every_page * 19 // 20
     assert frugal >= most
     assert after_frugal < few
     assert kept < few
     assert after_kept >= most
-    assert after_look < few
+    assert after_poll < few
     assert again >= most
     assert at_last < few

@@ -23,7 +23,7 @@ def test_the_example_asks_for_two_nodes_and_nothing_in_it_is_refused(tmp_path: P
     assert taken.fields["resources"].nodes == 2
 
 
-def test_its_commands_are_there_and_speak_of_the_job_and_the_rows_of_the_file() -> None:
+def test_its_commands_are_there_and_name_the_job_and_the_rows_of_the_file() -> None:
     given = [parser().parse_args(words) for words in commands(TWO_MACHINES)]
     assert [(one.group, one.command) for one in given] == [
         ("datasets", "add"),

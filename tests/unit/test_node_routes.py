@@ -1,4 +1,4 @@
-"""What operators and agents ask of the service about nodes: who may be removed, who has a name, who was heard."""
+"""What operators and agents request about nodes: who may be removed, who has a name, whose calls count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION = dict.fromkeys(VERSIONS, "1")
 
 
 class World:
-    """What the routes use of a service, on a clock that stands still."""
+    """What the routes use of a service, on a stopped clock."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.clock = root, FakeClock()
@@ -172,7 +172,7 @@ def test_the_services_own_machine_cannot_be_removed(world: World) -> None:
     assert world.store.nodes.get("head")
 
 
-def test_nobody_else_takes_the_name_of_the_services_own_machine(world: World) -> None:
+def test_no_other_node_takes_the_name_of_the_services_own_machine(world: World) -> None:
     with pytest.raises(Conflict, match="it is the service's own machine; choose another name"):
         world.join("head", machine="machine of head")
     assert world.store.nodes.get("head") is None
@@ -192,7 +192,7 @@ def test_a_node_with_a_job_can_be_removed_once_it_is_silent(world: World) -> Non
     assert task.gone
 
 
-def test_a_node_with_a_job_has_time_to_be_heard_of_after_the_service_was_away(world: World) -> None:
+def test_a_node_with_a_job_has_time_to_call_after_the_service_was_away(world: World) -> None:
     world.join()
     world.give_task()
     world.clock.advance(3600)
@@ -248,7 +248,7 @@ def test_a_node_that_has_called_with_its_credential_joins_with_nothing_else_whil
     used = world.authenticated(credential)
     assert used == Caller("node", "a", "a", presented=True)
     world.join(caller=used)
-    world.join(agent_id="two", caller=used)  # started again with another boot, say
+    world.join(agent_id="two", caller=used)  # for example started again with another boot
     with pytest.raises(Conflict, match="is there already"):
         world.join(agent_id="two")
     with pytest.raises(Conflict, match="is there already"):
@@ -345,7 +345,7 @@ def test_the_first_use_of_a_credential_may_be_recorded_later(world: World, monke
 
 
 @pytest.mark.parametrize("call", ["events", "log", "ask", "file"])
-def test_what_is_refused_is_no_sign_of_life(world: World, call: str) -> None:
+def test_a_refused_call_is_no_heartbeat(world: World, call: str) -> None:
     """Before, every call in the name of a node kept it alive, whatever came of the call."""
     world.join()
     world.give_task()
@@ -392,7 +392,7 @@ def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monk
     assert world.received == ["there"] * 3
 
 
-def test_who_was_heard_before_the_service_was_started_is_there(world: World) -> None:
+def test_a_node_that_called_before_the_service_was_started_is_there(world: World) -> None:
     world.join()
     world.pass_time(8)
     world.poll()

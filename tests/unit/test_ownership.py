@@ -40,7 +40,7 @@ def test_a_directory_that_another_data_directory_owns_is_refused_with_its_name(t
     assert record(place).stat().st_mode & 0o777 == 0o644  # another user's service reads it
 
 
-def test_what_nobody_owns_may_be_claimed_and_is_ours_then_however_often(tmp_path: Path, place: Path) -> None:
+def test_what_has_no_owner_may_be_claimed_and_is_ours_then_however_often(tmp_path: Path, place: Path) -> None:
     assert not Ownership(tmp_path / "one").is_ours(place)
     Ownership(tmp_path / "one").check_unused(place)
     claimed(tmp_path / "one", place)
@@ -84,7 +84,7 @@ def test_a_copy_of_a_data_directory_does_not_own_the_jobs_of_the_first(tmp_path:
         Ownership(tmp_path / "copy").claim(place, "a")
 
 
-def test_a_damaged_record_is_somebody_elses(tmp_path: Path, place: Path) -> None:
+def test_a_damaged_record_belongs_to_another_directory(tmp_path: Path, place: Path) -> None:
     one = claimed(tmp_path / "one", place)
     record(place).write_text("")
     assert not one.is_ours(place)
@@ -92,7 +92,7 @@ def test_a_damaged_record_is_somebody_elses(tmp_path: Path, place: Path) -> None
         Ownership(tmp_path / "without-a-name").check(place)
 
 
-def test_a_claim_that_comes_second_by_a_hair_is_refused(
+def test_the_second_of_two_concurrent_claims_is_refused(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Ownership(tmp_path / "two")
@@ -131,7 +131,7 @@ def test_of_two_data_directories_with_the_same_job_the_second_leaves_the_firsts_
     supervisors = {name: Supervisor(stores[name], launchers[name], ["cpu"], tmp_path / name) for name in stores}
     stores["one"].add_job(job_spec("a", checkpoint_dir=place), "digest")
     supervisors["one"].tick()
-    (place / "checkpoint-3").mkdir(parents=True)  # and nobody was told of it yet
+    (place / "checkpoint-3").mkdir(parents=True)  # and no event names it yet
     stores["two"].add_job(job_spec("a", checkpoint_dir=place, retries=3), "digest")
     supervisors["two"].tick()
     refused = stores["two"].get("a")
@@ -139,7 +139,7 @@ def test_of_two_data_directories_with_the_same_job_the_second_leaves_the_firsts_
     assert str(tmp_path / "one") in refused.message
     assert (launchers["one"].started, launchers["two"].started) == (["a-1"], [])
     assert [path.name for path in place.iterdir()] == ["checkpoint-3"]
-    launchers["one"].say("a-1", STARTED, Finished(step=4))
+    launchers["one"].emit("a-1", STARTED, Finished(step=4))
     launchers["one"].exit("a-1", 0)
     supervisors["one"].tick()
     assert stores["one"].get("a").state is JobState.completed

@@ -58,12 +58,12 @@ def test_priority_comes_before_age() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["cuda:7", "mps", "cuda"])
-def test_a_device_that_the_node_does_not_have_suits_nobody(wanted: str) -> None:
+def test_a_device_that_the_node_does_not_have_suits_no_job(wanted: str) -> None:
     assert suitable(wanted, ["cpu"]) == []
     assert choose(queue(wanted), [], ["cpu"]) == {}
 
 
-def test_a_waiting_job_is_told_who_holds_what_it_waits_for() -> None:
+def test_a_waiting_job_names_the_holder_of_its_device() -> None:
     (any_device,), (cpu,), (third_gpu,) = queue("auto"), queue("cpu"), queue("cuda:3")
     assert why_waiting(any_device, {"cpu": "job-7"}, ["cpu"]) == "waiting for device cpu (held by job job-7)"
     assert "does not have: it has cpu" in why_waiting(third_gpu, {}, ["cpu"])
@@ -88,7 +88,7 @@ def test_ranks_share_a_cpu() -> None:
         assert choose([Queued("pair", "auto", 1, ranks=2)], [], [device]) == {"pair": (device,)}
 
 
-def test_small_jobs_go_first_while_a_large_one_waits_but_not_for_ever() -> None:
+def test_small_jobs_go_first_while_a_large_one_waits_but_not_forever() -> None:
     jobs = [Queued("large", "auto", 1, ranks=2, scheduled_at=1000.0), Queued("small", "auto", 2, scheduled_at=1500.0)]
     assert choose(jobs, ["cuda:0"], GPUS, now=1000.0 + PATIENCE) == {"small": ("cuda:1",)}
     assert choose(jobs, ["cuda:0"], GPUS, now=1001.0 + PATIENCE) == {}
@@ -130,7 +130,7 @@ def test_a_job_takes_the_service_s_own_machine_first_and_others_when_that_is_tak
     assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("b/cpu",)}
 
 
-def test_a_job_that_asked_for_no_nodes_stays_at_home() -> None:
+def test_a_job_that_requested_no_nodes_stays_at_home() -> None:
     assert place([Queued("a", "cpu", 1)], [HEAD, node("b")], ["cpu"]) == {}
     assert why_waits(Queued("a", "cpu", 1), {"cpu": "x"}, [HEAD, node("b")]) == "waiting for device cpu (held by job x)"
 
@@ -143,9 +143,9 @@ def test_all_nodes_of_a_job_or_none() -> None:
     assert place([pair], nodes, ["cpu", "b/cpu"]) == {}
     assert "held by job x" in why_waits(pair, {"cpu": "x", "b/cpu": "x"}, nodes)
     assert why_waits(pair, {}, nodes) == "waiting for 2 nodes: older jobs come first"
-    assert why_waits(wants(), {}, nodes) == ""  # it starts at the next look
-    assert why_waits(pair, {}, [HEAD]) == "waiting for 2 nodes: 1 of the 1 that there are can serve it"
-    # A node that was removed with a job on it is nobody's.
+    assert why_waits(wants(), {}, nodes) == ""  # it starts at the next poll
+    assert why_waits(pair, {}, [HEAD]) == "waiting for 2 nodes: 1 of 1 can serve it"
+    # A node that was removed with a job on it has no owner.
     assert place([pair], nodes, ["gone/cpu"]) == {"job-1": ("cpu", "b/cpu")}
 
 
@@ -161,7 +161,7 @@ def test_a_cpu_takes_as_many_ranks_as_it_has_cores() -> None:
     two_cores = [node("head", head=True, cpus=2), node("b", cpus=2)]
     many = wants(nodes=2, per_node=64)
     assert place([many], two_cores, [], now=1e9) == {}
-    there = "0 of the 2 that there are can serve it"
+    there = "0 of 2 can serve it"
     reasons = "head has 2 CPU cores for 64 ranks, b has 2 CPU cores for 64 ranks"
     assert why_waits(many, {}, two_cores) == f"waiting for 2 nodes: {there}; {reasons}"
     assert place([wants(nodes=2, per_node=2)], two_cores, []) == {"job-1": ("cpu", "b/cpu")}
@@ -169,9 +169,9 @@ def test_a_cpu_takes_as_many_ranks_as_it_has_cores() -> None:
     large = [*two_cores, node("c", cpus=64)]
     assert place([wants(per_node=64)], large, []) == {"job-1": ("c/cpu",)}
     assert place([wants(per_node=65)], large, []) == {}
-    # It says so on a service with one machine too, and does not wait for who holds the CPU.
-    said = "waiting for a node: 0 of the 1 that there are can serve it; head has 2 CPU cores for 3 ranks"
-    assert why_waits(wants(per_node=3), {"cpu": "x"}, two_cores[:1]) == said
+    # It waits on a service with one machine too, and does not wait for who holds the CPU.
+    message = "waiting for a node: 0 of 1 can serve it; head has 2 CPU cores for 3 ranks"
+    assert why_waits(wants(per_node=3), {"cpu": "x"}, two_cores[:1]) == message
     # Whose cores are not known takes one.
     assert place([wants(per_node=2)], [HEAD], []) == {}
     assert place([wants()], [HEAD], []) == {"job-1": ("cpu",)}
@@ -191,20 +191,20 @@ def test_two_agents_on_one_machine_are_one_machine() -> None:
     assert place([wants(nodes=3)], [*nodes[:2], node("c", machine="n", why_closed="silent")], []) == {}
     assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by job other)"
     assert place([wants(nodes=4)], nodes, []) == {}
-    assert "waiting for 4 nodes: 2 of the" in why_waits(wants(nodes=4), {}, nodes)
+    assert "waiting for 4 nodes: 2 of 3" in why_waits(wants(nodes=4), {}, nodes)
     last = wants(nodes=3, min_nodes=3, tried=True)
     assert place([last], nodes, []) == {"job-1": ("cpu", "c/cpu")}
     # Its GPUs may be others than the other agent's.
     one_machine = [node("head", "cuda:0", head=True), node("b", "cuda:0", machine="head")]
     assert place([wants(nodes=2)], one_machine, []) == {}
-    assert why_waits(wants(nodes=2), {}, one_machine).endswith("2 nodes: 1 of the 2 that there are can serve it")
+    assert why_waits(wants(nodes=2), {}, one_machine).endswith("2 nodes: 1 of 2 can serve it")
     # Nor is its CPU two CPUs.
     assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("cpu",), "job-2": ("c/cpu",)}
     assert place([wants(1, labels={})], nodes, ["b/cpu", "c/cpu"]) == {}
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("requested", "why"),
     [
         ({"labels": {"zone": "x"}}, "b lacks the label zone=x"),
         ({"cpus": 64}, "b has 8 CPUs"),
@@ -214,11 +214,13 @@ def test_two_agents_on_one_machine_are_one_machine() -> None:
         ({"device": "mps"}, "b has no mps"),
     ],
 )
-def test_a_node_must_have_what_a_job_asks_for_and_the_job_says_what_it_has_not(asked: dict[str, Any], why: str) -> None:
+def test_a_node_must_have_what_a_job_asks_for_and_the_job_names_what_it_lacks(
+    requested: dict[str, Any], why: str
+) -> None:
     rich = {"cpus": 8, "memory_bytes": 16 * GIB, "labels": {"zone": "b"}, "models": frozenset({"org/model"})}
     nodes = [HEAD, node("b", **rich)]
-    assert place([wants(**asked)], nodes, []) == {}
-    assert why in why_waits(wants(**asked), {}, nodes)
+    assert place([wants(**requested)], nodes, []) == {}
+    assert why in why_waits(wants(**requested), {}, nodes)
     fitting = {"labels": {"zone": "b"}, "cpus": 8, "memory_gb": 16, "model": "org/model"}
     assert place([wants(**fitting)], nodes, []) == {"job-1": ("b/cpu",)}
 
@@ -229,8 +231,8 @@ def test_only_gpus_with_enough_memory_are_given() -> None:
     assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, []) == {"job-1": ("b/cuda:1",)}
     assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, ["b/cuda:1"]) == {}
     one_held = {"b/cuda:0": "x", "b/cuda:1": "y"}
-    said = why_waits(wants(device="cuda", gpu_memory_gb=40), one_held, nodes)
-    assert said == "waiting for a node; b/cuda:1 (held by job y)"
+    message = why_waits(wants(device="cuda", gpu_memory_gb=40), one_held, nodes)
+    assert message == "waiting for a node; b/cuda:1 (held by job y)"
     assert place([wants(device="cpu", gpu_memory_gb=40)], nodes, ["b/cpu"]) == {"job-1": ("cpu",)}
     two = wants(device="cuda", gpu_memory_gb=40, per_node=2)
     assert "b has 1 GPUs with 40 GiB" in why_waits(two, {}, nodes)
@@ -240,7 +242,7 @@ def test_auto_means_what_the_service_s_own_machine_has_on_every_node() -> None:
     nodes = [node("head", *GPUS, head=True), node("b", "cpu")]
     assert place([wants()], nodes, GPUS) == {}
     assert place([wants(device="cpu")], nodes, GPUS) == {"job-1": ("b/cpu",)}
-    there = "1 of the 2 that there are can serve it"
+    there = "1 of 2 can serve it"
     assert why_waits(wants(nodes=2), {}, nodes) == f"waiting for 2 nodes: {there}; b has no cuda"
 
 
@@ -250,17 +252,17 @@ def test_a_node_that_is_closed_gets_nothing() -> None:
     assert "b is silent since 12:00:00 UTC" in why_waits(wants(), {"cpu": "x"}, nodes)
     pair, c = wants(nodes=2), node("c", labels={"zone": "b"})
     assert why_waits(pair, {}, nodes) == "waiting for 2 nodes; b is silent since 12:00:00 UTC"
-    there = "2 of the 3 that there are can serve it"
+    there = "2 of 3 can serve it"
     closed = "; b is silent since 12:00:00 UTC"
     three = wants(nodes=3, cpus=1)
     able = [node(one.name, cpus=1, head=one.head, why_closed=one.why_closed) for one in nodes]
     assert why_waits(three, {}, [*able, c]) == f"waiting for 3 nodes: {there}; c has 0 CPUs{closed}"
     # Whether it is open or not makes no difference to whom it could not serve.
     unfit = node("c", why_closed="draining")
-    said = why_waits(
+    message = why_waits(
         wants(labels={"zone": "b"}), {}, [HEAD, node("b", labels={"zone": "b"}, why_closed="cordoned"), unfit]
     )
-    assert said == "waiting for a node; b is cordoned"
+    assert message == "waiting for a node; b is cordoned"
 
 
 def test_a_machine_without_an_agent_is_no_part_of_several() -> None:
@@ -276,7 +278,7 @@ def test_the_smallest_hole_that_will_do_is_filled() -> None:
     assert place([wants(device="cuda")], nodes, ["b/cuda:0"]) == {"job-1": ("cuda:0",)}
 
 
-def test_who_was_running_before_may_go_on_with_fewer_nodes() -> None:
+def test_a_job_that_was_running_may_continue_with_fewer_nodes() -> None:
     nodes = [HEAD, node("b")]
     assert place([wants(nodes=3, min_nodes=2)], nodes, []) == {}
     assert place([wants(nodes=3, min_nodes=2, tried=True)], nodes, []) == {"job-1": ("cpu", "b/cpu")}
@@ -350,7 +352,7 @@ def test_what_is_kept_is_on_as_many_machines_as_are_needed() -> None:
     assert place([pair, wants(2, device="cuda")], nodes, ["cuda:0", "c/cuda:0"], now=PATIENCE + 1) == {}
 
 
-def test_a_job_that_may_go_on_with_fewer_nodes_has_as_many_kept() -> None:
+def test_a_job_that_may_continue_with_fewer_nodes_has_as_many_kept() -> None:
     nodes = [HEAD, node("b"), node("c", why_closed="silent since 12:00:00 UTC")]
     tried = wants(1, nodes=3, min_nodes=2, tried=True)
     jobs = [tried, wants(2, scheduled_at=1e4)]
@@ -365,7 +367,7 @@ def test_a_job_that_may_go_on_with_fewer_nodes_has_as_many_kept() -> None:
 
 @pytest.mark.parametrize("size", [(1, 4), (2, 3), (4, 4)])
 def test_a_job_starts_once_all_have_ended_that_ran_when_it_lost_its_patience(size: tuple[int, int]) -> None:
-    """Of what runs one ends at each look, in the order that is worst for it, and young jobs want every free device."""
+    """Of what runs one ends at each poll, in the order that is worst for it, and young jobs want every free device."""
     count, per_node = size
     nodes = four_gpus("head", *"bcdef")
     large = wants(1, device="cuda", nodes=count, per_node=per_node)
@@ -397,11 +399,11 @@ def test_what_a_job_asks_for_survives_the_queue() -> None:
     assert Demand.of(job_spec(resources=ResourcesSpec())) == Demand()
 
 
-def test_of_jobs_that_ask_for_the_same_only_the_first_looks_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[str] = []
-    monkeypatch.setattr(placement, "_gang", lambda job, *_: looked.append(job.job_uuid))
+def test_of_jobs_that_ask_for_the_same_only_the_first_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    polled: list[str] = []
+    monkeypatch.setattr(placement, "_gang", lambda job, *_: polled.append(job.job_uuid))
     place([wants(age) for age in range(1000)], [HEAD], ["cpu"])
-    assert looked == ["job-0"]
+    assert polled == ["job-0"]
 
 
 def test_of_many_that_hold_what_a_job_waits_for_a_few_are_named() -> None:

@@ -30,7 +30,7 @@ def test_a_process_that_got_the_pid_of_an_earlier_one_is_not_taken_for_it() -> N
     assert not alive(earlier)
 
 
-def test_a_pid_that_nobody_has_names_no_process() -> None:
+def test_a_pid_without_a_process_names_none() -> None:
     assert identify(2**22 + 1) is None
 
 
@@ -54,7 +54,7 @@ def test_children_see_no_secret_of_the_server(secret: str) -> None:
     assert child_environment({secret: "x", "PATH": "/bin"}, {"A": "b"}) == {"PATH": "/bin", "A": "b"}
 
 
-def test_a_lock_says_who_holds_it(tmp_path: Path) -> None:
+def test_a_lock_reports_who_holds_it(tmp_path: Path) -> None:
     first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     assert first.acquire("job one")
     assert not second.acquire("job two")
@@ -89,21 +89,21 @@ def test_a_lock_that_cannot_be_signed_because_the_disk_is_full_is_held_all_the_s
         patch.setattr(os, "pwrite", full)
         assert lock.acquire("me")
     assert lock.held
-    assert not other.acquire("somebody else")
+    assert not other.acquire("another process")
     lock.release()
-    assert other.acquire("somebody else")
+    assert other.acquire("another process")
     other.release()
 
 
 class ControlGroups:
-    """Files of control groups, and what /proc says of ours."""
+    """Files of control groups, and our own entries of /proc."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
         self.root = root
         read_text = Path.read_text
         monkeypatch.setattr(process, "_CONTROL_GROUPS", root)
         monkeypatch.setattr(
-            Path, "read_text", lambda path: said if path == Path("/proc/self/cgroup") else read_text(path)
+            Path, "read_text", lambda path: message if path == Path("/proc/self/cgroup") else read_text(path)
         )
         machine = SimpleNamespace(total=64 << 30, available=40 << 30)
         monkeypatch.setattr(process.psutil, "virtual_memory", lambda: machine)
@@ -131,7 +131,7 @@ def test_without_a_limit_the_machine_is_what_there_is(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("limits", [{"max": 8 * GIB, "high": "max"}, {"max": "max", "high": 8 * GIB}])
-def test_a_control_group_of_version_2_counts_with_what_cannot_give_way(
+def test_a_control_group_of_version_2_counts_with_what_cannot_be_reclaimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
 ) -> None:
     groups = ControlGroups(tmp_path, monkeypatch, "0::/user.slice/job\n")

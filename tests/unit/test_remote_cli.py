@@ -91,14 +91,14 @@ def test_submit_reads_standard_input(run: Run, service: FakeService, monkeypatch
     assert service.posted[0][1] == {"job_uuid": "piped"}
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "it is not JSON"), ("[]", "it holds a list; a request is an object")])
-def test_submit_says_what_is_wrong_with_a_file(run: Run, tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("{", "it is not JSON"), ("[]", "found a list, expected an object")])
+def test_submit_reports_what_is_wrong_with_a_file(run: Run, tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "job.json"
     file.write_text(text)
     exit_status, output, errors = run("jobs", "submit", file)
     assert (exit_status, output) == (1, "")
     assert str(file) in errors
-    assert said in errors
+    assert message in errors
     exit_status, _, errors = run("jobs", "submit", tmp_path / "missing.json")
     assert exit_status == 1
     assert "No such file" in errors
@@ -141,7 +141,7 @@ def test_list_shows_every_job_of_every_page_and_those_of_a_status(run: Run, serv
 
 
 @pytest.mark.parametrize(("ending", "expected"), [("completed", 0), ("failed", 1), ("cancelled", 2)])
-def test_watch_ends_with_the_job_and_its_exit_status_says_how(
+def test_watch_ends_with_the_job_and_its_exit_status_shows_how(
     run: Run, service: FakeService, ending: str, expected: int
 ) -> None:
     last = status("job", ending, error={"reason": "hung", "message": "found nothing", "log_path": "/log"})
@@ -152,7 +152,7 @@ def test_watch_ends_with_the_job_and_its_exit_status_says_how(
     assert (exit_status, errors) == (expected, "")
     assert output.splitlines() == [
         "scheduled  waits for cpu",
-        "in_progress   10% step 1/10  loss 1.000",  # once, however often it is looked at
+        "in_progress   10% step 1/10  loss 1.000",  # once, however often it is checked
         "in_progress   50% step 5/10  loss 0.200",
         ending,
         "hung: found nothing",
@@ -163,19 +163,19 @@ def test_watch_ends_with_the_job_and_its_exit_status_says_how(
 
 def test_watch_outlives_the_service(run: Run, service: FakeService) -> None:
     service.jobs["job"] = [status("job"), status("job", "completed")]
-    looks: list[int] = []
+    polls: list[int] = []
     original = service._job
 
     def job(job_uuid: str, what: str):  # type: ignore[no-untyped-def]
-        looks.append(1)
-        if len(looks) == 1:
+        polls.append(1)
+        if len(polls) == 1:
             service.trouble = [503, "drop", "drop", 500]
         return original(job_uuid, what)
 
     service._job = job  # type: ignore[method-assign]
     exit_status, output, errors = run("jobs", "watch", "job", "--interval", 0.01)
     assert (exit_status, output) == (0, "scheduled\ncompleted\n")
-    assert errors.count("looking again every 0.01 s") == 1
+    assert errors.count("retrying every 0.01 s") == 1
 
 
 def test_watch_ends_when_the_job_is_deleted(run: Run, service: FakeService) -> None:
@@ -240,7 +240,7 @@ def test_new_lines_are_those_after_what_was_seen(before: str, after: str, new: s
     assert "".join(new_lines(list(before), list(after))) == new
 
 
-def test_cancel_pause_and_resume_say_how_the_job_stands_then(run: Run, service: FakeService) -> None:
+def test_cancel_pause_and_resume_print_the_new_state(run: Run, service: FakeService) -> None:
     service.jobs["job"] = [status("job", "cancelled")]
     assert run("jobs", "cancel", "job") == (0, "cancelled\n", "")
     assert run("jobs", "pause", "job") == (0, "pause\n", "")
@@ -265,7 +265,7 @@ def test_pull_puts_a_verified_checkpoint_in_place(run: Run, service: FakeService
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
-def test_pull_goes_on_where_a_connection_broke(run: Run, service: FakeService, tmp_path: Path) -> None:
+def test_pull_continues_where_a_connection_broke(run: Run, service: FakeService, tmp_path: Path) -> None:
     service.files = {"model": FILES["deep/model.safetensors"]}
     service.trouble = [503]  # the list of checkpoints
     target = tmp_path / "model"
@@ -311,7 +311,7 @@ def test_pull_never_writes_outside_its_directory(run: Run, service: FakeService,
         service.files = {name: b"x"}
         exit_status, _, errors = run("jobs", "pull", "job", tmp_path / "model")
         assert exit_status == 1
-        assert "give a relative path without '..'" in errors
+        assert "send a relative path without '..'" in errors
     assert not (tmp_path / "escaped").exists()
 
 
@@ -322,7 +322,7 @@ def test_pull_touches_nothing_that_exists_and_lists_what_there_is(
     assert exit_status == 1
     assert "it exists already" in errors
     _, _, errors = run("jobs", "pull", "job", tmp_path / "model", "--checkpoint", "merged")
-    assert "there are job-checkpoint-2, job-final" in errors
+    assert "the job has job-checkpoint-2, job-final" in errors
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("rows.jsonl", '{"a": 1}\n{"a"\n', "rows.jsonl: row 1: is no JSON in line 2"),
         ("rows.jsonl", '{"a": 1}\n[1]\n', "row 1: found list, expected an object"),
@@ -365,14 +365,14 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
         ("rows.parquet", "", "expected .jsonl, .json or .csv"),
     ],
 )
-def test_datasets_add_says_where_a_file_is_wrong(
-    run: Run, service: FakeService, tmp_path: Path, name: str, text: str, said: str
+def test_datasets_add_reports_where_a_file_is_wrong(
+    run: Run, service: FakeService, tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     file = tmp_path / name
     file.write_text(text)
     exit_status, output, errors = run("datasets", "add", file, "--id", "mine")
     assert (exit_status, output) == (1, "")
-    assert said in errors
+    assert message in errors
     assert not service.posted
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     assert "not UTF-8" in run("datasets", "add", tmp_path / "bytes.jsonl", "--id", "mine")[2]
@@ -388,7 +388,7 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     )
     listed, _, more = run("nodes")[1].partition("\n\n")
     assert listed == "node  device  job    state\nhead  cpu     job-1  open"
-    assert "TRL_SERVICE_HOST=ADDRESS" in more  # nobody joins on loopback
+    assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
 
 
 def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
@@ -423,7 +423,7 @@ def test_how_to_add_a_node_is_a_command() -> None:
 def test_the_script_takes_a_certificate_from_where_the_user_stands(
     tmp_path: Path, rank: str, command: str, absolute: bool
 ) -> None:
-    """The script changes into its repository, which is played: its Python says what it was given."""
+    """The script changes into its repository, which is played: its Python prints its arguments."""
     repository, here = tmp_path / "repository", tmp_path / "here"
     for directory in (repository / "scripts", repository / ".venv" / "bin", here):
         directory.mkdir(parents=True)
@@ -435,12 +435,12 @@ def test_the_script_takes_a_certificate_from_where_the_user_stands(
     plain = {"PATH": os.environ["PATH"], "NODE_RANK": rank, "TRL_SERVICE_URL": "https://head:8322"}
     certificate = f"{here}/cert.pem" if absolute else "cert.pem"
     for given, expected in (({"SSL_CERT_FILE": certificate}, f"{here}/cert.pem"), ({}, "unset")):
-        said = subprocess.run([script], cwd=here, env={**plain, **given}, capture_output=True, text=True, check=True)
-        assert said.stdout == f"{command} {expected}\n"
+        message = subprocess.run([script], cwd=here, env={**plain, **given}, capture_output=True, text=True, check=True)
+        assert message.stdout == f"{command} {expected}\n"
 
 
 @pytest.mark.parametrize(
-    ("url", "environ", "said"),
+    ("url", "environ", "message"),
     [
         ("http://10.255.255.1:8322", {}, "a worker needs a token of the service"),
         ("http://127.0.0.1:8322", {"TRL_SERVICE_NODE_TOKEN": "t"}, "where no other machine reaches it"),
@@ -452,14 +452,14 @@ def test_the_script_takes_a_certificate_from_where_the_user_stands(
         (
             "https://10.255.255.1:8322",
             {"TRL_SERVICE_TOKEN": "t", "TRL_NODE_ADDRESS": "10.0.0.1", "SSL_CERT_FILE": "no/cert.pem"},
-            "SSL_CERT_FILE names no/cert.pem, which is not there: ",
+            "SSL_CERT_FILE names no/cert.pem, which does not exist: ",
         ),
     ],
 )
-def test_a_worker_that_cannot_be_one_says_so_at_once(
+def test_a_worker_that_cannot_be_one_reports_it_at_once(
     url: str,
     environ: dict[str, str],
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -471,7 +471,7 @@ def test_a_worker_that_cannot_be_one_says_so_at_once(
         monkeypatch.setenv(name, value)
     assert cli.main(["agent", "--service", url]) == 1
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -502,7 +502,7 @@ def test_a_token_in_the_place_of_its_name_is_refused_and_not_sent(
     with pytest.raises(SystemExit):
         run("tokens", command, token)
     errors = capsys.readouterr().err
-    assert "looks like a token" in errors
+    assert "found a token" in errors
     assert token not in errors
 
 

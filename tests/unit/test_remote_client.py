@@ -84,15 +84,20 @@ def test_a_service_that_is_down_is_named_with_what_to_do() -> None:
         call(url, lambda client: client.get("/v1/post-training/jobs"))
     assert isinstance(caught.value, ConnectionError)
     assert isinstance(caught.value, TrlError)
-    for part in (f"at {url} takes no connection", "refused", "./scripts/run-remote-fsdp-server.sh", "TRL_SERVICE_URL"):
+    for part in (
+        f"at {url} accepts no connection",
+        "refused",
+        "./scripts/run-remote-fsdp-server.sh",
+        "TRL_SERVICE_URL",
+    ):
         assert part in str(caught.value)
 
 
 def test_https_to_a_service_without_tls_is_named(service: FakeService) -> None:
     with pytest.raises(ServiceUnreachable) as caught:
         call(service.url.replace("http:", "https:"), lambda client: client.status("job"))
-    said = str(caught.value)
-    assert re.search(r"speaks no TLS \([a-z ]+\): name it with http://, or give it tls_cert and tls_key$", said)
+    message = str(caught.value)
+    assert re.search(r"speaks no TLS \([a-z ]+\): name it with http://, or give it tls_cert and tls_key$", message)
 
 
 def test_http_to_a_service_with_tls_is_named(tmp_path: Path) -> None:
@@ -106,9 +111,9 @@ def test_http_to_a_service_with_tls_is_named(tmp_path: Path) -> None:
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    said = asyncio.run(_called(answer, "http", context))
-    assert "broke off GET /v1/health (" in said
-    assert said.endswith("it may be restarting, or it may want https://")
+    message = asyncio.run(_called(answer, "http", context))
+    assert "broke off GET /v1/health (" in message
+    assert message.endswith("it may be restarting, or it may want https://")
 
 
 def test_tls_that_comes_to_nothing_is_not_taken_for_no_tls() -> None:
@@ -117,8 +122,8 @@ def test_tls_that_comes_to_nothing_is_not_taken_for_no_tls() -> None:
         writer.write(b"\x15\x03\x03\x00\x02\x02\x28")  # the alert handshake_failure
         writer.close()
 
-    said = asyncio.run(_called(refuse, "https"))
-    assert re.search(r"takes no TLS connection \([a-z0-9 ]+\): compare the TLS settings of both machines$", said)
+    message = asyncio.run(_called(refuse, "https"))
+    assert re.search(r"accepts no TLS connection \([a-z0-9 ]+\): compare the TLS settings of both machines$", message)
 
 
 async def _called(
@@ -126,7 +131,7 @@ async def _called(
     scheme: str,
     tls: ssl.SSLContext | None = None,
 ) -> str:
-    """What a client says of a server that answers so."""
+    """A client's message about a server that answers so."""
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
         url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(ServiceUnreachable) as caught:
@@ -134,7 +139,7 @@ async def _called(
         return str(caught.value)
 
 
-def test_a_service_that_was_heard_over_http_does_not_want_https(service: FakeService) -> None:
+def test_a_service_that_answered_over_http_does_not_want_https(service: FakeService) -> None:
     service.trouble = ["drop"] * 9
     with pytest.raises(ServiceUnreachable, match=r"it may be restarting$"):
         call(service.url, lambda client: client.status("job"))
@@ -154,7 +159,7 @@ def test_a_service_that_comes_back_between_two_tries_is_found() -> None:
     async def cancel_while_it_restarts(client: ServiceClient) -> None:
         await client.get("/v1/nodes")
         first.stop()
-        await client.cancel("job")  # nothing of it is sent while nobody listens
+        await client.cancel("job")  # nothing of it is sent without a listener
 
     try:
         call(first.url, cancel_while_it_restarts, pauses=(Return(0),))
@@ -182,9 +187,9 @@ def test_a_job_whose_dataset_takes_long_to_check_is_posted_until_it_is_taken(
     assert caplog.text.count("checking a large dataset takes long") == 2
 
 
-def test_a_job_is_not_posted_for_ever(service: FakeService) -> None:
+def test_a_job_is_not_posted_forever(service: FakeService) -> None:
     service.trouble = ["hang"] * 9
-    with pytest.raises(ServiceUnreachable, match="a job that is posted again is the same job"):
+    with pytest.raises(ServiceUnreachable, match="a repeated POST of a job is the same job"):
         call(service.url, lambda client: client.submit(PREFERENCE_OPTIMIZE, {}), timeouts=Timeouts(5, 0.5, 5, 0.95))
     assert service.seen[f"POST {PREFERENCE_OPTIMIZE}"] == 2
 
@@ -272,7 +277,7 @@ def test_one_client_serves_several_event_loops(service: FakeService) -> None:
 
 
 @pytest.mark.parametrize("health", [{"status": "OK"}, [], "OK"])
-def test_an_adapter_pointed_at_llama_stack_itself_is_told_so(service: FakeService, health: Any) -> None:
+def test_an_adapter_pointed_at_llama_stack_itself_is_refused(service: FakeService, health: Any) -> None:
     service.health = health
     with pytest.raises(ServiceUnreachable, match="is something else: GET /v1/health gives"):
         call(service.url, lambda client: client.get("/v1/post-training/jobs"))

@@ -92,7 +92,7 @@ def spec_of(request: Any, settings: Settings, **options: Any) -> JobSpec:
     return resolve(request, ProviderOptions.parse(options), settings).spec(ref, None)
 
 
-def test_the_promised_payload_means_what_the_mission_says(settings: Settings) -> None:
+def test_the_promised_payload_means_what_the_mission_states(settings: Settings) -> None:
     spec = spec_of(dpo(), settings)
     assert (spec.model, spec.output_name) == ("org/base", "my-model")
     assert spec.checkpoint_dir == (settings.data_dir / "results" / "dpo-1").resolve()
@@ -257,7 +257,7 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
     assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
 
 
-def test_every_second_block_recomputes_where_the_service_says_so_and_the_job_does_not(settings: Settings) -> None:
+def test_every_second_block_recomputes_where_the_service_sets_it_and_the_job_does_not(settings: Settings) -> None:
     selective = settings.model_copy(update={"gradient_checkpointing": True, "checkpoint_every": 2})
     assert spec_of(sft(), selective).checkpoint_every == 2
     full = with_training(efficiency_config={"enable_activation_checkpointing": True})
@@ -314,7 +314,7 @@ def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(setti
     assert set(METRICS) == set(get_args(Algorithm))
 
 
-def test_null_false_and_empty_mean_not_asked_for(settings: Settings) -> None:
+def test_null_false_and_empty_mean_not_requested(settings: Settings) -> None:
     quiet = with_training(
         efficiency_config={"fsdp_cpu_offload": False, "enable_activation_offloading": None},
         data_config={"dataset_id": "rows", "batch_size": 2, "packed": False, "train_on_input": None},
@@ -332,7 +332,7 @@ def test_fields_without_meaning_in_dpo_become_warnings(settings: Settings) -> No
     ]
 
 
-def test_a_validation_limit_without_validation_data_is_said_to_have_no_effect(settings: Settings) -> None:
+def test_a_validation_limit_without_validation_data_is_warned_about(settings: Settings) -> None:
     resolution = resolve(with_training(max_validation_steps=1), ProviderOptions(), settings)
     assert "max_validation_steps" in resolution.warnings[0]
     assert resolve(sft(algorithm_config={}), ProviderOptions(), settings).fields["lora"] is None
@@ -467,7 +467,7 @@ def test_impossible_numbers_are_refused_by_the_request_model() -> None:
             sft(training_config={"data_config": {"dataset_id": "rows", "batch_size": 2}, **wrong})
 
 
-def test_the_digest_tells_requests_apart_by_what_the_caller_set() -> None:
+def test_the_digest_distinguishes_requests_by_what_the_caller_set() -> None:
     none = ProviderOptions()
     assert sft().digest(none) == sft().digest(none)
     assert sft().digest(none) != with_training(learning_rate=1e-4).digest(none)
@@ -485,8 +485,10 @@ def test_a_request_has_the_digest_that_earlier_releases_have_stored() -> None:
     by_dpo = PreferenceOptimizeRequest.model_validate({**body, "finetuned_model": "tuned"}).digest(options)
     assert by_dpo == "7dbe183751a1b4433e14e7be43386b8472ece473841c2ebe47206e70dd26a43a"
     # As the service takes it, whose bodies have fields besides.
-    asked = SupervisedFineTuneBody.model_validate({**body, "algorithm_config": lora, "provider_options": {"seed": 7}})
-    given = asked.model_dump(exclude_unset=True, exclude={"provider_options"})
+    requested = SupervisedFineTuneBody.model_validate(
+        {**body, "algorithm_config": lora, "provider_options": {"seed": 7}}
+    )
+    given = requested.model_dump(exclude_unset=True, exclude={"provider_options"})
     assert request_digest(SupervisedFineTuneRequest, given, options) == by_sft
 
 
@@ -524,7 +526,7 @@ def test_derive_is_pure_and_places_the_job_on_a_device(settings: Settings, tmp_p
 SHARDING = ShardingSpec(strategy="SHARD_GRAD_OP")
 
 
-def test_the_service_trains_with_its_ranks_unless_a_job_says_how_many(settings: Settings) -> None:
+def test_the_service_trains_with_its_ranks_unless_a_job_names_a_number(settings: Settings) -> None:
     service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": SHARDING})
     assert (spec_of(sft(), service).ranks, spec_of(sft(), service).sharding) == (2, SHARDING)
     assert spec_of(sft(), service, nproc_per_node=4).ranks == 4
@@ -542,17 +544,17 @@ def test_the_inline_provider_trains_in_one_process(settings: Settings) -> None:
 
 def test_a_sharded_job_may_keep_its_parts_in_cpu_memory(settings: Settings) -> None:
     service = settings.model_copy(update={"ranks": 2, "max_ranks": 2, "sharding": SHARDING})
-    asked = with_training(efficiency_config={"fsdp_cpu_offload": True, "memory_efficient_fsdp_wrap": True})
-    sharding = spec_of(asked, service).sharding
+    requested = with_training(efficiency_config={"fsdp_cpu_offload": True, "memory_efficient_fsdp_wrap": True})
+    sharding = spec_of(requested, service).sharding
     assert sharding is not None
     assert sharding.cpu_offload
     with pytest.raises(InvalidRequest, match="one process shards nothing"):
-        spec_of(asked, service, nproc_per_node=1)
+        spec_of(requested, service, nproc_per_node=1)
     with pytest.raises(InvalidRequest, match="NO_SHARD"):
-        spec_of(asked, service.model_copy(update={"sharding": ShardingSpec(strategy="NO_SHARD")}))
+        spec_of(requested, service.model_copy(update={"sharding": ShardingSpec(strategy="NO_SHARD")}))
 
 
-def test_activations_are_recomputed_where_the_configuration_says_so_and_the_job_does_not(settings: Settings) -> None:
+def test_activations_are_recomputed_where_the_configuration_sets_it_and_the_job_does_not(settings: Settings) -> None:
     saving = settings.model_copy(update={"gradient_checkpointing": True})
     assert spec_of(sft(), saving).gradient_checkpointing
     unset = with_training(efficiency_config={"enable_activation_checkpointing": False})
@@ -579,7 +581,7 @@ def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: S
 
 
 @pytest.mark.parametrize("value", ["", "a/", "a/final", "/data/checkpoint-3", "../a/checkpoint-3", "a/checkpoint-3/x"])
-def test_a_job_goes_on_from_a_job_and_never_from_a_path(settings: Settings, value: str) -> None:
+def test_a_job_continues_from_a_job_and_never_from_a_path(settings: Settings, value: str) -> None:
     assert spec_of(sft(), settings, resume_from="a.b/checkpoint-3").resume_from == ResumeFrom(
         job_uuid="a.b", checkpoint="checkpoint-3"
     )
@@ -604,7 +606,7 @@ def cluster(settings: Settings) -> Settings:
     return settings.model_copy(update={"sharding": ShardingSpec(), "max_nodes": 1024})
 
 
-def test_resources_say_how_many_machines_and_ranks_train(cluster: Settings) -> None:
+def test_resources_set_how_many_machines_and_ranks_train(cluster: Settings) -> None:
     spec = spec_of(sft(), cluster, resources={"nodes": 3, "min_nodes": 2, "labels": {"zone": "a"}}, nproc_per_node=2)
     assert (spec.ranks, spec.nodes, spec.ranks_per_node, spec.rows_per_step) == (6, 3, 2, 12)
     assert spec.resources == ResourcesSpec(nodes=3, min_nodes=2, labels={"zone": "a"})
@@ -614,7 +616,7 @@ def test_resources_say_how_many_machines_and_ranks_train(cluster: Settings) -> N
     assert derive(spec, 1, "cpu", Path("/run")).world_size == 6
 
 
-def test_nnodes_is_the_number_of_a_job_that_does_not_say(cluster: Settings) -> None:
+def test_nnodes_is_the_number_of_a_job_that_sets_none(cluster: Settings) -> None:
     four = cluster.model_copy(update={"nodes": 4})
     assert spec_of(sft(), four).resources == ResourcesSpec(nodes=4, min_nodes=4)
     assert spec_of(sft(), four, resources={"cpus": 2}).resources == ResourcesSpec(nodes=4, min_nodes=4, cpus=2)
@@ -631,7 +633,7 @@ def test_a_job_stays_where_its_model_and_its_device_are(cluster: Settings, tmp_p
     assert spec_of(sft(), cluster.model_copy(update={"max_nodes": 1})).resources is None
 
 
-def test_other_machines_may_have_devices_that_this_one_has_not(cluster: Settings) -> None:
+def test_other_machines_may_have_devices_that_this_one_lacks(cluster: Settings) -> None:
     assert spec_of(sft(), cluster, device="cuda").device == "cuda"
     assert spec_of(sft(), cluster, nproc_per_node=8).ranks == 8
     with pytest.raises(InvalidRequest, match=r"provider_options\.device"):
@@ -662,7 +664,7 @@ def test_a_directory_is_in_no_node_s_cache(cluster: Settings, tmp_path: Path) ->
         spec_of(sft(model=str(tmp_path)), cluster, resources={"model_present": True})
 
 
-def test_nobody_can_join_a_service_on_loopback_and_the_inline_provider(settings: Settings, cluster: Settings) -> None:
+def test_no_node_can_join_a_service_on_loopback_and_the_inline_provider(settings: Settings, cluster: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"resources\.nodes.*TRL_SERVICE_HOST"):
         spec_of(sft(), cluster.model_copy(update={"max_nodes": 1}), resources={"nodes": 2})
     with pytest.raises(InvalidRequest, match="trains on its own machine"):

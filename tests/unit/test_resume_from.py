@@ -1,4 +1,4 @@
-"""A job goes on from another job's checkpoint, if it can, and from a copy that is its own."""
+"""A job resumes from another job's checkpoint, if it can, and from a copy that is its own."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_request_that_is_sent_twice_at_once_leaves_the_job_its_checkpoint(stor
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
     assert submission._stored(spec, "digest", [], store, tmp_path)
     kept = copy_of(store.get("second").spec)
-    assert not submission._stored(spec, "digest", [], store, tmp_path)  # it was asked before the first was stored
+    assert not submission._stored(spec, "digest", [], store, tmp_path)  # the request came before the first was stored
     with pytest.raises(JobConflict, match="made from a different request"):
         submission._stored(asking(ResumeFrom(job_uuid="first", checkpoint="checkpoint-2")), "new", [], store, tmp_path)
     assert copy_of(store.get("second").spec) == kept
@@ -98,12 +98,12 @@ def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
         copied.append(spec.job_uuid)
         return copy_checkpoint(spec, *arguments)
 
-    async def asked(*arguments: Any) -> tuple[JobSpec, list[str]]:
+    async def requested(*arguments: Any) -> tuple[JobSpec, list[str]]:
         return spec, []
 
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
     monkeypatch.setattr(submission, "copy_checkpoint", counted)
-    monkeypatch.setattr(submission, "resolved", asked)
+    monkeypatch.setattr(submission, "resolved", requested)
     request = SupervisedFineTuneRequest(job_uuid="second", training_config=TrainingConfig(n_epochs=1))
 
     async def post() -> bool:
@@ -118,7 +118,7 @@ def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
 
 
 async def no_rows(*arguments: Any) -> Any:
-    raise AssertionError("nobody asks for rows here")
+    raise AssertionError("no rows are requested here")
 
 
 def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
@@ -170,9 +170,9 @@ def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changes", "told"),
+    ("wanted", "changes", "message"),
     [
-        (ResumeFrom(job_uuid="other"), {}, "no such job"),
+        (ResumeFrom(job_uuid="other"), {}, "this job does not exist"),
         (ResumeFrom(job_uuid="first", checkpoint="checkpoint-3"), {}, "has checkpoint-2, checkpoint-4"),
         (ResumeFrom(job_uuid="first", checkpoint="checkpoint-6"), {}, "has checkpoint-2, checkpoint-4"),
         (ResumeFrom(job_uuid="first"), {"model": "org/another"}, "model is"),
@@ -187,8 +187,8 @@ def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) 
         (ResumeFrom(job_uuid="first"), {"sha256": "f" * 64}, "dataset"),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_refused_by_name(
-    store: Store, tmp_path: Path, wanted: ResumeFrom, changes: dict[str, Any], told: str
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_by_name(
+    store: Store, tmp_path: Path, wanted: ResumeFrom, changes: dict[str, Any], message: str
 ) -> None:
     digest = changes.pop("sha256", None)
     spec = asking(wanted, **changes)
@@ -197,5 +197,5 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(
     with pytest.raises(InvalidRequest) as refused:
         copy_checkpoint(spec, store, tmp_path)
     assert refused.value.field == "provider_options.resume_from"
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert not (tmp_path / "jobs").exists()

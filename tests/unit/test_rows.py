@@ -95,7 +95,7 @@ def test_text_parts_are_joined() -> None:
 
 
 @pytest.mark.parametrize(("value", "text"), [(42, "42"), (4.5, "4.5"), (True, "true")])
-def test_scalars_are_read_as_their_json_text_and_the_report_says_so(value: Any, text: str) -> None:
+def test_scalars_are_read_as_their_json_text_and_the_report_lists_it(value: Any, text: str) -> None:
     row = {"question": "Why?", "answer": value}
     assert parse_row(row, 0, "sft") == SftExample([QUESTION, assistant(text)], 1)
     warnings = check_rows([row, row], "sft").warnings
@@ -157,7 +157,7 @@ def test_a_data_format_that_the_rows_do_not_have_is_one_warning() -> None:
     assert "data_format is 'instruct', but 2 of 3 rows have only messages: read as they are" in report.warnings
 
 
-def test_columns_and_message_keys_that_nobody_reads_are_named() -> None:
+def test_columns_and_message_keys_that_are_not_read_are_named() -> None:
     rows: list[dict[str, Any]] = [
         {
             "id": 7,

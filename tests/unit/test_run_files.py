@@ -1,4 +1,4 @@
-"""The run files for our external API say what run.yaml and run_fsdp.yaml say."""
+"""The run files for our external API match run.yaml and run_fsdp.yaml."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ def test_the_shipped_run_file_configures_the_service(tmp_path: Path) -> None:
     assert settings.for_jobs(("cpu",)).ranks == 2
 
 
-def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_what_the_adapter_reads_is_passed_over_and_what_has_no_reader_is_refused(tmp_path: Path) -> None:
     load(
         tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120, submit_timeout=900
     )
-    assert "no setting retrys" in refused(tmp_path, retrys=3)
-    assert "no setting fsdp_config.strategy" in refused(tmp_path, fsdp_config={"strategy": "FULL_SHARD"})
+    assert "retrys is not a setting" in refused(tmp_path, retrys=3)
+    assert "fsdp_config.strategy is not a setting" in refused(tmp_path, fsdp_config={"strategy": "FULL_SHARD"})
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_what_the_adapter_reads_is_passed_over_and_what_nobody_reads_is_refused(
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
-    told = refused(tmp_path, **config)
-    assert expected in told
-    assert "hush" not in told
+    reported = refused(tmp_path, **config)
+    assert expected in reported
+    assert "hush" not in reported
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_exposure_is_never_an_accident(tmp_path: Path, config: dict[str, Any], e
         load(tmp_path, **config).check_exposure()
 
 
-def test_loopback_needs_nothing_and_insecure_is_said_aloud(tmp_path: Path) -> None:
+def test_loopback_needs_nothing_and_insecure_is_logged(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
         load(tmp_path, host=host).check_exposure()
     load(tmp_path, host="0.0.0.0", api_token="t", insecure=True).check_exposure()
@@ -231,7 +231,7 @@ def test_loopback_needs_nothing_and_insecure_is_said_aloud(tmp_path: Path) -> No
         ({"host": "localhost", "authorization": "Bearer a", "content-length": "2000000"}, 413),
     ],
 )
-def test_the_gate_lets_in_who_may_enter(headers: dict[str, str], status: int) -> None:
+def test_the_gate_admits_authorized_callers(headers: dict[str, str], status: int) -> None:
     settings = ServiceSettings.model_validate(
         {"api_token": "a", "tokens": [{"token": "b"}], "max_body_mb": 1, "host": "127.0.0.1"}
     )

@@ -1,4 +1,4 @@
-"""What nodes bring: logs and checkpoints, whole or not at all, whoever else sends them."""
+"""What nodes bring: logs and checkpoints, whole or not at all, whichever other node sends them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_in_place_once_all_of_it_is_here(service: Service) -> No
     assert not list(service.checkpoints.glob("*.tmp"))
 
 
-def test_the_export_is_no_place_to_go_on_from(service: Service) -> None:
+def test_the_export_cannot_be_resumed_from(service: Service) -> None:
     written = service.written("final")
     for name in service.ask(written, "final"):
         service.send(written, name)
@@ -118,7 +118,7 @@ def test_the_export_is_no_place_to_go_on_from(service: Service) -> None:
 
 
 @pytest.mark.parametrize("lost", ["additional_chat_templates/a.jinja", MANIFEST])
-def test_what_is_in_place_and_not_whole_comes_again(service: Service, lost: str) -> None:
+def test_an_incomplete_checkpoint_is_uploaded_again(service: Service, lost: str) -> None:
     written = service.written()
     for name in service.ask(written):
         service.send(written, name)
@@ -132,15 +132,15 @@ def test_a_checkpoint_that_its_own_manifest_does_not_know_so_is_refused(service:
     write(written / "additional_chat_templates" / "a.jinja", WEIGHTS[:-1])
     for name in service.ask(written):
         service.send(written, name)
-    with pytest.raises(InvalidRequest, match=r"it is not whole: additional_chat_templates/a\.jinja has 99 bytes"):
+    with pytest.raises(InvalidRequest, match=r"it is incomplete: additional_chat_templates/a\.jinja has 99 bytes"):
         service.ask(written)
     assert not (service.checkpoints / "checkpoint-2").exists()
 
 
 def test_a_file_cannot_be_named_twice_nor_the_manifest_left_out(service: Service) -> None:
     report = service.reported(service.written())
-    for files, said in ((report.files * 2, "named twice"), (report.files[:1], "send all files of it")):
-        with pytest.raises(InvalidRequest, match=said):
+    for files, reported_text in ((report.files * 2, "each name once"), (report.files[:1], "send all files of it")):
+        with pytest.raises(InvalidRequest, match=reported_text):
             service.uploads.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
 
 
@@ -161,7 +161,7 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "reported_text"),
     [
         ("optimizer/.metadata", "can run code when it is read: update the node"),
         ("optimizer/__0_0.distcp", "can run code when it is read: update the node"),
@@ -175,10 +175,10 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
     ],
 )
 def test_a_checkpoint_that_holds_more_than_data_is_refused_before_a_byte_of_it_is_sent(
-    service: Service, path: str, said: str
+    service: Service, path: str, reported_text: str
 ) -> None:
     files = tuple(CheckpointFileReport(path=one, size=1, sha256=SHA256) for one in (MANIFEST, path))
-    with pytest.raises(InvalidRequest, match=said) as refused:
+    with pytest.raises(InvalidRequest, match=reported_text) as refused:
         service.uploads.ask("a-1", "b", "checkpoint-2", CheckpointReport(kind="step", files=files))
     assert refused.value.value == path
     assert not service.checkpoints.exists()
@@ -200,9 +200,9 @@ def test_a_file_of_a_checkpoint_is_written_nowhere_else(service: Service) -> Non
     service.ask(written)
     with pytest.raises(NotFound, match="is not the name of a checkpoint"):
         asyncio.run(service.uploads.receive("a-1", "b", "../other", "model.safetensors", SHA256, 0, pieces(WEIGHTS)))
-    (asked,) = service.checkpoints.glob("*/report.json")
-    asked.write_text(
-        asked.read_text().replace("additional_chat_templates/a.jinja", "../a.jinja")
+    (requested,) = service.checkpoints.glob("*/report.json")
+    requested.write_text(
+        requested.read_text().replace("additional_chat_templates/a.jinja", "../a.jinja")
     )  # by who sees this disk
     with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
         asyncio.run(service.uploads.receive("a-1", "b", "checkpoint-2", "../a.jinja", SHA256, 0, pieces(WEIGHTS)))
@@ -224,13 +224,13 @@ def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch
     written = service.written()
     for name in service.ask(written):
         service.send(written, name)
-    inside, goes_on, put = threading.Event(), threading.Event(), module.fsync_tree
+    inside, release, put = threading.Event(), threading.Event(), module.fsync_tree
     placed: list[Path] = []
 
     def slowly(path: Path) -> None:
         placed.append(path)
         inside.set()
-        assert goes_on.wait(10)
+        assert release.wait(10)
         put(path)
 
     monkeypatch.setattr(module, "fsync_tree", slowly)
@@ -240,7 +240,7 @@ def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch
     assert inside.wait(10)
     asking[1].start()
     asking[1].join(0.05)  # it waits for the first
-    goes_on.set()
+    release.set()
     for one in asking:
         one.join(10)
     assert (answers, len(placed)) == ([(), ()], 1)
@@ -273,7 +273,7 @@ def test_a_file_with_another_digest_is_dropped(service: Service) -> None:
     assert service.send(written, "additional_chat_templates/a.jinja") == 100
 
 
-def test_a_file_that_was_not_asked_for_is_not_taken(service: Service) -> None:
+def test_a_file_that_was_not_requested_is_not_taken(service: Service) -> None:
     written = service.written()
     with pytest.raises(NotFound, match="POST its report first"):
         service.send(written, "additional_chat_templates/a.jinja")
@@ -284,12 +284,12 @@ def test_a_file_that_was_not_asked_for_is_not_taken(service: Service) -> None:
 
 
 @pytest.mark.parametrize("name", ["é" * 500, "..", "other", "checkpoint-x", ""])
-def test_a_file_of_what_is_not_called_a_checkpoint_is_not_found(service: Service, name: str) -> None:
+def test_a_file_outside_a_checkpoint_is_not_found(service: Service, name: str) -> None:
     with pytest.raises(NotFound, match="is not the name of a checkpoint"):
         asyncio.run(service.uploads.receive("a-1", "b", name, "dcp/model.bin", SHA256, 0, pieces(WEIGHTS)))
 
 
-def test_what_was_all_here_when_the_service_was_stopped_is_finished_without_a_byte(service: Service) -> None:
+def test_a_file_that_was_complete_when_the_service_stopped_is_finished_without_a_byte(service: Service) -> None:
     written = service.written()
     service.ask(written)
     write(service.checkpoints / "checkpoint-2.1.tmp" / "parts" / "additional_chat_templates" / "a.jinja", WEIGHTS)
@@ -306,16 +306,16 @@ def test_of_two_senders_of_a_file_the_last_one_to_begin_writes(service: Service)
     service.ask(written)
 
     async def run() -> tuple[Any, ...]:
-        asked, late = asyncio.Event(), asyncio.Event()
+        requested, late = asyncio.Event(), asyncio.Event()
 
         async def stuck() -> AsyncIterator[bytes]:
             yield WEIGHTS[:30]
-            asked.set()
+            requested.set()
             await late.wait()
             yield b"?" * 30
 
         first = asyncio.create_task(service.begin(written, "additional_chat_templates/a.jinja", 0, stuck()))
-        await asked.wait()
+        await requested.wait()
 
         async def rest() -> AsyncIterator[bytes]:
             yield WEIGHTS[30:50]
@@ -376,7 +376,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_sent(
     assert service.ask(written) == (MANIFEST,)
 
 
-def test_of_a_write_that_the_disk_breaks_off_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_the_disk_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "file", b"before")
     write_some = os.pwrite
 
@@ -408,20 +408,20 @@ def test_every_node_has_a_torchrun_log_and_no_other_file_is_one(service: Service
 
 
 @pytest.mark.parametrize("hole", [1, 20, 500])
-def test_what_a_log_left_out_is_said_in_its_place(service: Service, hole: int) -> None:
+def test_a_gap_in_a_log_is_noted_in_its_place(service: Service, hole: int) -> None:
     add = service.uploads.add_log
     assert add("a-1", "b", "rank-0.log", 0, b"one\n") == 4
     assert add("a-1", "b", "rank-0.log", 4, b"") == 4
     assert add("a-1", "b", "rank-0.log", 4 + hole, b"later\n") == 10 + hole
     text = (service.run_dir / "rank-0.log").read_text()
-    assert text == f"one\n\n[{hole} bytes were left out: the node was too far behind]\nlater\n"
+    assert text == f"one\n\n[{hole} bytes were left out: the node sent them too late]\nlater\n"
     assert add("a-1", "b", "rank-0.log", 10 + hole, b"more\n") == 15 + hole
     with pytest.raises(WrongOffset):
         add("a-1", "b", "rank-0.log", 3 + hole, b"x")
 
 
 def test_an_end_that_comes_while_events_do_keeps_them_out(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever concludes the attempt writes its own last word under the same lock."""
+    """The thread that concludes the attempt writes the final line under the same lock."""
     shipping, current = service.uploads, service.uploads.current
     events = RunDir(service.run_dir).events
 
@@ -467,7 +467,7 @@ class Lock:
         self.held = False
 
 
-def test_whoever_writes_a_file_of_an_attempt_is_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_at_a_time_writes_a_file_of_an_attempt(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = Lock()
     written: list[bool] = []
 

@@ -36,5 +36,5 @@ def test_every_job_can_still_be_cancelled(state: JobState) -> None:
     assert (JobState.cancelled in targets) == (state not in ACTIVE or state is JobState.cancelling)
 
 
-def test_finished_beats_a_late_cancel() -> None:
+def test_finished_wins_over_a_late_cancel() -> None:
     assert JobState.completed in TRANSITIONS[JobState.cancelling]

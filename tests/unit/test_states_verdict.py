@@ -23,7 +23,7 @@ def test_a_job_that_reported_finished_is_completed_whatever_came_after(state: Jo
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, -15, None])
-def test_a_job_that_was_told_to_stop_is_cancelled_whatever_its_exit_code(exit_code: int | None) -> None:
+def test_a_job_that_was_ordered_to_stop_is_cancelled_whatever_its_exit_code(exit_code: int | None) -> None:
     assert verdict(JobState.cancelling, NOTHING, ended(exit_code), "log") == Verdict(JobState.cancelled)
 
 
@@ -66,7 +66,7 @@ def test_a_kill_names_the_signal_and_its_likely_cause() -> None:
     assert "out-of-memory" not in crashed.message
 
 
-def test_an_end_that_nobody_saw_is_a_lost_node() -> None:
+def test_an_end_without_an_exit_status_is_a_lost_node() -> None:
     log = "\n".join(f"line {number}" for number in range(20))
     seen = ended(None, detail="node c is silent since 12:00:03 UTC")
     lost = verdict(JobState.in_progress, NOTHING, seen, log, log_file="/jobs/a/rank-0.log").message
@@ -76,6 +76,6 @@ def test_an_end_that_nobody_saw_is_a_lost_node() -> None:
     assert "the runner was killed" in found.message
 
 
-def test_a_process_that_could_not_be_started_says_why() -> None:
+def test_a_process_that_could_not_be_started_has_its_reason() -> None:
     found = verdict(JobState.launching, NOTHING, ended(None, launch_error="cannot start /x/python"), "")
     assert found == Verdict(JobState.failed, Reason.launch_failed, "cannot start /x/python")

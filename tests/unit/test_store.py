@@ -110,7 +110,7 @@ def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> 
     other.close()
 
 
-def test_a_database_that_cannot_be_opened_is_said_by_a_reader_of_one_moment_too(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_opened_is_reported_by_a_short_lived_reader_too(tmp_path: Path) -> None:
     store = Store(tmp_path / "data" / "jobs.db")
     shutil.rmtree(tmp_path / "data")
 
@@ -190,7 +190,7 @@ def test_jobs_are_listed_in_the_order_in_which_they_came(store: Store) -> None:
     assert [(job.job_uuid, job.device) for job in store.queue()] == [("b", "cpu"), ("a", "cpu"), ("c", "cpu")]
 
 
-def test_a_job_that_nobody_added_is_not_found(store: Store) -> None:
+def test_a_job_that_was_never_added_is_not_found(store: Store) -> None:
     for ask in (store.get, store.checkpoints, store.points, store.request_cancel):
         with pytest.raises(JobNotFound, match="'nope' not found"):
             ask("nope")
@@ -267,15 +267,15 @@ def test_a_job_is_launched_once_per_attempt(store: Store) -> None:
     assert not store.launch("job-1", 2, "cpu", Path("/elsewhere"))
 
 
-def test_the_states_that_the_loop_looks_at_are_those_that_may_have_processes(store: Store) -> None:
+def test_the_states_that_the_loop_polls_are_those_that_may_have_processes(store: Store) -> None:
     sql = _queries()["select_active"]
     assert {state for state in JobState if f"'{state}'" in sql} == ACTIVE
 
 
-def test_what_a_job_waits_for_is_forgotten_once_it_moves_on(store: Store) -> None:
+def test_the_reason_for_waiting_is_cleared_once_a_job_starts(store: Store) -> None:
     launched(store)
     store.set_detail("job-1", JobState.launching, "waiting for device cpu")
-    store.set_detail("job-1", JobState.scheduled, "a look that came late")
+    store.set_detail("job-1", JobState.scheduled, "a poll that came late")
     assert store.get("job-1").detail == "waiting for device cpu"
     store.apply_events("job-1", 1, [STARTED], 10)
     assert store.get("job-1").detail == ""
@@ -284,14 +284,14 @@ def test_what_a_job_waits_for_is_forgotten_once_it_moves_on(store: Store) -> Non
 # Events
 
 
-def test_the_first_sign_of_life_puts_a_job_in_progress(store: Store) -> None:
+def test_the_first_heartbeat_puts_a_job_in_progress(store: Store) -> None:
     launched(store)
     assert store.apply_events("job-1", 1, [Started(pid=1, device="cpu", versions={}, time=50.0)], 10)
     job = store.get("job-1")
     assert (job.state, seconds(job.started_at)) == (JobState.in_progress, 50.0)
 
 
-def test_a_sign_of_life_does_not_bring_back_a_job_that_is_being_cancelled(store: Store) -> None:
+def test_a_heartbeat_does_not_bring_back_a_job_that_is_being_cancelled(store: Store) -> None:
     launched(store)
     store.request_cancel("job-1")
     store.apply_events("job-1", 1, [STARTED], 10)
@@ -340,7 +340,7 @@ def test_a_point_whose_loss_is_no_number_does_not_hide_the_last_loss(store: Stor
     assert (progress.step, progress.loss) == (3, 2.0)
 
 
-def test_keys_of_an_event_that_nobody_knows_do_not_become_progress(store: Store) -> None:
+def test_keys_of_an_event_that_are_unknown_do_not_become_progress(store: Store) -> None:
     running(store)
     odd = Progress.model_validate({**step(1, 2.0).model_dump(), "loss": "none", "eta_seconds": "soon"})
     store.apply_events("job-1", 1, [odd], 20)
@@ -435,7 +435,7 @@ def test_a_database_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
-    (tmp_path / "jobs.db").write_text("this is not a database, and it is long enough to tell" * 20)
+    (tmp_path / "jobs.db").write_text("this is not a database, and it is long enough to be recognised" * 20)
     with pytest.raises(StoreError, match=r"jobs\.db: file is not a database"):
         Store(tmp_path / "jobs.db")
 
@@ -456,7 +456,7 @@ def test_two_jobs_never_have_checkpoint_directories_in_each_other(tmp_path: Path
     store = Store(tmp_path / "jobs.db")
     store.add_job(job_spec("a", checkpoint_dir=Path("/out/a")), "digest")
     store.add_job(job_spec("ab", checkpoint_dir=Path("/out/ab")), "digest")
-    with pytest.raises(JobConflict, match="in the way of job 'a"):
+    with pytest.raises(JobConflict, match="conflicts with job 'a"):
         store.add_job(job_spec("b", checkpoint_dir=Path(theirs)), "digest")
     store.close()
 
@@ -483,7 +483,7 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: in
     assert (upgraded.get("a").retries_used, upgraded.attempts("a")) == (0, [])
     assert upgraded.queue()[:2] == queue[:2]
     assert columns(path) == tables
-    with pytest.raises(JobConflict, match="in the way of job 'a'"):
+    with pytest.raises(JobConflict, match="conflicts with job 'a'"):
         upgraded.add_job(job_spec("c", checkpoint_dir=job_spec("a").checkpoint_dir), "digest")
     upgraded.close()
 
@@ -611,7 +611,7 @@ def test_a_job_that_waits_for_its_next_try_is_no_kind_of_its_own(store: Store, c
 @pytest.mark.parametrize(
     "name", ["select_active", "select_places", "select_queue", "select_kinds_waiting", "select_neighbour"]
 )
-def test_what_is_asked_often_never_looks_at_every_job(store: Store, name: str) -> None:
+def test_a_frequent_query_never_scans_every_job(store: Store, name: str) -> None:
     values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
     plan = store.database._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
     assert not [row["detail"] for row in plan if row["detail"].startswith("SCAN jobs")]

@@ -70,7 +70,7 @@ class World:
         """Bring a job in progress; returns the id of its task."""
         self.add(name)
         self.tick()
-        self.launcher.say(f"{name}-1", STARTED)
+        self.launcher.emit(f"{name}-1", STARTED)
         self.tick()
         assert self.state(name) is JobState.in_progress
         return f"{name}-1"
@@ -106,10 +106,10 @@ def test_a_job_goes_from_the_queue_to_its_result(world: World) -> None:
     world.add("a")
     world.tick()
     assert (world.state(), world.launcher.started) == (JobState.launching, ["a-1"])
-    world.launcher.say("a-1", STARTED, Progress(step=4, epoch=1.0, metrics={"loss": 2.0}, peak_memory_bytes=1))
+    world.launcher.emit("a-1", STARTED, Progress(step=4, epoch=1.0, metrics={"loss": 2.0}, peak_memory_bytes=1))
     world.tick()
     assert (world.state(), world.job().progress.loss) == (JobState.in_progress, 2.0)
-    world.launcher.say("a-1", FINISHED)
+    world.launcher.emit("a-1", FINISHED)
     world.tick()
     assert world.state() is JobState.in_progress  # its process has not ended yet
     world.launcher.exit("a-1", 0)
@@ -125,13 +125,13 @@ def test_the_training_process_finds_its_spec_with_the_device_filled_in(world: Wo
     spec = AttemptSpec.model_validate_json(RunDir(run_dir).spec.read_text())
     assert (spec.job.device, spec.attempt, spec.run_dir, spec.task_id) == ("cpu", 1, run_dir, "a-1")
     assert world.launcher.tasks["a-1"].spec == TaskSpec("a-1", run_dir, ("cpu",))
-    assert world.job().spec.device == "auto"  # what was asked for stays on record
+    assert world.job().spec.device == "auto"  # what was requested stays on record
 
 
-def test_a_job_that_ends_between_two_looks_is_completed_all_the_same(world: World) -> None:
+def test_a_job_that_ends_between_two_polls_is_completed_all_the_same(world: World) -> None:
     world.add("a")
     world.tick()
-    world.launcher.say("a-1", STARTED, FINISHED)
+    world.launcher.emit("a-1", STARTED, FINISHED)
     world.launcher.exit("a-1", 0)
     world.tick()
     assert world.state() is JobState.completed
@@ -142,14 +142,14 @@ def test_one_device_trains_one_job_at_a_time_oldest_first(world: World) -> None:
     world.add("a", "b", "c")
     world.tick()
     assert world.launcher.started == ["a-1"]
-    world.launcher.say("a-1", STARTED, FINISHED)
+    world.launcher.emit("a-1", STARTED, FINISHED)
     world.launcher.exit("a-1", 0)
     world.tick()
     assert world.launcher.started == ["a-1", "b-1"]
     assert [world.state(name) for name in "abc"] == [JobState.completed, JobState.launching, JobState.scheduled]
 
 
-def test_a_waiting_job_says_what_it_waits_for_until_it_starts(world: World) -> None:
+def test_a_waiting_job_reports_what_it_waits_for_until_it_starts(world: World) -> None:
     world.add("a", "b")
     world.tick()
     assert world.job("b").detail == "waiting for device cpu (held by job a)"
@@ -158,7 +158,7 @@ def test_a_waiting_job_says_what_it_waits_for_until_it_starts(world: World) -> N
     assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
 
 
-def test_a_device_that_somebody_else_holds_is_named_in_the_status(world: World) -> None:
+def test_a_device_that_another_process_holds_is_named_in_the_status(world: World) -> None:
     world.add("a")
     world.tick()
     world.launcher.wait_for_device("a-1", "waiting for device cpu, held by task x-1")
@@ -166,11 +166,11 @@ def test_a_device_that_somebody_else_holds_is_named_in_the_status(world: World) 
     assert (world.state(), world.job().detail) == (JobState.launching, "waiting for device cpu, held by task x-1")
 
 
-def test_many_events_are_taken_in_by_one_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_events_are_read_in_one_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor._EVENT_BYTES", 300)
     task = world.run()
     points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in range(1, 51)]
-    world.launcher.say(task, *points)
+    world.launcher.emit(task, *points)
     world.tick()
     assert len(world.store.points("a")) == 50
 
@@ -180,7 +180,9 @@ def test_many_events_are_taken_in_by_one_pass(world: World, monkeypatch: pytest.
 
 def test_a_failed_event_becomes_the_reason_and_the_message(world: World) -> None:
     task = world.run()
-    world.launcher.say(task, Failed(reason=Reason.invalid_dataset, message="row 3 has no chosen", traceback="KeyError"))
+    world.launcher.emit(
+        task, Failed(reason=Reason.invalid_dataset, message="row 3 has no chosen", traceback="KeyError")
+    )
     world.launcher.exit(task, 1)
     world.tick()
     assert (world.state(), world.job().reason) == (JobState.failed, Reason.invalid_dataset)
@@ -222,7 +224,7 @@ def test_a_launch_that_fails_is_the_end_of_the_job_only(world: World, error: OSE
     assert world.state("b") is JobState.launching
 
 
-def test_a_removed_run_directory_is_a_lost_task_and_not_a_job_that_runs_for_ever(world: World) -> None:
+def test_a_removed_run_directory_is_a_lost_task_and_not_a_job_that_runs_forever(world: World) -> None:
     task = world.run()
     del world.launcher.tasks[task]
     world.tick()
@@ -258,7 +260,7 @@ def test_the_intent_is_on_record_before_any_signal_is_sent(world: World, monkeyp
 
 def test_a_cancel_that_comes_after_the_result_does_not_take_it_back(world: World) -> None:
     task = world.run()
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.store.request_cancel("a")
     world.tick()
     world.tick()
@@ -287,20 +289,20 @@ def test_a_cancelled_job_gives_its_device_to_the_next(world: World) -> None:
 # Restarts
 
 
-def test_a_restarted_supervisor_takes_up_a_running_training(world: World) -> None:
+def test_a_restarted_supervisor_resumes_a_running_training(world: World) -> None:
     task = world.run()
     world.restart()
     world.tick()
     assert world.launcher.started == [task]
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
     assert world.state() is JobState.completed
 
 
-def test_a_training_that_ended_while_nobody_looked_is_decided_by_its_events(world: World) -> None:
+def test_a_training_that_ended_between_two_supervisors_is_decided_by_its_events(world: World) -> None:
     task = world.run()
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, None)
     world.restart()
     world.tick()
@@ -400,7 +402,7 @@ def test_a_process_without_descriptors_or_memory_gives_no_job_up(
             world.tick()
     assert (world.state(), world.launcher.tasks[task].cancels) == (JobState.in_progress, 0)
     assert caplog.text.count("no more of them") == 1
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
     assert world.state() is JobState.completed
@@ -464,7 +466,7 @@ def test_a_database_that_fails_for_a_while_costs_no_job(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     task = world.run()
-    world.launcher.say(task, Progress(step=1, epoch=0.1, metrics={}, peak_memory_bytes=1))
+    world.launcher.emit(task, Progress(step=1, epoch=0.1, metrics={}, peak_memory_bytes=1))
 
     def fail(*_: object) -> bool:
         raise StoreError("job database: database or disk is full")
@@ -494,7 +496,7 @@ def test_one_supervisor_per_data_directory(world: World) -> None:
     assert FileLock(world.root / "supervisor.lock").acquire("the next one")
 
 
-def test_a_stopped_supervisor_leaves_trainings_running_and_says_so(
+def test_a_stopped_supervisor_leaves_trainings_running_and_reports_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -509,7 +511,7 @@ def test_a_stopped_supervisor_leaves_trainings_running_and_says_so(
 
 
 def crash(world: World, attempt: int, exit_code: int | None = -9) -> None:
-    world.launcher.say(f"a-{attempt}", STARTED)
+    world.launcher.emit(f"a-{attempt}", STARTED)
     world.tick()
     world.launcher.exit(f"a-{attempt}", exit_code)
     world.tick()
@@ -522,7 +524,7 @@ def save(world: World, task_id: str, step: int) -> Path:
     (path / "weights").write_text("x")
     write_manifest(path)
     event = CheckpointSaved(kind="step", step=step, epoch=1, path=path, train_loss=1.0)
-    world.launcher.say(task_id, STARTED, event)
+    world.launcher.emit(task_id, STARTED, event)
     world.tick()
     return path
 
@@ -548,7 +550,7 @@ def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_
     assert [tried.reason for tried in world.store.attempts("a")] == [Reason.rank_failed] * 3
 
 
-def test_a_job_that_waits_for_a_free_port_says_so(world: World) -> None:
+def test_a_job_that_waits_for_a_free_port_reports_it(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         world.supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, ports=PortRange(port, 1))
@@ -568,7 +570,7 @@ OUT_OF_MEMORY = Failed(reason=Reason.out_of_memory, message="out of memory on cu
 
 def run_out_of_memory(world: World, attempt: int, *events: object) -> None:
     world.tick()
-    world.launcher.say(f"a-{attempt}", STARTED, *events, OUT_OF_MEMORY)  # type: ignore[arg-type]
+    world.launcher.emit(f"a-{attempt}", STARTED, *events, OUT_OF_MEMORY)  # type: ignore[arg-type]
     world.launcher.exit(f"a-{attempt}", 1)
     world.tick()
 
@@ -580,7 +582,7 @@ def trained(world: World, attempt: int) -> tuple[int, int, int | None]:
     return job.batch_size, job.gradient_accumulation_steps, job.max_validation_steps
 
 
-def test_a_job_that_runs_out_of_memory_goes_on_once_with_a_smaller_batch(world: World) -> None:
+def test_a_job_that_runs_out_of_memory_continues_once_with_a_smaller_batch(world: World) -> None:
     limits = {"oom_retry": True, "retries": 1, "checkpoint_dir": world.root / "out" / "a"}
     world.add("a", batch_size=6, gradient_accumulation_steps=2, max_validation_steps=5, **limits)
     world.tick()
@@ -608,7 +610,7 @@ def test_a_job_that_runs_out_of_memory_goes_on_once_with_a_smaller_batch(world: 
         ({"oom_retry": True}, []),  # it could not even load the model
     ],
 )
-def test_out_of_memory_is_the_end_where_a_smaller_batch_cannot_mend_it(
+def test_out_of_memory_is_the_end_where_a_smaller_batch_cannot_help(
     world: World, changes: dict[str, object], events: list[object]
 ) -> None:
     world.add("a", retries=3, **changes)
@@ -624,16 +626,16 @@ def test_a_smaller_batch_divides_the_larger_one(size: int, smaller: int) -> None
     assert (found.batch_size, found.batch_size * found.gradient_accumulation_steps) == (smaller, size * 3)
 
 
-def test_what_another_try_cannot_mend_is_not_tried_again(world: World) -> None:
+def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
     world.add("a", retries=2)
     world.tick()
-    world.launcher.say("a-1", STARTED, Failed(reason=Reason.invalid_dataset, message="row 3"))
+    world.launcher.emit("a-1", STARTED, Failed(reason=Reason.invalid_dataset, message="row 3"))
     world.launcher.exit("a-1", 1)
     world.tick()
     assert world.state() is JobState.failed
 
 
-def test_a_retry_goes_on_from_the_newest_whole_checkpoint(world: World) -> None:
+def test_a_retry_continues_from_the_newest_whole_checkpoint(world: World) -> None:
     world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
     world.tick()
     good, damaged = save(world, "a-1", 2), save(world, "a-1", 4)
@@ -661,7 +663,7 @@ def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_fo
     assert str(newer) in world.job().warnings[-1]
 
 
-def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_says_from_which_it_went_on(world: World) -> None:
+def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_names_from_which_it_continued(world: World) -> None:
     world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
     world.tick()
     oldest, older, newest = (save(world, "a-1", step) for step in (2, 4, 6))
@@ -675,7 +677,7 @@ def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_says_from_which_it
         **{"total_steps": 8, "start_step": 4, "resumed_from": older, "num_rows": 1},
         **{"trainable_parameters": 1, "total_parameters": 1},
     )
-    world.launcher.say("a-2", STARTED, CheckpointDamaged(path=newest, message="a bit has flipped"), prepared)
+    world.launcher.emit("a-2", STARTED, CheckpointDamaged(path=newest, message="a bit has flipped"), prepared)
     world.tick()
     assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == [oldest, older]
     assert world.job().warnings[-1] == "a bit has flipped"
@@ -690,7 +692,7 @@ def test_an_estimate_of_its_memory_does_not_refuse_a_job_that_has_trained_before
     world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
     world.tick()
     points = [Progress(step=n + 1, epoch=0.1, metrics={}, peak_memory_bytes=1) for n in range(steps)]
-    world.launcher.say("a-1", STARTED, PREPARED, *points)
+    world.launcher.emit("a-1", STARTED, PREPARED, *points)
     world.tick()
     world.launcher.exit("a-1", -9)
     world.tick()
@@ -725,7 +727,7 @@ def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: W
     world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
     world.tick()
     points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in (1, 2, 3, 4)]
-    world.launcher.say("a-1", STARTED, *points)
+    world.launcher.emit("a-1", STARTED, *points)
     save(world, "a-1", 2)
     world.launcher.exit("a-1", -9)
     world.tick()
@@ -733,7 +735,7 @@ def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: W
     world.tick()
     prepared = Prepared(total_steps=8, start_step=2, num_rows=1, trainable_parameters=1, total_parameters=1)
     again = Progress(step=3, epoch=0.1, metrics={"loss": 7.0}, peak_memory_bytes=1)
-    world.launcher.say("a-2", STARTED, prepared, again)
+    world.launcher.emit("a-2", STARTED, prepared, again)
     world.tick()
     assert [(point.step, point.metrics["loss"]) for point in world.store.points("a")] == [(1, 1.0), (2, 1.0), (3, 7.0)]
     assert world.job().progress.step == 3
@@ -755,13 +757,13 @@ def test_the_best_checkpoint_stays_beside_those_that_are_kept(
 ) -> None:
     world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", n_epochs=2, **changes)
     world.tick()
-    world.launcher.say("a-1", STARTED, Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1))
+    world.launcher.emit("a-1", STARTED, Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1))
     for step, loss in ((1, 3.0), (2, 1.0), (4, 2.0), (6, 1.0)):
-        world.launcher.say("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
+        world.launcher.emit("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
         save(world, "a-1", step)
     assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == stay
     final = CheckpointSaved(kind="final", step=2, epoch=1, path=world.root / "out" / "a" / "final", train_loss=1.0)
-    world.launcher.say("a-1", final, Finished(step=6))
+    world.launcher.emit("a-1", final, Finished(step=6))
     world.tick()
     kept = [checkpoint.step for checkpoint in world.store.checkpoints("a") if checkpoint.kind == "step"]
     assert kept == stay
@@ -771,9 +773,9 @@ def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: Wo
     world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", keep_last=1)
     world.tick()
     for step, loss in ((2, 1.0), (4, 2.0)):
-        world.launcher.say("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
+        world.launcher.emit("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
     save(world, "a-1", 2)
-    world.launcher.say("a-1", Evaluated(step=5, epoch=1.0, metrics={"eval_loss": 0.5}))
+    world.launcher.emit("a-1", Evaluated(step=5, epoch=1.0, metrics={"eval_loss": 0.5}))
     save(world, "a-1", 4)  # written in the background, it is there after the evaluation of the next
     assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [2, 4]
     save(world, "a-1", 5)
@@ -784,7 +786,7 @@ def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_
     world.add("a", n_epochs=2, checkpoint_dir=world.root / "out" / "a")
     world.tick()
     prepared = Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1)
-    world.launcher.say("a-1", STARTED, prepared)
+    world.launcher.emit("a-1", STARTED, prepared)
     paths = [save(world, "a-1", step) for step in (2, 3, 4, 6)]
     assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [4, 6]
     assert [path.exists() for path in paths] == [False, False, True, True]
@@ -807,7 +809,7 @@ def test_a_full_disk_keeps_a_job_from_starting(world: World) -> None:
 # Pauses
 
 
-def test_a_training_that_cannot_be_told_to_pause_trains_on_and_says_so(
+def test_a_training_that_cannot_receive_the_order_to_pause_trains_on_and_reports_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(task: object) -> None:
@@ -833,7 +835,7 @@ def test_a_pause_saves_frees_the_device_and_is_no_retry(world: World) -> None:
     assert (world.launcher.tasks[task].pauses, world.state()) == (1, JobState.pausing)
     world.restart()
     world.tick()
-    world.launcher.say(task, Paused(step=3))
+    world.launcher.emit(task, Paused(step=3))
     world.launcher.exit(task, 0)
     world.tick()
     assert [world.state(name) for name in "ab"] == [JobState.paused, JobState.launching]
@@ -881,7 +883,7 @@ def test_a_job_that_is_still_pausing_cannot_be_resumed_yet(world: World) -> None
         (Ended.too_many_processes, Reason.rank_failed),
     ],
 )
-def test_what_the_runner_ended_says_why(world: World, ended: Ended, reason: Reason) -> None:
+def test_what_the_runner_ended_has_its_reason(world: World, ended: Ended, reason: Reason) -> None:
     task = world.run()
     world.launcher.exit(task, -15, ended=ended, stacks="in all_reduce")
     world.tick()
@@ -889,7 +891,7 @@ def test_what_the_runner_ended_says_why(world: World, ended: Ended, reason: Reas
     assert ("in all_reduce" in world.job().message) == (ended is Ended.hung)
 
 
-# What nobody owns
+# What no job owns
 
 
 def test_a_training_that_no_job_owns_is_ended_at_the_start(world: World) -> None:
@@ -902,7 +904,7 @@ def test_a_training_that_no_job_owns_is_ended_at_the_start(world: World) -> None
     assert world.launcher.tasks[task].seen.state is TaskState.running
 
 
-def test_a_damaged_record_is_left_alone_and_the_others_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_is_left_alone_and_the_others_continue(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.run("a")
     world.add("b")
     with closing(sqlite3.connect(world.store.path)) as connection, connection:
@@ -928,11 +930,11 @@ def test_a_damaged_record_in_the_queue_does_not_keep_its_device_from_the_others(
     assert (world.state("b"), caplog.text.count("job 'a' gets no device")) == (JobState.launching, 1)
 
 
-def test_a_look_at_which_nothing_has_changed_decides_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_poll_at_which_nothing_has_changed_decides_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[str] = []
 
     def noted(job: Queued, *rest: Any) -> str:
-        asked.append(job.job_uuid)
+        requested.append(job.job_uuid)
         return why_waits(job, *rest)
 
     monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.why_waits", noted)
@@ -940,18 +942,18 @@ def test_a_look_at_which_nothing_has_changed_decides_nothing(world: World, monke
     world.add("b")
     for _ in range(5):
         world.tick()
-    # Once to say so, and once more since what was said is part of what it sees.
-    assert asked == ["b", "b"]
+    # Once to report it, and once more since the reported text is part of what it sees.
+    assert requested == ["b", "b"]
     world.add("c", priority=1)
     world.tick()
     assert world.job("c").detail == "waiting for device cpu (held by job a)"
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
     assert world.state("c") is JobState.launching
 
 
-def test_a_job_that_could_not_be_begun_is_begun_at_the_next_look(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_could_not_be_begun_is_begun_at_the_next_poll(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.add("a")
     with monkeypatch.context() as broken:
         broken.setattr(world.store, "launch", Mock(side_effect=OSError("a file system that hangs")))
@@ -961,14 +963,14 @@ def test_a_job_that_could_not_be_begun_is_begun_at_the_next_look(world: World, m
     assert world.state("a") is JobState.launching
 
 
-def test_of_many_that_wait_each_is_told_for_whom(world: World) -> None:
+def test_of_many_that_wait_each_names_its_holder(world: World) -> None:
     task = world.run()
     world.add("b", "c")
     world.add("d", device="mps")
     world.tick()
     assert {world.job(name).detail for name in "bc"} == {"waiting for device cpu (held by job a)"}
     assert "which this node does not have" in world.job("d").detail
-    world.launcher.say(task, FINISHED)
+    world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
     assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")

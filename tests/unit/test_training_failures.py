@@ -1,4 +1,4 @@
-"""How a training process tells its own failures from the consequences of another rank's."""
+"""How a training process distinguishes its own failures from the consequences of another rank's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class RankLost(RuntimeError):
 
 
 def test_a_failed_meeting_of_ranks_is_a_failure_of_its_own_whatever_its_advice_mentions() -> None:
-    error = JobFailure(Reason.launch_failed, "rank 1 did not come: see what NCCL or gloo/transport says in the logs")
+    error = JobFailure(
+        Reason.launch_failed, "rank 1 did not come: see the messages of NCCL or gloo/transport in the logs"
+    )
     assert not follows_from_another_rank(error)
     assert classify(error).reason is Reason.launch_failed
 
@@ -64,7 +66,7 @@ def test_a_full_disk_is_no_lost_rank() -> None:
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
     ],
 )
-def test_what_communication_raises_when_another_rank_has_gone_follows_from_that_rank(error: BaseException) -> None:
+def test_a_communication_error_after_another_rank_has_ended_is_its_consequence(error: BaseException) -> None:
     assert follows_from_another_rank(error)
 
 

@@ -70,7 +70,7 @@ def _text(node: ast.AST) -> str | None:
 @pytest.mark.parametrize("quote", sorted({*quotes()}))
 def test_a_quoted_message_is_one_that_a_program_prints(quote: str) -> None:
     parts = [re.escape(part) for part in quote.removesuffix("…").split("…")]
-    assert max(len(part.strip()) for part in quote.split("…")) >= 8, "too little to tell it from any other"
+    assert max(len(part.strip()) for part in quote.split("…")) >= 8, "too short to identify it"
     assert re.search("…[^\n]*?".join(parts), sources()), (
         f"no program prints {quote!r}: correct docs/reference/troubleshooting.md"
     )

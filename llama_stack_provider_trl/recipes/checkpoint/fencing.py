@@ -48,6 +48,6 @@ class FencingToken:
         if holder != self.task_id:
             raise JobFailure(
                 Reason.node_lost,
-                f"the service has given up this attempt, {self.task_id}, and {holder or 'another one'} may write "
+                f"the service has abandoned this attempt, {self.task_id}, and {holder or 'another one'} may write "
                 f"into {self.path.parent} by now: nothing more is written there",
             )

@@ -356,7 +356,7 @@ def first_undamaged(
         if ranks.rank() == 0:
             aside = set_aside(checkpoint)
             place = f"it is kept as {aside}" if aside else "it is gone"
-            message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was not used to go on from; {place}"
+            message = f"checkpoint {checkpoint} is damaged ({found[0]}) and was skipped; {place}"
             writer.write(CheckpointDamaged(path=checkpoint, message=message), durable=True)
         ranks.barrier()
     return None

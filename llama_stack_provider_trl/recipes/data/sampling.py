@@ -55,7 +55,7 @@ class BatchPlan:
 
     @property
     def slots_per_step(self) -> int:
-        """Rows that all processes take in one optimizer step, fillers included."""
+        """Rows per optimizer step over all processes, fillers included."""
         return self.accumulation_steps * self.batch_size * self.world_size
 
     @property

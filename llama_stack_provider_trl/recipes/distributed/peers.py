@@ -156,7 +156,7 @@ class _PeerMonitor:
         peers = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(self._hosts))
         failure = _unreachable(
             f"{what} of {peers} was not over after {seconds:.0f} s",
-            f"see what NCCL or gloo says in the ranks' logs, and {_PORTS.format(port=os.environ['MASTER_PORT'])}",
+            f"see the messages of NCCL or gloo in the ranks' logs, and {_PORTS.format(port=os.environ['MASTER_PORT'])}",
         )
         timer = threading.Timer(seconds, self._end_process, [Reason.launch_failed, failure.message])
         timer.daemon = True
@@ -193,7 +193,7 @@ class _PeerMonitor:
             self._end_process(
                 Reason.node_lost,
                 f"rank {rank} on {host} has not answered rank {ranks.rank()} on {self._hosts[ranks.rank()]} for "
-                f"{PEER_TIMEOUT:.0f} s: {host} is down, stands still, or the link between them is cut",
+                f"{PEER_TIMEOUT:.0f} s: {host} is down or suspended, or the link between them is cut",
             )
 
     def _end_process(self, reason: Reason, message: str) -> NoReturn:

@@ -51,7 +51,7 @@ def check_world_size(ranks: int) -> None:
     if world_size() != ranks:
         raise JobFailure(
             Reason.launch_failed,
-            f"the job is for {ranks} ranks and WORLD_SIZE says {world_size()}; the launcher must start as many "
+            f"the job is for {ranks} ranks and WORLD_SIZE is {world_size()}; the launcher must start as many "
             "processes as the job has ranks",
         )
 

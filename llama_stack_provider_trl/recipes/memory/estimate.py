@@ -15,7 +15,7 @@ _CUDA_CONTEXT = 768 << 20
 
 
 _CUDA_SLACK = 0.05
-"""Fraction of all else: fragmentation of the caching allocator."""
+"""Fraction of everything else: fragmentation of the caching allocator."""
 
 
 _CPU_PROCESS = 96 << 20
@@ -23,7 +23,7 @@ _CPU_PROCESS = 96 << 20
 
 
 _CPU_SLACK = 0.02
-"""Fraction of all else: pages, and glibc's heap, which holds the blocks below 1 MiB (`malloc.FRUGAL`)."""
+"""Fraction of everything else: pages, and glibc's heap, which holds the blocks below 1 MiB (`malloc.FRUGAL`)."""
 
 
 _FOUR_BIT = 0.5 + 4 / 64

@@ -122,7 +122,7 @@ def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
     if whole:
         raise JobFailure(
             Reason.not_sharded,
-            f"{strategy} was asked for, and {len(whole)} of {len(names)} parameters are whole on every rank, such as "
+            f"{strategy} was requested, and {len(whole)} of {len(names)} parameters are whole on every rank, such as "
             f"{', '.join(whole[:3])}. Use sharding_strategy NO_SHARD for plain data parallelism, or report this as a "
             "bug: accelerate did not shard the model.",
         )

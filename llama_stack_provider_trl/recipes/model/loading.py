@@ -43,7 +43,7 @@ def choose_device(name: str) -> torch.device:
         there = ", ".join(kind for kind, there in available.items() if there)
         raise JobFailure(
             Reason.invalid_request,
-            f"device {name!r} was asked for, but torch {torch.__version__} finds only: {there}. "
+            f"device {name!r} was requested, but torch {torch.__version__} finds only: {there}. "
             "Set `device: auto`, or install a torch build for this device in the environment that trains.",
         )
     # The launcher makes only the task's GPUs visible, so they are numbered from 0 here.

@@ -1,6 +1,6 @@
 """Proves on the model to train that the rows of a packed sequence do not see each other.
 
-Where transformers is given position ids that start anew in every row, and no attention mask, it builds a block-diagonal
+Where transformers is given position ids that restart in every row, and no attention mask, it builds a block-diagonal
 one from them. Not every architecture uses them: of 26 tried with transformers 5.23, OPT, BLOOM, Falcon, MPT, Mamba and
 LFM2 let rows see each other. Sliding windows (Mistral, Gemma 3) and mixtures of experts are right.
 """

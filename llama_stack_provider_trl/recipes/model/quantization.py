@@ -144,12 +144,12 @@ def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], g
         )
 
 
-def _library(name: str, asked_for: str) -> ModuleType:
+def _library(name: str, feature: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise JobFailure(
             Reason.invalid_request,
-            f"{asked_for} needs {name.partition('.')[0]}, which the environment that trains ({sys.executable}) cannot "
+            f"{feature} needs {name.partition('.')[0]}, which the environment that trains ({sys.executable}) cannot "
             f"import: {error}. Install the extra there: pip install 'llama_stack_provider_trl[quantization]'.",
         ) from error

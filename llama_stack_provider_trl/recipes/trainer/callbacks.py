@@ -124,7 +124,7 @@ class JobCallback(TrainerCallback):
 
     def _heartbeat(self) -> None:
         self.writer.heartbeat()
-        if self.malloc.look():
+        if self.malloc.poll():
             self.writer.write(Warned(message=_SCARCE))
 
     def on_epoch_begin(
@@ -222,7 +222,7 @@ class JobCallback(TrainerCallback):
         self._apply_evaluation(shown, state, control)
 
     def _apply_evaluation(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
-        """Save the best model so far, and stop early where the job says so. Rank 0 decides for all."""
+        """Save the best model so far, and stop early where the job requests it. Rank 0 decides for all."""
         is_best = self.early_stopping.is_best(metrics, self.checkpoint_fields(state))
         should_stop = self.early_stopping.should_stop(metrics, state.global_step)
         is_best, should_stop = (bool(ranks.broadcast_number(found)) for found in (is_best, should_stop))

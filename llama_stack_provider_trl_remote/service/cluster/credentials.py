@@ -1,5 +1,5 @@
-"""What nodes authenticate with: issued by a join, kept here as a hash, valid for one node until it is replaced or the
-node is removed."""
+"""Credentials of nodes: issued by a join, stored as a hash, valid for one node until replaced or the node is
+removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeCredentials:
-    """Credential -> the node that calls. Reads the job store every time: a removed node is refused with its next call.
+    """Find the node of a credential. Reads the job store every time: a removed node is refused at its next call.
 
     Raises:
         Removed: the node was removed.
@@ -32,7 +32,7 @@ class NodeCredentials:
             found = self._store.nodes.credential(sha256)
         except StoreError as error:
             log.error("a credential cannot be checked: %s", error)
-            raise Refused(500, "the job database cannot be read: the service's log says why") from error
+            raise Refused(500, "the job database cannot be read: see the service's log for the reason") from error
         if found is None:
             return None
         if found.revoked:
@@ -41,13 +41,13 @@ class NodeCredentials:
 
 
 def new_credential() -> tuple[str, str]:
-    """A credential, and its hash."""
+    """A new credential, and its hash."""
     credential = secrets.token_urlsafe(32)
     return credential, hash_of(credential)
 
 
 def hash_of(credential: str) -> str:
-    # No salt and no slow hash: 256 random bits cannot be guessed from it.
+    # No salt and no slow hash: 256 random bits cannot be guessed.
     return hashlib.sha256(credential.encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""The launcher of tasks on several machines: agents there do what `LocalLauncher` does on this one.
+"""The launcher of tasks on several machines: agents run there what `LocalLauncher` runs on this machine.
 
-What a node is told and what it reports are rows of the job store, so nothing is lost with this process. `states`
-decides how far an attempt is; this module reads the rows, and writes what follows from a state.
+Orders and reports of nodes are rows of the job store, so nothing is lost with this process. `states` computes the state
+of an attempt. This module reads the rows, and writes the consequences of a state.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ from .uploads import UploadReceiver
 
 
 class ClusterLauncher:
-    """A Launcher over all machines. A task whose devices are all this machine's is `local`'s. Of any other task, each
-    node's agent has a part, and their reports become one observation."""
+    """Launches tasks on all machines.
+
+    A task whose devices all belong to this machine is `local`'s. Of any other task each node's agent has a part, and
+    their reports become one observation."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class ClusterLauncher:
         self._ports = ports
         self._clock = clock
         self._exited: dict[str, dict[str, float]] = {}
-        """Task -> node -> when its exit was first seen: the first one is the cause of the others."""
+        """Task -> node -> time at which its exit was first seen: the first exit is the cause of the others."""
 
     def start(self, task: TaskSpec) -> None:
         """See `Launcher.start`. Records an order for each node, which its agent fetches."""
@@ -108,7 +110,7 @@ class ClusterLauncher:
             self._store.tasks.advance(running, Stage.pause)
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
-        """See `Launcher.sweep`. On other machines the agents end what has no order."""
+        """See `Launcher.sweep`. On other machines the agents end tasks without an order."""
         return self._local.sweep(root, keep)
 
     def cancel(self, task: TaskSpec) -> None:
@@ -117,7 +119,7 @@ class ClusterLauncher:
             return self._local.cancel(task)
         if not self._store.tasks.of_attempt(task.task_id):
             self._order(task, {})  # for the record: it is stopped before an agent can fetch it
-        self._stop(task.task_id, Observation(TaskState.exited, detail="it was told to end"))
+        self._stop(task.task_id, Observation(TaskState.exited, detail="it was ordered to end"))
 
     def _order(self, task: TaskSpec, spec: dict[str, Any], mark: Path | None = None) -> None:
         """Record an order for each node, unless there is one."""
@@ -185,7 +187,7 @@ class ClusterLauncher:
         return found
 
     def _ending(self, task: TaskSpec, parts: Sequence[ReportedPart], observed: Observed) -> Observation:
-        """How an attempt ends, from the observation that ends it."""
+        """The ending of an attempt, from the observation that ends it."""
         if observed.part is None:  # completed or overdue
             return combined([part for part in parts if part.has_exited], self._exited[task.task_id])
         part = parts[observed.part]
@@ -195,29 +197,32 @@ class ClusterLauncher:
                     self._cluster.leave_out(other.node, other.record.job_uuid, other.error)
             return Observation(TaskState.exited, launch_error=f"node {part.node}: {part.error}")
         if observed.event is AttemptEvent.task_lost:
-            return Observation(TaskState.exited, detail=f"node {part.node} has lost it: was it restarted?")
+            return Observation(
+                TaskState.exited, detail=f"node {part.node} no longer has the task: it may have been restarted"
+            )
         silent = silent_since(self._cluster.presence.silence(part.node))
         return Observation(TaskState.exited, detail=f"node {part.node} is {silent}")
 
     def _conclude(self, task: TaskSpec, parts: Sequence[ReportedPart]) -> Observation:
-        """The recorded ending of an attempt of which nothing is left on the nodes that can be reached."""
+        """The recorded ending of an attempt of which no reachable node has anything left."""
         self._add_failed_event(task, parts)
         self._exited.pop(task.task_id, None)
         mark = parts[0].order.shared_mark
         if mark:
-            Path(mark).unlink(missing_ok=True)  # fences off processes of it on a node that cannot be reached
+            Path(mark).unlink(missing_ok=True)  # fences off processes of it on an unreachable node
         assert parts[0].record.ending is not None
         return observation(json.loads(parts[0].record.ending))
 
     def _add_failed_event(self, task: TaskSpec, parts: Sequence[ReportedPart]) -> None:
-        """Append the `failed` event of a rank on a node without rank 0, which has no event file here, unless rank 0
-        has reported how it all ended."""
+        """Append the `failed` event of a rank on a node without rank 0, which has no event file here.
+
+        Nothing is appended where rank 0 has reported the end itself."""
         failed = [event for part in parts if (event := part.failed_event) is not None]
         if failed and not _has_final_event(task.run_dir):
             self._uploads.append_event(RunDir(task.run_dir).events, failed[0])
 
     def _advance(self, parts: Sequence[ReportedPart], stage: Stage) -> None:
-        """Tell all nodes the next stage, and after the first one who the others are."""
+        """Order the next stage on all nodes; after the first stage, with the addresses of the others."""
         is_first = parts[0].record.stage == Stage.prepare
         records = self._introduced(parts) if is_first else [part.record for part in parts]
         self._store.tasks.advance(records, stage)
@@ -230,7 +235,9 @@ class ClusterLauncher:
         is_waiting = starts or TaskState.waiting in states or states == {TaskState.unknown}
         detail, alone = progress_detail(parts, stage), self._cluster.presence.seconds_alone()
         if alone > CALL_DUE and any(not one.gone and one.node in ABSENT for one in seen):
-            detail = f"left to itself: all other machines are {silent_since(alone)}, which may be this one's network"
+            detail = (
+                f"left alone: all other machines are {silent_since(alone)}, possibly because of this machine's network"
+            )
         return Observation(TaskState.waiting if is_waiting else TaskState.running, detail=detail)
 
     def _introduced(self, parts: Sequence[ReportedPart]) -> list[NodeTaskRecord]:

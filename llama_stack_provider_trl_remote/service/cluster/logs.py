@@ -1,4 +1,4 @@
-"""Logs that nodes send: without holes, and bounded, whatever offsets a node names."""
+"""Logs that nodes send: without holes, and bounded, for any offset that a node names."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from llama_stack_provider_trl.system.files import atomic_write_json
 from ..http.errors import WrongOffset
 
 LOG_BYTES = 128 << 20
-"""Of one log; then it becomes `NAME.1`, in place of the one before: 256 MiB in all."""
-_SKIPPED = "\n[{} bytes were left out: the node was too far behind]\n"
-_ROTATED = "[what came before is in {}.1]\n"
+"""Bytes of one log. A full log becomes `NAME.1`, in place of the one before: 256 MiB in all."""
+_SKIPPED = "\n[{} bytes were left out: the node sent them too late]\n"
+_ROTATED = "[earlier lines are in {}.1]\n"
 
 
 def append_log(path: Path, offset: int, data: bytes) -> int:
-    """Append a part of a node's log; where it begins behind what is here, a note says how much is missing.
+    """Append a part of a node's log. Where it begins beyond the end of the log, a note counts the missing bytes.
 
-    A node counts the bytes of its own file, which this one is not: `.NAME.offset` keeps the difference.
+    The node's offsets count the bytes of its own file; `.NAME.offset` keeps the difference to this one.
 
     Returns:
-        Up to which byte of the node's file the log is here.
+        The byte of the node's file up to which the log is here.
 
     Raises:
         WrongOffset: it begins before that.
@@ -51,7 +51,7 @@ def append_log(path: Path, offset: int, data: bytes) -> int:
 
 
 def write_all(file: int, offset: int, data: bytes) -> None:
-    """All of it, or nothing where the disk fills up."""
+    """Append all of the data, or nothing where the disk fills up."""
     view, at = memoryview(data), offset
     try:
         while view:
@@ -71,7 +71,7 @@ def _record(path: Path) -> Path:
 
 
 def _difference(path: Path) -> int:
-    """What is to be added to the size of the file for the node's count."""
+    """The number to add to the size of the file for the node's offset."""
     try:
         return int(json.loads(_record(path).read_text()))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The machines that jobs may run on, as the placement needs them."""
+"""The machines that jobs may run on, for the placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """The machines that jobs may run on: this one, and those that have joined.
+    """Lists the machines that jobs may run on: this one, and those that have joined.
 
     Args:
         head: name of this machine; its agent joins under it too.
@@ -33,11 +33,11 @@ class Cluster:
         self.head = head
         self._unreadable: set[str] = set()
         self._refused: dict[str, dict[str, str]] = {}
-        """Node -> job that it cannot start -> why."""
+        """Node -> job that it cannot start -> reason."""
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
 
     def nodes(self) -> list[Node]:
-        """This machine first."""
+        """All machines, this one first."""
         head, others = self._head, []
         for record in self._store.nodes.all():
             report = self.report(record)
@@ -59,30 +59,34 @@ class Cluster:
 
     def report(self, record: NodeRecord) -> NodeReport | None:
         """A node's last report. None: another release stored it and this one cannot read it. The node gets no jobs
-        until its agent has joined again; the other nodes do."""
+        until its agent has joined again; other nodes do."""
         try:
             return NodeReport.model_validate_json(record.report)
         except ValueError as error:
             if record.name not in self._unreadable:
-                log.error("node %s gets no jobs until its agent joins again: its report: %s", record.name, error)
+                log.error(
+                    "node %s gets no jobs until its agent joins again, its report cannot be read: %s",
+                    record.name,
+                    error,
+                )
             self._unreadable.add(record.name)
             return None
 
     def leave_out(self, node: str, job_uuid: str, why: str) -> None:
-        """Give a node no further attempt of a job, until its agent joins anew or the service is started again."""
+        """Give a node no further attempt of a job, until its agent joins again or the service is started again."""
         jobs = self._refused.get(node, {})
         self._refused[node] = {**jobs, job_uuid: why}  # replaced, since a placement may read it in another thread
 
     def allow_again(self, node: str) -> None:
-        """Let a node whose agent has joined anew start any job."""
+        """Let a node whose agent has joined again start any job."""
         self._refused.pop(node, None)
 
     def why_closed(self, record: NodeRecord) -> str:
-        """Why a node takes no jobs; empty: it does."""
+        """The reason for which a node takes no jobs; empty: it takes jobs."""
         if self.presence.is_absent(record.name):
             return silent_since(self.presence.silence(record.name))
         if not self.presence.has_called(record.name):
-            return "not heard of since the service was started"
+            return "not seen since the service was started"
         return "" if record.mode == "open" else record.mode
 
 

@@ -1,4 +1,4 @@
-"""When each node has called last."""
+"""Records the time of each node's last call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from .states import ABSENT, CALL_DUE, Contact, NodeState, node_state
 
 _GAP = 5.0
-"""Seconds between two reads after which this process was stopped itself, and no node is to blame for missed calls."""
+"""Seconds between two reads after which this process itself was stopped, and missed calls are not the nodes' fault."""
 
 
 class Presence:
-    """When each node has called last. Kept in memory, counted from the start of the service at the earliest. Safe to
-    share between threads.
+    """Keeps the time of each node's last call in memory, at the earliest the start of the service.
+
+    Safe to share between threads.
 
     Args:
         own: name of this machine, whose agent reaches the service without a network.
@@ -55,7 +56,7 @@ class Presence:
         return self._clock() - self._others
 
     def has_called(self, node: str) -> bool:
-        """Since the start of this process."""
+        """Seconds since the start of this process."""
         return node in self._calls
 
     def forget(self, node: str) -> None:

@@ -1,4 +1,4 @@
-"""What nodes report of their tasks, read back from the job store."""
+"""Reports of nodes about their tasks, read from the job store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _OBSERVATION = TypeAdapter(Observation)
 _TEXTS = ("detail", "launch_error", "stacks")
 _MOST_TEXT = 65_536
-"""Characters of a text that a node reports."""
+"""Characters of a text in a report that are kept."""
 
 
 class ReportedPart:
@@ -44,14 +44,14 @@ class ReportedPart:
 
     @property
     def error(self) -> str:
-        """Why its stage failed."""
+        """The reason for which its stage failed."""
         assert self.report is not None
-        return self.report.error or f"{self.report.stage} failed and it did not say why"
+        return self.report.error or f"{self.report.stage} failed without a reason"
 
     @property
     def failed_event(self) -> Failed | None:
-        """The `failed` event of a rank on a node without rank 0. One that was stored before events had bounds may be
-        unreadable."""
+        """The `failed` event of a rank on a node without rank 0. An event that was stored before events had bounds may
+        be unreadable."""
         if self.report is None or self.report.failed is None:
             return None
         try:
@@ -61,16 +61,16 @@ class ReportedPart:
 
 
 def observation(values: Mapping[str, Any]) -> Observation:
-    """Reads the result of `dataclasses.asdict`. Long texts are cut.
+    """Read the result of `dataclasses.asdict`. Long texts are cut.
 
     Raises:
         ValueError: a value is missing, has a wrong type, or is no possible exit code or rank.
     """
     if unknown := set(values) - set(Observation.__dataclass_fields__):
-        raise ValueError(f"an observation has no {', '.join(sorted(unknown))[:100]}")
+        raise ValueError(f"an observation has the unknown fields {', '.join(sorted(unknown))[:100]}")
     found = _OBSERVATION.validate_python(dict(values))
     if abs(found.exit_code or 0) > 2**31 or not 0 <= (found.rank or 0) < 2**20:
-        raise ValueError("the exit code or the rank is beyond what there can be")
+        raise ValueError("the exit code or the rank is out of range")
     cut = {name: text[:_MOST_TEXT] for name in _TEXTS if len(text := getattr(found, name)) > _MOST_TEXT}
     return replace(found, **cut)
 
@@ -90,20 +90,20 @@ def combined(parts: Sequence[ReportedPart], exited: Mapping[str, float]) -> Obse
 
 
 def progress_detail(parts: Sequence[ReportedPart], stage: Stage) -> str:
-    """What the nodes do at the moment, for the job's status."""
+    """The current work of the nodes, for the job's status."""
     details = []
     for part in parts:
         report = part.report
         if report is None or report.stage is not stage:
             if stage in (Stage.prepare, Stage.probe):
-                details.append(f"{part.node}: told to {stage}")
+                details.append(f"{part.node}: ordered to {stage}")
         elif detail := report.detail or part.observed.detail:
             details.append(f"{part.node}: {detail}")
     return "; ".join(details)
 
 
 def _reported(record: NodeTaskRecord) -> tuple[TaskReport | None, Observation]:
-    """A node's last report of its part. One that another release stored and this one cannot read counts as none: a
+    """A node's last report of its part. A report that another release stored and this one cannot read counts as none: a
     live node sends a new one within seconds."""
     unknown = Observation(TaskState.unknown)
     if record.report is None:

@@ -1,7 +1,7 @@
-"""States of a node and of an attempt over several nodes, the observations that change them, and their deadlines. Pure.
+"""States of a node and of an attempt over several nodes, the observations that change them, and their deadlines.
 
-A state is computed at every poll from records and clocks. Nothing but the time of a call, and of a first exit, is kept
-in memory, so a service that was started again computes the same.
+Pure functions: a state is computed at every poll from records and clocks. Only the times of calls and of first exits
+are in memory, so a restarted service computes the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...wire import LEASE, POLL_SECONDS, SILENCE, Stage
 CALL_DUE = 2 * POLL_SECONDS
 """Seconds within which every live node calls once."""
 GRACE_FAILED = 10.0
-"""Seconds that the other nodes of an attempt get to end, and to report why, once one has failed."""
+"""Seconds that the other nodes of an attempt have to end, and to report the reason, once one has failed."""
 GRACE_DONE = 60.0
-"""The same once one has ended well."""
+"""Seconds that the other nodes have to end once one has ended well."""
 
 
 class NodeState(StrEnum):
-    """Whether a node calls."""
+    """State of a node, from its calls."""
 
     awaited = "awaited"
     """It has not called since the service was started."""
@@ -30,7 +30,7 @@ class NodeState(StrEnum):
     unreachable = "unreachable"
     """It has missed its deadline, and so have all others: the service's own network may be cut off."""
     lost = "lost"
-    """It has missed its deadline on its own, or its lease is over."""
+    """It has missed its deadline while other nodes call, or its lease is over."""
 
 
 ABSENT = frozenset({NodeState.unreachable, NodeState.lost})
@@ -38,15 +38,15 @@ ABSENT = frozenset({NodeState.unreachable, NodeState.lost})
 
 
 class NodeEvent(StrEnum):
-    """What is observed of a node, in the order in which it applies."""
+    """Observations of a node, in the order in which they apply."""
 
     called = "called"
     missed = "missed"
     """No call for `NODE_DEADLINES[live]`."""
     missed_alone = "missed_alone"
-    """As `missed`, and another node has called since this one's call was due."""
+    """No call for that time, and another node has called since this one's call was due."""
     expired = "expired"
-    """No call for `NODE_DEADLINES[unreachable]`: the agent has ended its tasks by itself."""
+    """No call for `NODE_DEADLINES[unreachable]`: the agent has ended its tasks itself."""
 
 
 NODE_DEADLINES: dict[NodeState, float] = {
@@ -71,7 +71,7 @@ class Contact(NamedTuple):
     """The calls of one node, as the service has received them."""
 
     has_called: bool
-    """Since the service was started."""
+    """Seconds since the service was started."""
     silence: float
     """Seconds since its last call, or since the service could receive one."""
     others_after: float
@@ -98,27 +98,27 @@ def _node_events(contact: Contact) -> Iterable[NodeEvent]:
 
 
 class AttemptState(StrEnum):
-    """How far an attempt over several nodes is."""
+    """State of an attempt over several nodes."""
 
     preparing = "preparing"
-    """Each node fetches what its ranks read."""
+    """Each node fetches the files that its ranks read."""
     probing = "probing"
     """Each node connects to every other."""
     training = "training"
-    """The processes run on every node, or are told to save and end."""
+    """The processes run on every node, or are ordered to save and end."""
     finishing = "finishing"
     """A node has ended well, the others have not ended yet."""
     failing = "failing"
     """A node has ended with an error, the others have not ended yet."""
     ending = "ending"
-    """Every node was told to end its part."""
+    """Every node was ordered to end its part."""
     ended = "ended"
-    """No reachable node has anything left of it."""
+    """No reachable node has anything left of the attempt."""
 
 
 class AttemptEvent(StrEnum):
-    """What is observed of an attempt. Exits on nodes apply first; of the others, the first in this order counts, of
-    `node_lost` and `task_lost` that of the lower node rank."""
+    """Observations of an attempt. Exits on nodes apply first. Of the others, the first in this order counts; of
+    `node_lost` and `task_lost`, that of the lower node rank."""
 
     exit_failed = "exit_failed"
     """A node has exited with an error."""
@@ -130,17 +130,17 @@ class AttemptEvent(StrEnum):
     node_lost = "node_lost"
     """A node that is needed is lost."""
     task_lost = "task_lost"
-    """A node no longer has its part: it was started again, or removed."""
+    """A node no longer has its part: it was restarted, or removed."""
     stage_failed = "stage_failed"
-    """A node reports that it cannot do its part."""
+    """A node reports that its part has failed."""
     overdue = "overdue"
-    """The state's deadline is over, and no node that is still expected may have gone down."""
+    """The state's deadline is over, and no node that is still expected can have crashed."""
     prepared = "prepared"
-    """All nodes have what they need, and there are others to connect to."""
+    """All nodes have their files, and there are others to connect to."""
     ready = "ready"
     """All nodes can start their processes."""
     cleared = "cleared"
-    """Nothing of it is left on any node that can be reached."""
+    """No reachable node has anything left of the attempt."""
 
 
 ATTEMPT_DEADLINES: dict[AttemptState, float] = {
@@ -177,28 +177,28 @@ STAGES: dict[Stage, AttemptState] = {
     Stage.pause: AttemptState.training,
     Stage.stop: AttemptState.ending,
 }
-"""Stage that the nodes are told -> state of an attempt in which no node has exited."""
+"""Stage that the nodes are ordered -> state of an attempt in which no node has exited."""
 ORDERED: dict[AttemptState, Stage] = {AttemptState.probing: Stage.probe, AttemptState.training: Stage.run}
-"""State that an attempt enters -> stage that its nodes are told then."""
+"""State that an attempt enters -> stage that its nodes are ordered then."""
 
 
 @dataclass(frozen=True)
 class PartState:
-    """One node's part of an attempt, as far as the table needs it."""
+    """One node's part of an attempt, with the fields that the table needs."""
 
     node_rank: int
     node: NodeState = NodeState.live
     silence: float = 0.0
     """Seconds since the node's last call."""
     gone: bool = False
-    """Nothing of it is left on the node."""
+    """Whether nothing of it is left on the node."""
     stage_done: bool = False
     stage_failed: bool = False
     exited_for: float | None = None
     """Seconds since its exit was seen; None: its processes have not exited."""
     exited_well: bool = False
     uploaded: bool = False
-    """The service has all its events, logs and checkpoints."""
+    """Whether the service has all its events, logs and checkpoints."""
 
     @property
     def has_exited(self) -> bool:
@@ -210,11 +210,11 @@ class Observed(NamedTuple):
 
     event: AttemptEvent
     part: int | None = None
-    """Index of the part that it is about; None: of all."""
+    """Index of the part that it concerns; None: all."""
 
 
 def attempt_state(stage: Stage, parts: Sequence[PartState]) -> AttemptState:
-    """The state that follows from what the nodes were told last and from the exits so far."""
+    """The state that follows from the last order to the nodes and from the exits so far."""
     state = STAGES[stage]
     for part in parts:
         if part.has_exited:
@@ -234,7 +234,7 @@ def observe(state: AttemptState, parts: Sequence[PartState], on_head: bool) -> O
 
 
 def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool) -> Iterable[Observed]:
-    """All that apply, the one that counts first."""
+    """All observations that apply, the one that counts first."""
     if all(part.has_exited for part in parts) and parts[0].uploaded:
         yield Observed(AttemptEvent.completed)
     for index, part in enumerate(parts):
@@ -255,8 +255,8 @@ def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool
 
 
 def is_missed(part: PartState, on_head: bool) -> bool:
-    """Whether the attempt cannot wait for a part's node. While the service itself may be cut off, it waits until the
-    agents have ended their tasks. A node without rank 0 that has exited is not needed any more."""
+    """Whether a part's node is lost for the attempt. While the service itself may be cut off, it waits until the agents
+    have ended their tasks. A node without rank 0 that has exited is not needed any more."""
     if part.gone or (part.has_exited and part.node_rank):
         return False
     return part.node in (ABSENT if on_head else {NodeState.lost})
@@ -273,5 +273,5 @@ def _is_overdue(state: AttemptState, parts: Sequence[PartState]) -> bool:
     if deadline is None or not running:
         return False
     since = max(part.exited_for for part in parts if part.exited_for is not None)
-    # A node that went down took the ranks of the others with it: its silence is longer than their end is past.
+    # A crashed node ends the ranks of the others: it stopped calling before they exited.
     return since > deadline and max(part.silence for part in running) < since

@@ -1,7 +1,7 @@
-"""What nodes bring: event lines, logs, and checkpoints that are put together file by file and put in place at once.
+"""Uploads of nodes: event lines, logs, and checkpoints, which are assembled file by file and become visible at once.
 
-Whatever comes of a task that is not current any more is refused, and a checkpoint becomes visible in the same moment in
-which that is looked at: two attempts can never both be believed.
+Everything of a task that is not current any more is refused. A checkpoint becomes visible under the same lock as that
+check, so that two attempts never both count.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
 _CHECK_BYTES = 8 << 20
 """Bytes of an upload between two checks of the free space."""
 _LONGEST = 240
-"""Bytes of a file's name; file systems take 255."""
+"""Bytes of a file's name; file systems accept 255."""
 
 
 class UploadReceiver:
-    """Takes in what nodes bring. Safe to share between threads."""
+    """Receives the events, logs and checkpoints of nodes. Safe to share between threads."""
 
     def __init__(self, store: Store, digests: Digests) -> None:
         self._store = store
         self._digests = digests
         self._lock = threading.Lock()
-        self._asked: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._requested: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._senders: dict[Path, object] = {}
-        """Who writes a file: the last one to begin. Others may sit on connections that are dead."""
+        """The writer of each file: the last one to begin. Others may be blocked on dead connections."""
 
     def current(self, task_id: str, node: str) -> NodeTaskRecord:
-        """A task of which the node may send something. Raises Gone."""
+        """A task of which the node may send data. Raises Gone."""
         task = self._store.tasks.current(task_id, node)
         if task is None:
-            raise Gone(f"task {task_id!r} is not current on node {node!r}, or was told to stop: end it")
+            raise Gone(f"task {task_id!r} is not current on node {node!r}, or was ordered to stop: end it")
         return task
 
     def first(self, task_id: str, node: str) -> NodeTaskRecord:
-        """A task whose rank 0 is on this node. Raises Gone."""
+        """A task whose rank 0 runs on this node. Raises Gone."""
         task = self.current(task_id, node)
         if task.node_rank:
             raise Gone(f"node {node!r} has no rank 0 of task {task_id!r}: only that one's events and checkpoints count")
         return task
 
     def add_events(self, task_id: str, node: str, offset: int, lines: bytes) -> int:
-        """Append whole lines to the attempt's events; returns how many bytes there are then.
+        """Append whole lines to the attempt's events; returns the size of the file.
 
         Raises:
-            Gone: or it is not rank 0's node.
-            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is not there.
+            Gone: also for a node without rank 0.
+            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is missing.
             WrongOffset: they do not begin where the file ends.
             OSError: the disk is full.
         """
@@ -93,23 +93,23 @@ class UploadReceiver:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
-            self.current(task_id, node)  # once more: a conclusion of the attempt writes here under the same lock
+            self.current(task_id, node)  # repeated: a conclusion of the attempt writes here under the same lock
             write_all(file, size, lines)
             return size + len(lines)
 
     def _check_events(self, task: NodeTaskRecord, lines: bytes) -> None:
-        """A line that the supervisor cannot read would hold up the job, and a checkpoint is served and deleted where
-        its event says that it is."""
+        """Check an event. A line that the supervisor cannot read would block the job, and a checkpoint is served and
+        deleted at the path of its event."""
         spec = self._store.get(task.job_uuid).spec
         for line in event_lines(lines):
             try:
                 event = parse_event(line)
             except ValueError as error:
-                raise InvalidRequest("body", f"{line[:100]!r}", f"it is no event: {error}") from error
+                raise InvalidRequest("body", f"{line[:100]!r}", f"expected an event: {error}") from error
             if (why := refusal(event, spec)) is not None:
                 raise InvalidRequest("path", str(named_path(event)), why)
             if isinstance(event, CheckpointSaved) and not (event.path / MANIFEST).is_file():
-                raise InvalidRequest("path", str(event.path), "it is not there: bring its files before its event")
+                raise InvalidRequest("path", str(event.path), "it does not exist: upload its files before its event")
 
     def append_event(self, path: Path, event: BaseModel) -> None:
         """Append a final event of the service's own."""
@@ -119,15 +119,15 @@ class UploadReceiver:
             writer.close()
 
     def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
-        """Append a part of a log; one that begins behind what is here leaves out what is between.
+        """Append a part of a log. A part that begins beyond the end of the log leaves a gap.
 
         Returns:
-            Up to which byte of the node's file the log is here.
+            The byte of the node's file up to which the log is here.
 
         Raises:
             Gone.
             NotFound: there is no such log.
-            WrongOffset: it begins before what is here ends.
+            WrongOffset: it begins before the end of the log.
             OSError: the disk is full.
         """
         task = self.current(task_id, node)
@@ -145,28 +145,28 @@ class UploadReceiver:
             return append_log(task.run_dir / name, offset, data)
 
     def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
-        """Which files of a checkpoint are missing; where none is, it is put in place.
+        """The missing files of a checkpoint; one without missing files becomes visible.
 
         Raises:
             Gone.
-            InvalidRequest: it is no checkpoint of the job's, not whole, or holds more than data.
+            InvalidRequest: it is not a checkpoint of the job, incomplete, or holds more than data.
             OSError: the disk is full.
         """
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
         if not is_checkpoint_name(name, report.kind):
-            raise InvalidRequest("checkpoint", name, f"a checkpoint of the kind {report.kind} is not called so")
+            raise InvalidRequest("checkpoint", name, f"expected the name of a checkpoint of the kind {report.kind}")
         _check_files(report, code=job.spec.trust_remote_code)
         staging = _staging(job, task, name)
-        with self._asked[staging]:  # asked again while the first one still forces files to disk
+        with self._requested[staging]:  # repeated while the first request still forces files to disk
             if self._is_in_place(target, report):
                 return CheckpointAnswer(missing=(), path=str(target))
-            contents, asked = staging / "files", staging / "report.json"
-            if asked.exists() and asked.read_text() != report.model_dump_json():
-                shutil.rmtree(staging)  # another one of that name: nothing of the one before counts
+            contents, requested = staging / "files", staging / "report.json"
+            if requested.exists() and requested.read_text() != report.model_dump_json():
+                shutil.rmtree(staging)  # another checkpoint of that name: its files do not count
             contents.mkdir(parents=True, exist_ok=True)
-            atomic_write(asked, report.model_dump_json().encode())
+            atomic_write(requested, report.model_dump_json().encode())
             missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
             if missing:
                 self._check_space(job, contents, report, missing)
@@ -178,13 +178,13 @@ class UploadReceiver:
     async def receive(
         self, task_id: str, node: str, name: str, path: str, sha256: str, offset: int, pieces: AsyncIterator[bytes]
     ) -> int:
-        """A part of a file that `ask` has called missing; kept as far as it comes. Returns how many bytes are here.
+        """Append a part of a file that `ask` has listed as missing. Returns the number of bytes that are here.
 
         Raises:
             Gone.
             NotFound: no report to `ask` has named such a file.
-            InvalidRequest: the file has another digest: what was kept of it is dropped.
-            WrongOffset: it does not begin where what is here ends.
+            InvalidRequest: the file has another digest: its bytes are dropped.
+            WrongOffset: it does not begin at the end of the file.
         """
         task = self.first(task_id, node)
         if not is_checkpoint_name(name):
@@ -194,7 +194,7 @@ class UploadReceiver:
         try:
             report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
         except FileNotFoundError as error:
-            raise NotFound(f"nobody has asked for checkpoint {name!r} yet: POST its report first") from error
+            raise NotFound(f"checkpoint {name!r} is not announced yet: POST its report first") from error
         wanted = next((file for file in report.files if (file.path, file.sha256) == (path, sha256)), None)
         if wanted is None:
             raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
@@ -216,7 +216,7 @@ class UploadReceiver:
                 if size + len(piece) > wanted.size:
                     raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
                 unchecked += len(piece)
-                if unchecked >= _CHECK_BYTES:  # other uploads take from the same disk
+                if unchecked >= _CHECK_BYTES:  # other uploads use the same disk
                     _check_free(job, part.parent, 0)
                     unchecked = 0
                 write_all(file, size, piece)
@@ -228,8 +228,10 @@ class UploadReceiver:
             found = await self._digest(part)
             if found != sha256:
                 part.unlink()
-                raise InvalidRequest("sha256", sha256, f"that of the bytes is {found}: nothing was kept, send it again")
-            # The first one counts: a sender without an answer in time sends again, and waits for the same digest.
+                raise InvalidRequest(
+                    "sha256", sha256, f"the digest of the bytes is {found}: nothing was kept, send it again"
+                )
+            # The first upload counts: a sender without a timely answer sends again, and waits for the same digest.
             whole.parent.mkdir(parents=True, exist_ok=True)
             os.replace(part, whole)
         except FileNotFoundError as error:
@@ -246,7 +248,7 @@ class UploadReceiver:
         return found
 
     def _is_in_place(self, target: Path, report: CheckpointReport) -> bool:
-        """The answer was lost, or the node sees our file system."""
+        """Whether the checkpoint is in place already: the answer was lost, or the node shares our file system."""
         try:
             return all(self._digests.of(target / file.path) == (file.size, file.sha256) for file in report.files)
         except OSError:
@@ -254,11 +256,11 @@ class UploadReceiver:
 
     def _put_in_place(self, task: NodeTaskRecord, contents: Path, target: Path, report: CheckpointReport) -> None:
         if wrong := damage(contents, of=()):
-            raise InvalidRequest("files", target.name, f"it is not whole: {wrong}")
+            raise InvalidRequest("files", target.name, f"it is incomplete: {wrong}")
         fsync_tree(contents)
         with self._store.tasks.while_current(task.task_id, task.node) as is_current:
             if not is_current:
-                raise Gone(f"task {task.task_id!r} was ended while {target.name} came: it is not kept")
+                raise Gone(f"task {task.task_id!r} was ended during the upload of {target.name}: it is not kept")
             put_in_place(contents, target)
             if report.kind == "step":
                 point_latest(target.parent, target.name)
@@ -275,7 +277,7 @@ def _check_free(job: JobRecord, directory: Path, coming: int) -> None:
 
 
 def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
-    """Events and logs may take half of what checkpoints leave free: a full disk is reported by them."""
+    """Require free space. Events and logs may use half of the reserve of checkpoints, since they report a full disk."""
     free, needed = free_bytes(run_dir), coming + job.spec.min_free_bytes // 2
     if free < needed:
         text = f"{free >> 20} MiB are free where events and logs of {job.job_uuid} go, {needed >> 20} are needed"
@@ -283,15 +285,15 @@ def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
-    """The attempt's own; `system.files.remove_leftovers` knows such names."""
+    """The attempt's own directory for unfinished files; `system.files.remove_leftovers` knows such names."""
     return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
 
 
 def _check_files(report: CheckpointReport, *, code: bool) -> None:
-    """Refuse a report before a byte of it is sent. Raises InvalidRequest.
+    """Refuse a report before any of its files is sent. Raises InvalidRequest.
 
     Args:
-        code: the job's model has code of its own, which the operator trusts; its exports hold it.
+        code: the job's model has code of its own, which the operator trusts; its exports contain the code.
     """
     names = [file.path for file in report.files]
     if MANIFEST not in names:
@@ -299,11 +301,11 @@ def _check_files(report: CheckpointReport, *, code: bool) -> None:
     for name in names:
         resolve_under(Path("/checkpoint"), name, "files.path")
         if any(len(part.encode()) > _LONGEST for part in Path(name).parts):
-            raise InvalidRequest("files.path", name[:100], f"a file's name has {_LONGEST} bytes at most")
+            raise InvalidRequest("files.path", name[:100], f"expected a name of at most {_LONGEST} bytes")
     check_names(names, "files.path", code=code)
     directories = {str(parent) for name in names for parent in Path(name).parents}
     if len(set(names)) < len(names) or directories & set(names):
-        raise InvalidRequest("files", names[:5], "a file is named twice, or a directory has its name")
+        raise InvalidRequest("files", names[:5], "expected each name once, and no file with the name of a directory")
 
 
 def _size(path: Path) -> int | None:

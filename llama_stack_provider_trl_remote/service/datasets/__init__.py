@@ -1,1 +1,1 @@
-"""Registered datasets: rows by digest, and the processes that read and check them."""
+"""Registered datasets: rows by digest, and processes that read and check them."""

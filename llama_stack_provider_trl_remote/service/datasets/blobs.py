@@ -1,4 +1,5 @@
-"""Datasets as files named by their sha256: uploaded in pieces, checked once per algorithm, never held in memory."""
+"""Stores datasets as files named by their sha256: uploaded in parts, checked once per algorithm, never held in
+memory."""
 
 from __future__ import annotations
 
@@ -33,19 +34,19 @@ READING = "llama_stack_provider_trl_remote.service.datasets.reader"
 _STAGING = ".incoming-"
 _PIECE = 1 << 20
 _SMALL = 4 << 20
-"""Bytes of a file that is checked in a thread: a process of its own costs a third of a second."""
+"""Bytes up to which a file is checked in a thread: a process of its own costs a third of a second."""
 _SHORT = 256 << 10
 """Bytes of the longest line in such a file: as Python objects it takes up to 30 times as much, 8 MiB."""
-_LOOK_BYTES = 8 << 20
+_CHECK_INTERVAL_BYTES = 8 << 20
 """Bytes of an upload between two checks of the free space."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Each thread of a numeric library takes tens of MiB of a reader's memory limit."""
+"""Environment of readers: each thread of a numeric library takes tens of MiB of their memory limit."""
 _CHILDREN = 2
-"""Processes that read datasets at once."""
+"""Processes that read datasets at a time."""
 
 
 class Blobs:
-    """The files of `<data_dir>/datasets`."""
+    """Manages the files of `<data_dir>/datasets`."""
 
     def __init__(self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION) -> None:
         self._isolation = isolation
@@ -55,7 +56,7 @@ class Blobs:
         self._checking: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def prepare(self) -> None:
-        """Make the directory, and remove what uploads left there that were under way when a service was killed."""
+        """Create the directory, and remove unfinished uploads of a service that was killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.glob(f"{_STAGING}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -64,11 +65,11 @@ class Blobs:
         return self.directory / f"{sha256}.jsonl"
 
     def holds(self, sha256: str) -> bool:
-        """Whether these rows are stored here; whoever asks has time to use them."""
+        """Whether these rows are stored here; the caller has time to use them."""
         return touched(self.path(sha256))
 
     async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
-        """Store a body whose digest this must be; of one that ends early or differs, nothing stays.
+        """Store a body whose digest this must be. Nothing of a body that ends early or differs is kept.
 
         Raises:
             InvalidRequest: it has another digest.
@@ -81,7 +82,9 @@ class Blobs:
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
                 found = await self._write(output, pieces)
             if found != sha256:
-                raise InvalidRequest("sha256", sha256, f"the body's is {found}: nothing was kept, send it again")
+                raise InvalidRequest(
+                    "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
+                )
             await asyncio.to_thread(self.keep, file, sha256)
 
     async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
@@ -97,7 +100,7 @@ class Blobs:
         """
         limits = (str(self._settings.max_rows), str(self._settings.min_free_disk_mb))
         with self._staging() as staging:
-            # In an empty directory: the hub's library takes ORG/NAME for a local directory where there is such a one.
+            # In an empty directory: the hub's library reads ORG/NAME as a local directory where one exists.
             answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
             if "too_many" in answer:
                 raise self._too_many()
@@ -112,14 +115,15 @@ class Blobs:
     async def checked(
         self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        """A stored file that an algorithm can train on, with warnings. Looked into once: the verdict stays beside it.
+        """A stored file that an algorithm can train on, with warnings. It is checked once: the verdict is kept beside
+        it.
 
         Raises:
             InvalidRows: naming the first bad row.
         """
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
-        # One at a time: a POST that is repeated since its client has waited too long picks up the first one's verdict.
+        # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
         async with self._checking[kept]:
             verdict = await asyncio.to_thread(_read_verdict, kept)
             if verdict is None:
@@ -131,7 +135,7 @@ class Blobs:
         return ref, verdict["warnings"]
 
     def check_count(self, num_rows: int) -> None:
-        """Raises TooLarge."""
+        """Refuse a file with too many rows. Raises TooLarge."""
         if num_rows > self._settings.max_rows:
             raise self._too_many()
 
@@ -139,7 +143,7 @@ class Blobs:
         if await asyncio.to_thread(_is_light, path):
             return await asyncio.to_thread(check_file, path, algorithm, data_format)
         answer = await self._child(Path("/"), "check", str(path), algorithm, data_format or "", read=[path])
-        if "num_rows" not in answer:  # trouble with reading, and no word about the rows: not to be remembered
+        if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
             raise InvalidRows(answer["error"])
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
 
@@ -152,7 +156,7 @@ class Blobs:
             digest.update(waiting)
             output.write(waiting)
             unchecked += len(waiting)
-            if unchecked >= _LOOK_BYTES:  # a body without Content-Length was announced by nothing
+            if unchecked >= _CHECK_INTERVAL_BYTES:  # a body without Content-Length announces no size
                 output.flush()
                 self.check_space(0)
                 unchecked = 0
@@ -171,11 +175,13 @@ class Blobs:
     async def _child(
         self, cwd: Path, *arguments: str, file: int | None = None, read: Sequence[Path] = (), write: Sequence[Path] = ()
     ) -> dict[str, Any]:
-        """Run `reading` in the training interpreter; it sees no token of ours, of our files those that it is to read or
-        write, and ends when its time is over.
+        """Run `reading` in the training interpreter.
+
+        It gets no token of ours, may access only the files that it is to read or write, and is killed at its time
+        limit.
 
         Args:
-            file: descriptor that it gets, as its last argument.
+            file: descriptor that it gets as its last argument.
         """
         python = self._settings.train_python or Path(sys.executable)
         environment = child_environment(os.environ, _ONE_THREAD)
@@ -196,11 +202,11 @@ class Blobs:
         except (ValueError, IndexError):
             if done.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
                 return {"error": too_much_memory(memory)}
-            return {"error": f"its reader ended with {done.exit_code}: {done.errors or 'it said nothing'}"}
+            return {"error": f"its reader ended with {done.exit_code}: {done.errors or 'no message'}"}
         return answer
 
     def check_space(self, announced: int) -> None:
-        """Raises OSError: the disk would have less than `min_free_disk_mb` left."""
+        """Require free space. Raises OSError: the disk would have less than `min_free_disk_mb` left."""
         spare = self._settings.min_free_disk_mb << 20
         free = free_bytes(self.directory)
         if free < announced + spare:
@@ -208,7 +214,7 @@ class Blobs:
             raise OSError(errno.ENOSPC, text)
 
     def keep(self, file: Path, sha256: str) -> None:
-        """Put a file of rows, on this file system, among the others."""
+        """Move a file of rows, on this file system, to its digest's name."""
         with open(file, "rb") as written:
             os.fsync(written.fileno())
         os.replace(file, self.path(sha256))
@@ -232,7 +238,7 @@ class Blobs:
 
 
 def _is_light(path: Path) -> bool:
-    """Whether a file is small, and each of its lines short, so that checking it takes little memory."""
+    """Whether checking a file takes little memory: it is small, and so is each of its lines."""
     if path.stat().st_size > _SMALL:
         return False
     with open(path, "rb") as file:
@@ -240,7 +246,7 @@ def _is_light(path: Path) -> bool:
 
 
 def _read_verdict(path: Path) -> RowsVerdict | None:
-    """None: there is none, or another release gave it."""
+    """The stored verdict; None: there is none, or another release made it."""
     try:
         found = json.loads(path.read_text())
         if found["version"] != __version__:

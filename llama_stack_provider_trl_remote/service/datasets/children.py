@@ -1,4 +1,5 @@
-"""Runs a program to its end and returns what it printed; it is killed when its time is over, or its caller gives up."""
+"""Runs a program to its end and returns its output; the program is killed at its time limit or when its caller
+stops."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 NICENESS = 10
-"""Programs leave the processor to the service: a flood of registrations kept `GET /v1/health` waiting for 1.3 s."""
+"""Lower priority for programs: a flood of registrations kept `GET /v1/health` waiting for 1.3 s without it."""
 
 
 class Done(NamedTuple):
-    """How a program ended."""
+    """Result of a program."""
 
     exit_code: int
-    """Negative: minus the signal that ended it."""
+    """Exit status; negative: minus the signal that ended it."""
     output: bytes
     errors: str
     """The last line of its standard error."""

@@ -1,11 +1,11 @@
-"""Reads datasets in a process of its own with a memory limit: neither their size nor their libraries reach the service.
+"""Reads datasets in a process of its own with a memory limit, so that neither size nor libraries affect the service.
 
     python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT MEMORY_MB
     python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MIN_FREE_MB \
         MEMORY_MB [FD]
 
 prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
-the open file that the URI named when it was checked: the path is not opened again.
+the file of the URI, opened when it was checked: the path is not opened again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llama_stack_provider_trl.system.process import die_with_parent, limit_memor
 HUB = "huggingface"
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 256
-_ROWS_PER_LOOK = 16
+_ROWS_PER_CHECK = 16
 """Rows between two checks of the free space: 16 of the longest are 256 MiB."""
 
 
@@ -40,7 +40,7 @@ class RowsVerdict(TypedDict):
     num_rows: int
     warnings: list[str]
     error: str | None
-    """What is wrong with which row; None: nothing is."""
+    """The first invalid row and its fault; None: all rows are valid."""
 
 
 def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> RowsVerdict:
@@ -58,10 +58,10 @@ def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None)
 
 
 def read_parquet(file: BinaryIO) -> Iterator[Row]:
-    """A batch at a time: as many rows as the file's own figures put into `_BATCH_BYTES`, and never more than 256.
+    """Read a Parquet file in batches: the rows that fit into `_BATCH_BYTES` by the file's metadata, at most 256.
 
-    The figures may be wrong, and a value that is stored once may stand in every row (1 KB of file, 5.7 GiB of rows in
-    batches of 1024): then the memory limit ends it.
+    The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
+    batches of 1024): the memory limit ends the reader then.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -75,7 +75,8 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
 
 
 def read_hub(uri: str) -> Iterable[Row]:
-    """`huggingface://datasets/ORG/NAME?split=train&name=CONFIG&revision=SHA`, from the local cache when offline."""
+    """Read `huggingface://datasets/ORG/NAME?split=train&name=CONFIG&revision=SHA`, from the local cache when
+    offline."""
     from datasets import load_dataset
 
     parts = urlsplit(uri)
@@ -106,20 +107,20 @@ def _stored(rows: Iterable[Row], directory: Path, max_rows: int, spare: int) -> 
 
 
 class _TooMany(Exception):
-    """Raised when there are more rows than the service takes."""
+    """Raised when a dataset has more rows than the service accepts."""
 
 
 def _limited(rows: Iterable[Row], limit: int, directory: Path, spare: int) -> Iterator[Row]:
     for number, row in enumerate(rows):
         if number >= limit:
             raise _TooMany
-        if number % _ROWS_PER_LOOK == 0 and (free := free_bytes(directory)) < spare:
-            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are left and {spare >> 20} must stay free")
+        if number % _ROWS_PER_CHECK == 0 and (free := free_bytes(directory)) < spare:
+            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are left, expected at least {spare >> 20}")
         yield row
 
 
 def main(arguments: list[str]) -> None:
-    die_with_parent(os.getppid())  # nobody waits for the answer then, and nobody minds the time it takes
+    die_with_parent(os.getppid())  # without the parent the answer has no reader
     memory_mb = 0
     try:
         match arguments:
@@ -136,9 +137,9 @@ def main(arguments: list[str]) -> None:
         answer = {"too_many": True}
     except InvalidRows as error:
         answer = {"error": str(error)}
-    except MemoryError:  # pyarrow's is one too
+    except MemoryError:  # pyarrow's error derives from it
         answer = {"error": too_much_memory(memory_mb)}
-    except Exception as error:  # csv's, pyarrow's, the hub's ...: whatever a reader of some format raises
+    except Exception as error:  # each format's library has errors of its own: csv, pyarrow, the hub
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             answer = {"disk_full": error.strerror}
         else:
@@ -147,7 +148,7 @@ def main(arguments: list[str]) -> None:
 
 
 def too_much_memory(memory_mb: int) -> str:
-    """Why a reader ended at its memory limit."""
+    """The message of a reader that exceeded its memory limit."""
     return (
         f"reading it takes more than {memory_mb} MiB of memory (reader_memory_mb): split long rows, or send the rows "
         "as one JSON object per line"

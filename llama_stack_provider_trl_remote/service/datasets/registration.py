@@ -1,9 +1,9 @@
-"""Registers rows in a process of its own, so that their number does not weigh on the service.
+"""Registers rows in a process of its own, so that their number does not load the service.
 
     python -m llama_stack_provider_trl_remote.service.datasets.registration BODY DIRECTORY MAX_ROWS
 
 parses a body of POST /v1/datasets, stores its rows below DIRECTORY and prints one JSON object: `{"body", "sha256",
-"num_rows"}` with the body without its rows, or what is wrong with it.
+"num_rows"}` with the body without its rows, or the error.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .children import run
 log = logging.getLogger(__name__)
 MODULE = "llama_stack_provider_trl_remote.service.datasets.registration"
 STAGING = ".incoming-"
-"""Begins the names of what is received, beside the stored rows."""
+"""Prefix of the names of received files, beside the stored rows."""
 _CHILDREN = 2
 """Processes that parse at once."""
 _SPOOLED = 16
 """Bodies that are received into files at once."""
 _OVERHEAD = 256 << 20
 _BYTES_PER_BYTE = 24
-"""Of memory, for each byte of a body: `[[],[],` takes 20."""
+"""Bytes of memory for each byte of a body: `[[],[],` takes 20."""
 _SHOWN = 300
 
 
 class StoredRows(NamedTuple):
-    """Rows that a child has stored beside the body, not yet among the others."""
+    """Rows that a child has stored beside the body, not yet under their digest."""
 
     path: Path
     sha256: str
@@ -56,11 +56,11 @@ class StoredRows(NamedTuple):
 
 
 class Registration:
-    """Bodies with many rows: received into files, parsed by children.
+    """Receives bodies with many rows into files, which children parse.
 
     Args:
-        directory: where they are spooled, on the file system of the stored rows.
-        check_space: raises OSError where so many more bytes would leave too little of it free.
+        directory: for the files, on the file system of the stored rows.
+        check_space: raises OSError where that many more bytes would leave too little space.
     """
 
     def __init__(self, directory: Path, max_rows: int, timeout: float, check_space: Callable[[int], None]) -> None:
@@ -71,13 +71,13 @@ class Registration:
 
     @asynccontextmanager
     async def spool(self, size: int, caller: str) -> AsyncIterator[BinaryIO]:
-        """A file for a body; it goes with all that is beside it when the request has been answered.
+        """A file for a body; it and its related files are removed when the request has been answered.
 
         Args:
             size: bytes that the body may have.
 
         Raises:
-            HTTPException: 503, there are as many as may be; 507, the disk is full.
+            HTTPException: 503, the number of files is at its limit; 507, the disk is full.
         """
         async with self._spools.reserved(1, caller):
             self._require_space(size)
@@ -86,14 +86,14 @@ class Registration:
                 yield file
 
     async def parse(self, file: Path) -> tuple[Any, StoredRows]:
-        """Parse a spooled body. Returns it without its rows, and these.
+        """Parse a spooled body. Returns it without its rows, and the rows' file.
 
         Raises:
-            HTTPException: what is wrong with it, in the words that a small body would get; 507, the disk is full.
+            HTTPException: the message that a small body would get; 507, the disk is full.
             JSONDecodeError.
         """
         async with self._children:
-            self._require_space(file.stat().st_size)  # its rows take about as much once more
+            self._require_space(file.stat().st_size)  # its rows take about the same space again
             found = await self._child(file)
         if "not_json" in found:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
@@ -103,7 +103,7 @@ class Registration:
         return found["body"], stored
 
     def _require_space(self, size: int) -> None:
-        """Raises HTTPException: 507."""
+        """Require free space. Raises HTTPException: 507."""
         try:
             self._check_space(size)
         except OSError as error:
@@ -154,7 +154,7 @@ def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
 
 
 class _Shown:
-    """A text that stands for itself in a message."""
+    """A text whose `repr` is the text itself."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -165,7 +165,7 @@ class _Shown:
 
 def main(arguments: list[str]) -> None:
     die_with_parent(os.getppid())
-    gc.disable()  # what is parsed is kept: looking for cycles in it takes more time than parsing
+    gc.disable()  # all parsed objects are kept: searching them for cycles takes more time than parsing
     body, directory, max_rows = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     size = _OVERHEAD + _BYTES_PER_BYTE * body.stat().st_size
     with suppress(OSError, ValueError):  # macOS

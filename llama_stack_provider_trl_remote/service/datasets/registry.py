@@ -1,4 +1,4 @@
-"""The service's own dataset registry: one small JSON document per dataset; the rows are blobs."""
+"""The service's own dataset registry: one small JSON document per dataset, with rows as blobs."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _HUB_OPTIONS = ("split", "name", "revision")
 
 
 class Entry(BaseModel):
-    """What is kept of a dataset."""
+    """The stored document of a dataset."""
 
     dataset: Dataset
     registered_at: float
     sha256: str | None = None
-    """None: a uri that no job has asked for yet."""
+    """Digest and number of the rows; None: a uri that no job has requested yet."""
     num_rows: int | None = None
     stamp: str | None = None
-    """Size and time of the file that the rows were read from."""
+    """Size and time of the file from which the rows were read."""
     created_by: str = ""
-    """Name of the token that registered it; empty: an earlier release did."""
+    """Name of the token that registered it; empty: registered by an earlier release."""
 
 
 @dataclass(frozen=True)
 class Readable:
-    """A uri that was checked. A context manager: its file is closed at the end."""
+    """A checked uri. A context manager: its file is closed at the end."""
 
     name: str
-    """Its real path, whose ending names the format; or a uri of the hub."""
+    """Its real path, whose suffix names the format; or a uri of the hub."""
     stamp: str
     """Changes with the content."""
     file: int | None = None
@@ -67,7 +67,7 @@ class Readable:
 
 
 class DatasetRegistry:
-    """Registered datasets, and how a job gets the rows of one."""
+    """Registers datasets, and reads their rows for jobs."""
 
     def __init__(self, settings: ServiceSettings, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -80,10 +80,10 @@ class DatasetRegistry:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     async def register(self, body: RegisterDataset, stored: StoredRows | None = None, created_by: str = "") -> Dataset:
-        """Register a dataset; the same again changes nothing.
+        """Register a dataset; repeating the same registration changes nothing.
 
         Args:
-            stored: its rows, where they were too many to be parsed here.
+            stored: its rows, where they were too many for this process.
             created_by: name of the caller's token.
 
         Raises:
@@ -106,7 +106,7 @@ class DatasetRegistry:
         return shown(known)
 
     def get(self, dataset_id: str) -> Dataset:
-        """Raises NotFound."""
+        """Find a dataset. Raises NotFound."""
         entry = self._read(dataset_id)
         if entry is None:
             raise _unknown(dataset_id)
@@ -116,13 +116,13 @@ class DatasetRegistry:
         return self._path(dataset_id).exists()
 
     def all(self) -> list[Dataset]:
-        """Oldest first."""
+        """All datasets, oldest first."""
         entries = (self._parsed(path) for path in self._directory.glob("*.json"))
         found = sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.registered_at)
         return [shown(entry) for entry in found]
 
     def delete(self, dataset_id: str) -> None:
-        """Forget a dataset; rows stay, since jobs may need them. Raises NotFound."""
+        """Delete a dataset; its rows stay, since jobs may need them. Raises NotFound."""
         try:
             self._path(dataset_id).unlink()
         except FileNotFoundError:
@@ -141,7 +141,7 @@ class DatasetRegistry:
             hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
             raise InvalidRequest(FIELD, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
-            # One reader at a time: the second job of a dataset finds the rows that the first one's POST has stored.
+            # One reader at a time: the second job of a dataset reuses the rows that the first job's POST has stored.
             async with self._reading[dataset_id]:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
@@ -153,7 +153,7 @@ class DatasetRegistry:
     async def fetch_blob(
         self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        """As `fetch`, for a digest."""
+        """The result of `fetch`, for a digest."""
         if not self._blobs.holds(sha256):
             hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
             raise InvalidRequest(FIELD, dataset_id, hint)
@@ -205,7 +205,7 @@ class DatasetRegistry:
         return blob.sha256, blob.num_rows
 
     async def _current(self, entry: Entry, uri: str) -> Entry:
-        """The entry with the rows that its uri has now."""
+        """The entry with the current rows of its uri."""
         with await asyncio.to_thread(self._readable, uri) as found:
             known = await asyncio.to_thread(self._read, entry.dataset.identifier) or entry
             if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
@@ -215,12 +215,12 @@ class DatasetRegistry:
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
         current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
-        if self._path(entry.dataset.identifier).exists():  # it may have been deleted meanwhile
+        if self._path(entry.dataset.identifier).exists():  # unless it was deleted meanwhile
             await asyncio.to_thread(self._write, current)
         return current
 
     def _readable(self, uri: str) -> Readable:
-        """What to read a uri from, open. Raises InvalidRequest."""
+        """Open the source of a uri. Raises InvalidRequest."""
         scheme, separator, _ = uri.partition("://")
         if scheme == HUB:
             return Readable(_hub(uri), "hub")
@@ -233,7 +233,7 @@ class DatasetRegistry:
         return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))
 
     def _file(self, uri: str, path: Path) -> Readable:
-        """Opened once, below its root: what happens to the path afterwards changes nothing."""
+        """Open a file below its root. It is opened once: later changes of the path have no effect."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:
@@ -258,7 +258,7 @@ class DatasetRegistry:
         return InvalidRequest("source.uri", uri, hint)
 
     def _path(self, dataset_id: str) -> Path:
-        # A name may hold anything, a file name may not.
+        # A name may have any character, a file name may not.
         return self._directory / f"{hashlib.sha256(dataset_id.encode()).hexdigest()}.json"
 
     def _read(self, dataset_id: str) -> Entry | None:
@@ -281,7 +281,7 @@ class DatasetRegistry:
 
 
 def shown(entry: Entry) -> Dataset:
-    """A dataset as it is answered: its rows are told by number and digest."""
+    """A dataset as an answer: number and digest stand for its rows."""
     known = {"num_rows": entry.num_rows, "sha256": entry.sha256, "created_by": entry.created_by or None}
     metadata = {**entry.dataset.metadata, **{name: value for name, value in known.items() if value is not None}}
     return entry.dataset.model_copy(update={"metadata": metadata})
@@ -300,9 +300,9 @@ def _hub(uri: str) -> str:
     if parts.netloc != "datasets" or not 0 < name.count("/") + 1 <= 2 or not name or set(options) - {*_HUB_OPTIONS}:
         hint = f"expected {HUB}://datasets/ORG/NAME, with any of ?{'=&'.join(_HUB_OPTIONS)}="
         raise InvalidRequest("source.uri", uri, hint)
-    # A name that begins like a path would make the library read files of this machine.
+    # The library would read files of this machine for a name that begins like a path.
     if any(part in ("", ".", "..") or part.startswith(("~", ".")) for part in name.split("/")):
-        raise InvalidRequest("source.uri", uri, "that is no name of a dataset on the hub")
+        raise InvalidRequest("source.uri", uri, "expected the name of a dataset on the hub, ORG/NAME")
     return uri
 
 

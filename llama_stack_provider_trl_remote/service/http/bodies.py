@@ -1,4 +1,4 @@
-"""What the calls take and answer beyond the engine's own models."""
+"""Request and answer models of the HTTP API beyond the engine's own models."""
 
 from __future__ import annotations
 
@@ -41,27 +41,29 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     training_config: TrainingConfigBody
     """How to train."""
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
-    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
+    X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
-    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+    """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
 class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     training_config: TrainingConfigBody
     """How to train."""
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
-    """What Llama Stack's schema has no field for; through Llama Stack, the key `trl` of X-LlamaStack-Provider-Data."""
+    """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
+    X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
-    """Which uploaded blob a dataset_id of this request means; others are looked up among the registered datasets."""
+    """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
 class PreflightBody(PreferenceOptimizeBody):
     """The body of a job of either kind."""
 
     job_uuid: str = "preflight"
-    """No job is made: any name will do."""
+    """Ignored: no job is created."""
     algorithm: Algorithm | None = None
-    """sft or dpo; left out, the body tells: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
+    """sft or dpo; left out, the body decides: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
 
 
 class DataVerdict(BaseModel):
@@ -75,11 +77,11 @@ class DataVerdict(BaseModel):
     trained_tokens: int
     """Tokens that the loss covers."""
     longest_before_cut: int
-    """The `max_seq_length` at which nothing would be cut."""
+    """The smallest `max_seq_length` at which no row is cut."""
     median_tokens: int
     max_tokens: int
     histogram: list[dict[str, int]]
-    """Rows of at most `up_to` tokens, and more than half as many."""
+    """Rows of more than half of `up_to` tokens, and at most `up_to`."""
 
 
 class StepsVerdict(BaseModel):
@@ -102,7 +104,7 @@ class MemoryVerdict(BaseModel):
     devices: int
     """Ranks of the job; the numbers are those of each."""
     estimate_bytes: int
-    """The sum of the parts that follow, up to loading."""
+    """The sum of the following parts, up to loading."""
     limit_bytes: int
     largest_batch: dict[str, int]
     """Sequences, and tokens of each with padding."""
@@ -118,7 +120,7 @@ class MemoryVerdict(BaseModel):
     host_bytes: int
     """Of CPU memory, for each device; not in the estimate."""
     nearest: Nearest | None = None
-    """Where it does not fit: the changes after which it does; null: there are none."""
+    """Changes after which a job fits that does not; null: there are none."""
     message: str | None = None
 
 
@@ -150,7 +152,7 @@ class _RequestBody(Documented):
 
 class JobName(_RequestBody):
     job_uuid: str
-    """The job that is meant."""
+    """Name of the job."""
 
 
 class RowsSource(_RequestBody):
@@ -190,13 +192,13 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
 
 class RegisterDataset(_RequestBody):
     dataset_id: str | None = Field(None, min_length=1, max_length=512)
-    """Name to refer to it by; made up where it is left out."""
+    """Name of the dataset; generated where it is left out."""
     purpose: Purpose = "post-training/messages"
-    """As Llama Stack has it. Rows of any accepted shape can be trained on, whatever it says."""
+    """As Llama Stack has it. Rows of any accepted shape can be trained on, whatever it is."""
     source: Source
-    """Where the rows are."""
+    """Location of the rows."""
     metadata: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
-    """Anything; answered as it is, with `num_rows` and `sha256` once they are known."""
+    """Any JSON; returned unchanged, with `num_rows` and `sha256` once they are known."""
     dataset_type: str | None = Field(None, max_length=512)
     """Kept in the metadata."""
 
@@ -231,7 +233,7 @@ class JobRow(BaseModel):
     total_steps: int | None = None
     percent: float | None = None
     detail: str | None = None
-    """What it waits for, or why it failed."""
+    """The reason for waiting or for the failure."""
     created_by: str | None = None
     """Name of the token that submitted it."""
     scheduled_at: datetime | None = None
@@ -242,7 +244,7 @@ class JobRow(BaseModel):
 class ListJobsResponse(BaseModel):
     data: list[JobRow]
     next: str | None
-    """Pass it as `after` for the next page; null: this is the last one."""
+    """Cursor: pass it as `after` for the next page; null: this is the last one."""
 
 
 class EventLine(BaseModel):
@@ -312,7 +314,7 @@ class TokenRow(BaseModel):
     created_by: str | None = None
     expires_at: datetime | None = None
     last_used_at: datetime | None = None
-    """To a minute, after a restart; null: never, or not known of a configured one."""
+    """Last use, after a restart to a minute; null: never, or unknown for a configured one."""
     max_queued_jobs: int | None = None
     requests_per_second: float | None = None
     priorities: list[str] | None = None
@@ -322,7 +324,7 @@ class CreatedToken(TokenRow):
     token: str
     """Shown here only: the service keeps its sha256."""
     required: bool
-    """false: the service has no configured token and asks nobody for one, for this one neither."""
+    """false: the service has no configured token and requires none, this one included."""
 
 
 class ListTokensResponse(BaseModel):
@@ -346,7 +348,7 @@ class AuditLine(BaseModel):
     route: str | None = None
     """Path template; left out: refused before a route was found."""
     params: dict[str, Any] | None = None
-    """Names that the call is about."""
+    """Names of the subjects of the call."""
     status: int | None = None
     """Of the answer; left out of an end: the call was broken off."""
     error: str | None = None
@@ -373,7 +375,7 @@ class Health(BaseModel):
     status: Literal["OK"]
     version: str
     supervising: bool
-    """false: another process supervises this data directory, and this one only takes requests."""
+    """false: another process supervises this data directory, and this one only accepts requests."""
 
 
 class NodeRow(BaseModel):
@@ -391,7 +393,7 @@ class NodeRow(BaseModel):
     agent: bool
     """It can be one of several nodes of a job."""
     state: str
-    """open, or why it takes no jobs: cordoned, draining, silent since 12:00:03 UTC."""
+    """open, or the reason for taking no jobs: cordoned, draining, silent since 12:00:03 UTC."""
     address: str | None = None
     versions: dict[str, str] = {}
     labels: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""Connections: how many there are at a time, and how long each may take without doing anything.
+"""Bounds the number of connections and the time that each may take without progress.
 
-Without bounds, whoever reaches the port can use up the file descriptors of the process without a token, and a service
+Without bounds, any client of the port can use up the process's file descriptors without a token, and a service
 without descriptors can neither answer nor start a training.
 """
 
@@ -22,22 +22,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 MOST_DESCRIPTORS = 65_536
-"""A soft limit beyond this serves nothing here, and slows programs down that close every possible descriptor."""
+"""Highest soft limit that is set. More serves nothing here, and slows down programs that close every possible
+descriptor."""
 _RESERVE = 256
-"""Descriptors for the job store, logs, children and what is being accepted."""
+"""Descriptors for the job store, logs, children and connections that are being accepted."""
 _MOST_CONNECTIONS = 4096
-"""By default. An idle one takes 15 KiB, one that sends a body up to 320 KiB."""
+"""Connections by default. An idle one takes 15 KiB, one that sends a body up to 320 KiB."""
 _BATCH = 64
 """Connections that are accepted before the event loop does something else."""
 _BACKLOG = 2048
 _LEAST_AGE = 0.2
-"""Seconds that a new connection has for its request before its place can go to another."""
+"""Seconds after which a new connection without a request may be replaced."""
 _PAUSE = 1.0
-"""Seconds without accepting once a descriptor was lacking."""
+"""Seconds without accepting after a lack of descriptors."""
 _SWEEP = 1.0
-"""Seconds between two looks at what every connection does."""
+"""Seconds between two checks of all connections."""
 _SPARE = 64 << 20
-"""Bytes of a body that are dropped after its answer, for a sender that reads only when it has sent everything."""
+"""Bytes of a body that are dropped after its answer, for a sender that reads only after sending everything."""
 
 DRAINING = "trl_draining"
 """Key of an ASGI scope: true while the rest of a refused body is dropped before its answer is sent."""
@@ -48,7 +49,7 @@ class Deadlines:
     """Seconds."""
 
     head: float = 10.0
-    """From the accept to the whole head of the first request; of a later one, from its first byte."""
+    """From the accept to the complete head of the first request; for a later one, from its first byte."""
     body: float = 60.0
     """Without a byte of a body that is being read."""
     reader: float = 60.0
@@ -74,7 +75,7 @@ def default_connections(descriptors: int) -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, which knows how long its peer has done nothing."""
+    """uvicorn's protocol, with the time since its peer last made progress."""
 
     deadlines = Deadlines()
     on_close: Callable[[], None] = staticmethod(lambda: None)
@@ -83,7 +84,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         now = self.loop.time()
         self._awaiting_head: float | None = now
-        """Since when a request's head is awaited; None: no byte of one has come yet, or one is being answered."""
+        """Time since which a request's head is awaited; None: no byte of one has come yet, or one is being answered."""
         self._received = self.accepted = now
         self._unsent, self._unsent_since = 0, now
         self._closing_since: float | None = None
@@ -119,8 +120,10 @@ class Connection(H11Protocol):
             self._awaiting_head = self._received
 
     def _drop(self, data: bytes) -> None:
-        """Drop a part of a refused body here: through the request's task each part takes four times as long, which was
-        a third of the event loop in a flood of bodies of 31 MiB."""
+        """Drop a part of a refused body here.
+
+        Through the request's task each part takes four times as long, which was a third of the event loop in a flood of
+        bodies of 31 MiB."""
         self._dropped += len(data)
         if self._dropped > _SPARE:
             return self.transport.abort()
@@ -144,7 +147,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def sweep(self, now: float) -> None:
-        """End the connection if its peer has kept it waiting for too long."""
+        """End the connection if its peer has exceeded a deadline."""
         if self.transport is None:
             return  # a TLS handshake, which has a deadline of its own
         if self.transport.is_closing():
@@ -164,7 +167,7 @@ class Connection(H11Protocol):
             return now - self._awaiting_head > self.deadlines.head
         if self.conn.their_state is not h11.SEND_BODY:
             return False
-        # It waits for us where we do not read, or have not asked for the body yet (Expect: 100-continue).
+        # The peer waits for us: we are not reading, or have not requested the body yet (Expect: 100-continue).
         waits_for_us = not self.is_idle and (self.flow.read_paused or self.cycle.waiting_for_100_continue)
         if waits_for_us:
             self._received = now
@@ -172,8 +175,10 @@ class Connection(H11Protocol):
 
 
 class Acceptor:
-    """Accepts connections in the place of asyncio's server, which has no bound on them and, once a descriptor is
-    lacking, fails 2,048 times in a row. At the cap a new connection takes the place of one that is idle.
+    """Accepts connections in place of asyncio's server.
+
+    That one has no bound and fails 2,048 times in a row once a descriptor is lacking. At the cap a new connection
+    replaces an idle one.
 
     Args:
         listener: bound, not yet listening.
@@ -194,11 +199,11 @@ class Acceptor:
         self._open: dict[Connection, asyncio.Task[None]] = {}
         """The oldest first, each with the task that has set it up."""
         self._silent: dict[Connection, None] = {}
-        """Those that had no request when they were last looked at, the oldest first: the next to go is found without
-        a pass over all, which took 38 % of the event loop in a flood of 2,000."""
+        """Connections without a request at their last check, the oldest first. The next to close is found without a
+        pass over all, which took 38 % of the event loop in a flood of 2,000."""
         self._accepts = False
         self._closed = False
-        self._told = False
+        self._notified = False
 
     @property
     def count(self) -> int:
@@ -212,13 +217,13 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept nothing more. Connections stay."""
+        """Accept no more connections. Existing ones stay."""
         if not self._closed:
             self._pause()
         self._closed = True
 
     async def wait_closed(self) -> None:
-        """Part of what uvicorn expects of a server: by now it has waited for the connections."""
+        """Part of uvicorn's interface of a server: it has waited for the connections by now."""
         self._sweeper.cancel()
 
     def _resume(self) -> None:
@@ -242,13 +247,13 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if not self._told:
+                if not self._notified:
                     log.error("connections cannot be accepted: %s; trying again every %.0f s", error, _PAUSE)
-                self._told = True
+                self._notified = True
                 self._pause()
                 self._loop.call_later(_PAUSE, self._resume)
                 return
-            self._told = False
+            self._notified = False
             accepted.setblocking(False)
             connection = self._make()
             task = self._loop.create_task(self._set_up(connection, accepted))
@@ -269,8 +274,9 @@ class Acceptor:
             self._forget(connection)
 
     def _make_room(self) -> bool:
-        """End the oldest connection that has no request, or else the oldest whose request was refused. Returns whether
-        there was one. Of those without a request, one that never had any goes first."""
+        """End the oldest connection without a request, else the oldest whose request was refused.
+
+        Returns whether there was one. Of connections without a request, one that never had any is ended first."""
         oldest = self._next_to_go(self._loop.time() - _LEAST_AGE)
         if oldest is None:
             return False
@@ -295,7 +301,7 @@ class Acceptor:
     def _forget(self, connection: Connection) -> None:
         self._open.pop(connection, None)
         self._silent.pop(connection, None)
-        if not self._told:
+        if not self._notified:
             self._resume()
 
     def _sweep(self) -> None:

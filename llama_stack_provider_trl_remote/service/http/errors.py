@@ -1,4 +1,4 @@
-"""Errors -> HTTP answers: `{"detail": "one sentence"}`, whatever went wrong."""
+"""Maps errors to HTTP answers: `{"detail": "one sentence"}` for every error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NotFound(TrlError, LookupError):
 
 
 class Conflict(TrlError, RuntimeError):
-    """Raised when a name is taken by something else. -> 409"""
+    """Raised when a name is in use. -> 409"""
 
 
 class TooLarge(TrlError, ValueError):
@@ -43,7 +43,7 @@ class TooLarge(TrlError, ValueError):
 
 
 class OutOfRange(TrlError, ValueError):
-    """Raised when a Range header asks for bytes that the file does not have. -> 416"""
+    """Raised when a Range header requests bytes beyond the end of the file. -> 416"""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,11 +51,11 @@ class OutOfRange(TrlError, ValueError):
 
 
 class Gone(TrlError, LookupError):
-    """Raised when a node speaks of a task that is not its own, not current, or was told to stop. -> 410"""
+    """Raised when a node names a task that is not its own, not current, or was ordered to stop. -> 410"""
 
 
 class WrongOffset(TrlError, RuntimeError):
-    """Raised when what is sent does not begin where the file ends. -> 409, with the header Upload-Offset"""
+    """Raised when the uploaded part does not begin where the file ends. -> 409, with the header Upload-Offset"""
 
     def __init__(self, sent: int, offset: int) -> None:
         self.offset = offset
@@ -63,7 +63,7 @@ class WrongOffset(TrlError, RuntimeError):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+    """The body of every answer that is not a success."""
 
     detail: str
     """What was found, what was expected, what to do next."""
@@ -85,18 +85,18 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 _LONGEST = 10_000
 """Characters of an answer's sentence."""
 _REQUEST_AT_FAULT = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model, Reason.timed_out}
-"""Why a preflight can fail that another request mends."""
+"""Reasons for which a preflight fails and another request can succeed."""
 _MEANING = {
     400: "Something in the request cannot be honoured; the sentence names it",
     401: "No token, or a wrong one",
     403: "Wrong Host or Origin header, or the token's role is too low",
-    404: "There is no such thing",
-    408: "The body came too slowly",
+    404: "The job, dataset, checkpoint, file, node or token does not exist",
+    408: "The body came too slowly: send it again, or a smaller one",
     409: "Its name is taken, or its state forbids the call",
-    410: "The task is not this node's, not current, or was told to stop: end it",
+    410: "The task is not this node's, not current, or was ordered to stop: end it",
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
-    429: "Too many requests, wrong tokens or waiting jobs; Retry-After says how many seconds to wait",
+    429: "Too many requests, wrong tokens or waiting jobs; Retry-After is the number of seconds to wait",
     500: "A bug, or a database that cannot be used",
     503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
     507: "The disk is full",
@@ -104,7 +104,7 @@ _MEANING = {
 
 
 def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the error answers that it can give; those of every route are included."""
+    """Error answers for a route's `responses`; those of every route are included."""
     return {
         code: {"model": ErrorAnswer, "description": _MEANING[code]}
         for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, *codes})
@@ -112,13 +112,13 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    # What a client sent may be in the sentence, and JSON can carry half of a surrogate pair that UTF-8 cannot.
+    # The sentence may quote the client, and JSON can carry half of a surrogate pair that UTF-8 cannot.
     text = detail.encode("utf-8", "backslashreplace").decode()
     return JSONResponse({"detail": text[:_LONGEST]}, status, headers=headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Have every error of a handler answered as it should be."""
+    """Answer every error of a handler in the same form."""
     app.add_exception_handler(TrlError, _ours)
     app.add_exception_handler(OSError, _system)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -129,10 +129,10 @@ def handle_errors(app: FastAPI) -> None:
 
 
 async def answer_to(request: Request, error: Exception) -> Response | None:
-    """The answer to an error of ours, or to a body that is not what a route takes; None: it is neither."""
+    """The answer to an error of ours, or to an invalid body; None: the error is neither."""
     if isinstance(error, RequestValidationError):
         return await _invalid(request, error)
-    # Providers raise what Llama Stack can show, from the error of ours that it stands for.
+    # A provider's error wraps the error of ours in a form that Llama Stack can show.
     cause = error if isinstance(error, TrlError) else error.__cause__
     return await _ours(request, cause) if isinstance(cause, TrlError) else None
 
@@ -172,24 +172,24 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         return _wrong_method(request)
-    # An unknown path keeps the framework's bare "Not Found": clients tell by it that they call somebody else.
+    # An unknown path keeps the framework's bare "Not Found": clients conclude from it that they call another server.
     return answer(error.status_code, str(error.detail), error.headers)
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:
-    """A body that broke off: no fault of the service, and no one reads the answer."""
+    """The answer to a body that broke off: no fault of the service, and the client is gone."""
     return answer(400, "the connection was closed before the whole body was received: send it again")
 
 
 async def _not_text(request: Request, error: Exception) -> Response:
-    """JSON can carry half of a surrogate pair (`"\\ud800"`), which neither the database nor a path can."""
+    """The answer to half of a surrogate pair (`"\\ud800"`): JSON can carry it, a database or a path cannot."""
     assert isinstance(error, UnicodeEncodeError)
     found = error.object[error.start : error.end][:10]
     return answer(400, f"the request holds {found!r}, half of a surrogate pair: send whole characters")
 
 
 def _wrong_method(request: Request) -> Response:
-    """The framework names the methods of one route only, and most paths have a route per method."""
+    """The answer to a wrong method, with all methods of the path: the framework names those of one route only."""
     path = request.scope["path"]
     has = sorted({name for pattern, names in request.app.state.methods if pattern.match(path) for name in names})
     allowed = ", ".join(has) or "GET, HEAD"  # of the documentation

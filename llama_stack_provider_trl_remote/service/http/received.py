@@ -1,7 +1,7 @@
-"""Bodies that are held in memory: how many bytes of them at a time, and what becomes of them.
+"""Bounds the bytes of request bodies that are held in memory, and parses them.
 
-A body of JSON takes up to 50 times its size as objects. So a small one is counted before it is parsed, and rows of any
-number go to a file and are parsed by a process of their own (`registration`).
+A body of JSON takes up to 50 times its size as objects. So the values of a small one are counted before it is parsed.
+A body with rows goes to a file and is parsed by a process of its own (`registration`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MIB = 1 << 20
 SMALL = 64 << 10
 """Bytes of a body that never waits for others."""
 _IN_MEMORY = MIB
-"""Bytes of rows that are parsed here and not by another process, which takes a third of a second."""
+"""Bytes of rows that are parsed in this process. Another process takes a third of a second to start."""
 _VALUES_PER_MIB = 20_000
 MAX_DEPTH = 64
 _TOTAL = 32 * MIB
 _WAITING = 100
-"""Requests that wait for room. Each may have 320 KiB in the buffers of its connection."""
+"""Requests that may wait for memory. Each may have 320 KiB in the buffers of its connection."""
 _PATIENCE = 10.0
-"""Seconds that a request waits for room, unread."""
+"""Seconds that a request waits for memory, unread."""
 _SHARE = 4
-"""One caller may hold this part of the room, and of the places of those that wait for it."""
+"""Part of the memory, and of the waiting requests, that one caller may have."""
 _GRACE, _BYTES_PER_SECOND = 30.0, 64 << 10
-"""Seconds after which a body that occupies room has to have come, and how many bytes of it prolong that by a second."""
+"""Seconds within which a body with reserved memory has to come, and bytes that prolong them by one second."""
 _BUSY = (
     "the service is receiving as many large bodies as it has memory for, in all or of this caller: send it again in a "
     "few seconds"
@@ -45,7 +45,7 @@ class BodyMemory:
     """Bytes of bodies that may be held at a time, and a quarter of them by one caller.
 
     Args:
-        patience: seconds to wait for room.
+        patience: seconds to wait for memory.
     """
 
     def __init__(self, total: int = _TOTAL, patience: float = _PATIENCE) -> None:
@@ -57,10 +57,10 @@ class BodyMemory:
 
     @asynccontextmanager
     async def reserved(self, size: int, caller: str = "") -> AsyncIterator[None]:
-        """Room for a body, while the block lasts.
+        """Reserve memory for a body, for as long as the block lasts.
 
         Raises:
-            HTTPException: 503, there was none in time.
+            HTTPException: 503, memory was not free in time.
         """
         size = min(size, self._total)
         await self._take(size, caller)
@@ -99,13 +99,13 @@ def _subtract(counts: Counter[str], key: str, count: int) -> None:
 
 
 class RowParser(Protocol):
-    """Takes bodies that hold too many rows to be parsed here."""
+    """Parses bodies with too many rows for this process."""
 
     def spool(self, size: int, caller: str) -> AbstractAsyncContextManager[BinaryIO]:
         """A file to write a body of at most `size` bytes to; one of few at a time. Raises HTTPException."""
 
     async def parse(self, file: Path) -> tuple[Any, Any]:
-        """Parse a spooled body. Returns it without its rows, and where these are. Raises HTTPException."""
+        """Parse a spooled body. Returns it without its rows, and the location of these. Raises HTTPException."""
 
 
 class Received(Request):
@@ -114,7 +114,7 @@ class Received(Request):
     Args:
         caller: name of its sender.
         limit: bytes of its body.
-        rows: takes the body where it is large; None: it never is.
+        rows: parses large bodies; None: bodies are never large.
         stack: closed when the request has been answered.
     """
 
@@ -134,7 +134,7 @@ class Received(Request):
         self._spooled: Path | None = None
 
     async def body(self) -> bytes:
-        """Receive all of it. Raises HTTPException: 408, 503, 507."""
+        """Receive the whole body. Raises HTTPException: 408, 503, 507."""
         if not hasattr(self, "_body"):
             size = self._size if self._rows is None else min(self._size, _IN_MEMORY)
             if size > SMALL:
@@ -151,7 +151,7 @@ class Received(Request):
         return min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
 
     async def json(self) -> Any:
-        """The body as objects; it is not kept.
+        """The body as objects; the bytes are dropped.
 
         Raises:
             HTTPException: it holds too many values, or too deep ones.
@@ -195,7 +195,7 @@ class Received(Request):
             ) from None
 
     async def _receive_all(self, note: Callable[[int], None]) -> bytes:
-        """The body; what is too large for memory goes to a file, and a byte stands for it.
+        """Receive the body. One that is too large for memory goes to a file, and a byte stands for it.
 
         Args:
             note: called with the number of bytes received so far.
@@ -220,10 +220,10 @@ class Received(Request):
 
 
 class Bodies:
-    """What all bodies of a service share.
+    """The limits that all bodies of a service share.
 
     Args:
-        rows: takes those with many rows.
+        rows: parses bodies with many rows.
     """
 
     def __init__(self, rows: RowParser | None = None) -> None:
@@ -280,7 +280,7 @@ def parse(data: bytes, most: int) -> Any:
 
 
 def busy() -> HTTPException:
-    """The answer to a request for which there is no room."""
+    """The answer to a request for which no memory is free."""
     return HTTPException(503, _BUSY, {"Retry-After": "5", "Connection": "close"})
 
 
@@ -296,12 +296,12 @@ def _items(value: Any) -> Any:
 
 
 def _values(data: bytes) -> int:
-    """About how many values JSON holds, and never less: what is in strings counts too."""
+    """Upper bound for the number of values in a JSON text: what is in strings counts too."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _too_deep() -> HTTPException:
-    return HTTPException(400, f"the body is nested more than {MAX_DEPTH} levels deep: send a flatter one")
+    return HTTPException(400, f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
 
 
 def _fill(file: BinaryIO, data: bytes) -> None:

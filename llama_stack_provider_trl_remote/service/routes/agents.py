@@ -1,7 +1,7 @@
-"""The calls of the nodes' agents (`wire`): join, poll, send events, logs and checkpoints.
+"""The routes of the nodes' agents (`wire`): join, poll, send events, logs and checkpoints.
 
-A call counts as the node's heartbeat once it is about the node's own work: a poll of the agent that joined, or a
-request about a current task.
+A call counts as the node's heartbeat once it is accepted: a poll of the agent that joined, or a call about a current
+task.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
 
 POLL_INTERVAL = 0.1
-"""Seconds between two checks whether there are new orders for a node that waits: a point read of 20 us."""
+"""Seconds between two checks for new orders of a waiting node: a point read of 20 us."""
 RECHECK = 1.0
-"""Seconds between two checks that the task of an upload is current still."""
+"""Seconds between two checks that the task of an upload is still current."""
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
 Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
 _NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
 _MOST_NODES = 1024
-"""That tokens of agents may add; each is a row, and a part of every placement."""
+"""Nodes that tokens of agents may add; each is a row, and a part of every placement."""
 _JOINING = threading.Lock()
-"""Held from the check of a name until it is taken."""
+"""Lock from the check of a name until it is taken."""
 _BYTES = {
     "requestBody": {
         "required": True,
@@ -89,14 +89,14 @@ _OFFSET = {
 
 @router.post("", dependencies=[JOIN], response_model=Joined, responses=declared(409, 410))
 async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Response:
-    """Join, or report anew what there is. The answer has a new credential, which the node's other calls need."""
+    """Join, or update the report. The answer has a new credential, which the node's other calls need."""
     credential = await asyncio.to_thread(_join, service, caller, body)
     return as_json(Joined(node=body.name, head=service.node_name, version=__version__, credential=credential))
 
 
 @router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
-    """What the node is to do, as soon as that is something new; and which of its kept jobs are over."""
+    """The orders of the node, as soon as they are new; and those of its kept jobs that are over."""
     if await asyncio.to_thread(_store_reports, service, caller, name, body):
         service.supervisor.wake()
     deadline = time.monotonic() + POLL_SECONDS
@@ -116,7 +116,7 @@ async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, 
     openapi_extra=_BYTES,
 )
 async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offset, request: Request) -> Response:
-    """Append whole lines to the attempt's events; 409 says in Upload-Offset where they have to begin."""
+    """Append whole lines to the attempt's events; 409 has the offset at which they must begin in Upload-Offset."""
     await asyncio.to_thread(service.uploads.first, task_id, name)  # before the body is read
     service.presence.note_call(name)
     lines = await request.body()
@@ -135,7 +135,7 @@ async def add_events(service: Context, name: Name, task_id: TaskId, offset: Offs
 async def add_log(
     service: Context, name: Name, task_id: TaskId, file: str, offset: Offset, request: Request
 ) -> Response:
-    """Append to a log; an offset behind its end leaves out what is between."""
+    """Append to a log; an offset beyond its end leaves a gap."""
     _check_task(service, name, task_id)  # before the body is read
     data = await request.body()
     size = await asyncio.to_thread(service.uploads.add_log, task_id, name, file, offset, data)
@@ -151,10 +151,10 @@ async def add_log(
 async def ask_for_checkpoint(
     service: Context, name: Name, task_id: TaskId, checkpoint: Checkpoint, body: CheckpointReport
 ) -> Response:
-    """Which files of a checkpoint are missing here; once none is, it is in place."""
+    """The files of a checkpoint that are missing here; without any, the checkpoint is complete."""
     _check_task(service, name, task_id)
     loop, ask = asyncio.get_running_loop(), service.uploads.ask
-    # It may read what is in place already: with the other readers, so that calls find a free thread.
+    # It may read the present files: in the readers' threads, so that other calls find a free thread.
     answer = await loop.run_in_executor(service.digests.threads, ask, task_id, name, checkpoint, body)
     return as_json(answer)
 
@@ -176,7 +176,7 @@ async def add_checkpoint_file(
     request: Request,
     offset: Offset = 0,
 ) -> Response:
-    """A file of a checkpoint, or the rest of one: what has come before a connection breaks is kept."""
+    """A file of a checkpoint, or the rest of one: the bytes before a lost connection are kept."""
 
     _check_task(service, name, task_id)
 
@@ -194,7 +194,7 @@ async def add_checkpoint_file(
 
 
 def _check_task(service: Service, name: str, task_id: str) -> None:
-    """Check that a task is current on its node, whose sign of life this is then. Raises Gone."""
+    """Check that a task is current on its node; the call counts as a heartbeat then. Raises Gone."""
     service.uploads.current(task_id, name)
     service.presence.note_call(name)
 
@@ -213,7 +213,7 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
         raise InvalidRequest("address", report.address, hint) from error
     mapped = getattr(address, "ipv4_mapped", None) or address
     if mapped.is_unspecified or mapped.is_multicast:
-        raise InvalidRequest("address", report.address, "give the address of one of its network interfaces")
+        raise InvalidRequest("address", report.address, "send the address of one of its network interfaces")
     if mapped.is_loopback and not service.settings.on_loopback:
         hint = "other nodes cannot reach that: give the address of the interface that they share (TRL_NODE_ADDRESS)"
         raise InvalidRequest("address", report.address, hint)
@@ -247,7 +247,7 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
 
 
 def _check_name(service: Service, caller: Caller, report: NodeReport, known: NodeRecord | None) -> None:
-    """Check that a join may have the name that it reports. No sentence here shows what is known of the other machine.
+    """Check that a join may use its name. No message here discloses anything about the other machine.
 
     Raises:
         Conflict: it is another node's.
@@ -264,7 +264,7 @@ def _check_name(service: Service, caller: Caller, report: NodeReport, known: Nod
     if known is None or (caller.node == name and (same_machine or name == service.node_name)):
         return
     if _is_live(service, known):
-        # Until a credential was used, the answer that had it may be lost: the same agent then asks again.
+        # Until a credential was used, the answer with it may be lost: the same agent then joins again.
         if same_machine and known.boot_id == incarnation(report) and not service.store.nodes.has_used_credential(name):
             return
         raise Conflict(
@@ -279,14 +279,14 @@ def _check_name(service: Service, caller: Caller, report: NodeReport, known: Nod
 
 
 def _is_live(service: Service, record: NodeRecord) -> bool:
-    """Heard of within SILENCE, before the service was started too."""
+    """Whether the node called within SILENCE, before the service was started too."""
     if service.presence.has_called(record.name):
         return not service.presence.is_absent(record.name)
     return time.time() - record.seen_at.timestamp() < SILENCE
 
 
 def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
-    """The node that polls. What it raises may come to be while it waits for its answer.
+    """The node that polls. The errors may arise while the call waits for its answer.
 
     Raises:
         NotFound.
@@ -302,7 +302,7 @@ def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
 
 
 def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> bool:
-    """Record what a node reports. Returns whether any of it is new. Raises InvalidRequest, and as `_welcome`."""
+    """Record the reports of a node. Returns whether any is new. Raises InvalidRequest, and the errors of `_welcome`."""
     record = _welcome(service, name, body)
     for report in body.tasks:
         _check(report)
@@ -310,37 +310,37 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
     _note_used(service, caller)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.nodes.record_heartbeat(name)
-    said = {report.task_id: report for report in body.tasks}
+    reports = {report.task_id: report for report in body.tasks}
     gone = [
         task.task_id
         for task in service.store.tasks.of_node(name)
-        if task.stage == Stage.stop and _is_over(said.get(task.task_id))
+        if task.stage == Stage.stop and _is_over(reports.get(task.task_id))
     ]
     return service.store.tasks.record_reports(
-        name, {key: report.model_dump_json() for key, report in said.items()}, gone
+        name, {key: report.model_dump_json() for key, report in reports.items()}, gone
     )
 
 
 def _note_used(service: Service, caller: Caller) -> None:
     """Record the first use of a credential, with which those before it expire."""
     if caller.node is not None and caller.unused_credential:
-        with suppress(StoreError):  # a full disk: those before it stay valid, and the next call comes here again
+        with suppress(StoreError):  # a full disk: those before it stay valid, and the next call tries again
             service.store.nodes.record_credential_use(caller.node, caller.unused_credential)
 
 
 def _check(report: TaskReport) -> None:
-    """Raises InvalidRequest: what the supervisor could not read would hold up the job."""
+    """Check a report. Raises InvalidRequest: a report that the supervisor cannot read would block the job."""
     try:
         if report.observation is not None:
             observation(report.observation)
         if report.failed is not None:
             Failed.model_validate(report.failed)
     except (TypeError, ValueError, KeyError) as error:
-        raise InvalidRequest(f"tasks of {report.task_id}", str(error)[:200], "send what `TaskReport` says") from error
+        raise InvalidRequest(f"tasks of {report.task_id}", str(error)[:200], "send a `TaskReport`") from error
 
 
 def _is_over(report: TaskReport | None) -> bool:
-    """Whether nothing of a task that was told to stop is left. None: the node does not know it (any more)."""
+    """Whether nothing of a task that was ordered to stop is left. None: the node does not know it (any more)."""
     return report is None or (report.stage is Stage.stop and report.progress is StageProgress.done)
 
 

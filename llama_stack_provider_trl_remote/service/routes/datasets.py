@@ -102,7 +102,7 @@ async def put_blob(service: Context, sha256: Digest, request: Request) -> Respon
 
 
 async def _discard(request: Request) -> None:
-    """Let a client that sends without being asked (Expect: 100-continue) finish: it may not read our answer before."""
+    """Let a client that sends without waiting (Expect: 100-continue) finish: it may not read our answer before."""
     if request.headers.get("expect", "").lower() != "100-continue":
         async for _ in request.stream():
             pass

@@ -1,4 +1,4 @@
-"""Files as answers: whole, or the range of bytes that was asked for."""
+"""Files as answers: whole, or the range of bytes that was requested."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ async def job_events(
     after: Annotated[str | None, Query(description="`next` of the page before, or an event's id")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="Events per page")] = 1000,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
-    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that goes on")] = None,
+    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that continues")] = None,
 ) -> Response:
     """Events of all attempts, in order. With `Accept: text/event-stream` as a stream that ends with `event: end`."""
     streams = _STREAM in (accept or "")
     begin = Cursor.parse(last_event_id, "Last-Event-ID") if streams and last_event_id else Cursor.parse(after, "after")
-    # For a stream too: what is wrong with the request must be said before it begins.
+    # For a stream too: an invalid request must be refused before the stream begins.
     page = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
     if streams:
         body = service.feeds.stream(job_uuid, begin, service.stopping)

@@ -1,4 +1,4 @@
-"""The post-training calls: Llama Stack's six in both path styles, and pause, resume, delete."""
+"""The routes of post-training: Llama Stack's six calls in both path styles, and pause, resume, delete."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def preference_optimize(service: Context, body: PreferenceOptimizeBody, ca
 
 @router.post("/preflight", dependencies=[USERS_JOB], response_model=PreflightResponse, responses=declared(507))
 async def preflight(service: Context, body: PreflightBody) -> Response:
-    """What a job with this body would do, and whether it fits; nothing is queued, no device is taken."""
+    """Report what a job with this body would do and whether it fits. Nothing is queued, no device is used."""
     return as_json(await service.preflight(body))
 
 
@@ -74,7 +74,7 @@ async def list_jobs(
     status: Annotated[str | None, Query(description="A status or a state, such as in_progress or paused")] = None,
     limit: Annotated[int | None, Query(ge=1, le=10_000, description="Jobs per page; left out: all")] = None,
     after: Annotated[str | None, Query(description="`next` of the page before")] = None,
-    full: Annotated[bool, Query(description="Tell state and progress of each job")] = False,
+    full: Annotated[bool, Query(description="List state and progress of each job")] = False,
 ) -> Response:
     """Jobs, oldest first."""
     states = None if status is None else _states(status)
@@ -83,7 +83,7 @@ async def list_jobs(
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
 async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
-    """How a job stands."""
+    """The status of a job."""
     return as_json(service.status(job_uuid))
 
 
@@ -94,7 +94,7 @@ async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
     responses=declared(404),
 )
 async def job_status(service: Context, job_uuid: JobUuid) -> Response:
-    """How a job stands."""
+    """The status of a job."""
     return as_json(service.status(job_uuid))
 
 
@@ -121,7 +121,7 @@ async def job_artifacts(service: Context, job_uuid: JobUuid) -> Response:
 async def cancel_job(
     service: Context,
     body: Annotated[JobName | None, Body()] = None,
-    job_uuid: Annotated[str | None, Query(description="The job's name, where no body says it")] = None,
+    job_uuid: Annotated[str | None, Query(description="The job's name, where no body names it")] = None,
 ) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
     name = body.job_uuid if body is not None else job_uuid
@@ -143,7 +143,7 @@ async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
     responses=declared(404, 409),
 )
 async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
-    """Save a checkpoint, then free the device; a waiting job is held back."""
+    """Save a checkpoint, then free the device; a waiting job stays in the queue, paused."""
     await asyncio.to_thread(service.store.request_pause, job_uuid)
     service.supervisor.wake()
     return as_json(service.status(job_uuid))
@@ -173,13 +173,13 @@ async def delete_job(
     job_uuid: JobUuid,
     checkpoints: Annotated[bool, Query(description="Remove its checkpoints too")] = False,
 ) -> Response:
-    """Forget a job that has ended, and remove its logs and events."""
+    """Delete a job that has ended, with its logs and events."""
     await asyncio.to_thread(service.delete, job_uuid, checkpoints)
     return Response(status_code=204)
 
 
 def as_json(model: BaseModel, without: set[str] | None = None) -> Response:
-    """A model as it is: FastAPI would validate it once more, which for a status costs more than making it."""
+    """Serialize a model directly: FastAPI would validate it again, which for a status costs more than building it."""
     return Response(model.model_dump_json(exclude=without), media_type="application/json")
 
 
@@ -207,7 +207,7 @@ def _page(service: Service, states: list[JobState] | None, limit: int | None, af
 
 
 def _states(text: str) -> list[JobState]:
-    """The states that a word of Llama Stack's, or one of ours, means."""
+    """The states that a state of Llama Stack, or one of ours, stands for."""
     if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
         return [JobState(text)]
     states = [state for state in JobState if shown(state) == text]

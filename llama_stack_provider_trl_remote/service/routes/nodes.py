@@ -1,4 +1,4 @@
-"""The machines that jobs run on, as operators list and manage them; `agents` has the calls of their agents."""
+"""The routes with which operators list and manage the machines that jobs run on; `agents` has those of their agents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 @router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
 async def nodes(service: Context) -> Response:
-    """The machines that jobs may run on, and which job has which device; the service's own first."""
+    """The machines that jobs may run on, and the jobs on their devices; the service's own machine first."""
     return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
 
 
@@ -53,13 +53,13 @@ async def uncordon(service: Context, name: Name) -> Response:
 
 @router.post("/{name}/drain", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def drain(service: Context, name: Name) -> Response:
-    """Give a node no further jobs; those that train there save and go on elsewhere."""
+    """Give a node no further jobs; those that train there save and continue elsewhere."""
     return await _set_mode(service, name, "draining")
 
 
 @router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def remove(service: Context, name: Name) -> Response:
-    """Forget a node that is gone or has been emptied. Its agent ends; started again it joins again."""
+    """Remove a node that is gone or has been emptied. Its agent ends; a restarted agent joins again."""
     await asyncio.to_thread(_remove, service, name)
     service.supervisor.wake()
     return Response(status_code=204)
@@ -96,7 +96,7 @@ def _remove(service: Service, name: str) -> None:
     if name == service.node_name:
         raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
     jobs = sorted({task.job_uuid for task in service.store.tasks.of_node(name)})
-    # Not `agents._is_live`: after the service was away for long nobody has called yet, and the job trains on.
+    # Not `agents._is_live`: after the service was away for long no node has called yet, and the job trains on.
     if jobs and not service.presence.is_absent(name):
         raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
     service.removed[name] = incarnation(record)
@@ -142,7 +142,7 @@ def _nodes(service: Service) -> list[NodeRow]:
         if report is None:
             found.append(_unreadable(record.name))
             continue
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "agent": True,
             "state": service.cluster.why_closed(record) or "open",
             "address": report.address,
@@ -152,7 +152,7 @@ def _nodes(service: Service) -> list[NodeRow]:
             "memory_of_devices": {one.name: one.memory_bytes for one in report.devices if one.memory_bytes},
         }
         if record.name == service.node_name:
-            found[0] = found[0].model_copy(update=told)
+            found[0] = found[0].model_copy(update=shown)
             continue
         begin = f"{record.name}/"
         found.append(
@@ -164,7 +164,7 @@ def _nodes(service: Service) -> list[NodeRow]:
                 memory_bytes=report.memory_bytes,
                 memory_available_bytes=None,
                 disk_free_bytes=report.disk_free_bytes,
-                **told,
+                **shown,
             )
         )
     return found

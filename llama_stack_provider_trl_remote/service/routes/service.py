@@ -1,4 +1,4 @@
-"""About the service itself."""
+"""The routes of the service itself: health and description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and the audit log, for admins."""
+"""The routes of tokens and the audit log, for admins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
 
 @router.post("", dependencies=[ADMINS], status_code=201, response_model=CreatedToken, responses=declared(409))
 async def create_token(service: Context, body: CreateToken, caller: CurrentCaller) -> Response:
-    """Create a token. This answer alone shows it."""
+    """Create a token. Only this answer shows it."""
     limits = TokenLimits(
         body.max_queued_jobs, body.requests_per_second, None if body.priorities is None else tuple(body.priorities)
     )

@@ -1,7 +1,7 @@
-"""Roles, and what each route takes: declared on the route, and enforced before any of its body is read.
+"""Roles, and the access to each route: declared on the route, enforced before its body is read.
 
 A route of the service carries exactly one `Access` among its dependencies. `GuardedRoute` enforces it, shows it in the
-OpenAPI document as `x-roles`, and cannot be made without one; no other module decides who may call what.
+OpenAPI document as `x-roles`, and cannot be constructed without one. No other module decides who may call which route.
 
 No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
 """
@@ -29,16 +29,17 @@ CALLER, BODY, ROUTE = "trl_caller", "trl_body", "trl_route"
 """Keys of an ASGI scope: the `Caller`, the `Body` that is being received, and the path template of the route."""
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = 64 * KIB
-"""Bytes of a body that names one thing, or of one that nobody asked for."""
+"""Bytes of a body that names one thing, or of an unexpected one."""
 
 
 REFUSALS = frozenset({401, 403, 429})
-"""Statuses of answers that say that this sender may not do this, or not now."""
+"""Statuses of refusals: this sender may not do this, or not now."""
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Refused(HTTPException):
-    """Raised when a request goes no further. FastAPI lets its own exceptions out of a body's reading."""
+    """Raised when a request is refused before its handler runs. FastAPI passes its own exceptions on from a body's
+    reading."""
 
 
 class Removed(Refused):
@@ -56,7 +57,7 @@ class Caller:
     role: Role | None
     """None: no token that this service knows."""
     name: str = ""
-    """Of the token, for records: `operator`, `local` where no token is needed, the name of a token or of a node."""
+    """Name for records: `operator`, `local` where no token is needed, the name of a token or of a node."""
     node: str | None = None
     """The node whose own credential this is; None: any other token."""
     presented: bool = False
@@ -67,12 +68,12 @@ class Caller:
     """The token was not compared: its address has tried too many wrong ones."""
     limits: TokenLimits = UNLIMITED
     bucket: Bucket | None = field(default=None, compare=False, repr=False)
-    """Of the requests of this token; None: they are not limited."""
+    """Rate limit of this token; None: its requests are not limited."""
     check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the token is still valid; None: it is for as long as the service runs. Cheap: called often."""
 
     def still_valid(self) -> bool:
-        """False: the token was revoked or has expired since the request was authenticated."""
+        """Whether the token is still valid: false once it was revoked or has expired since the authentication."""
         return self.check is None or self.check()
 
     def take_request(self) -> None:
@@ -86,7 +87,7 @@ class Caller:
             )
 
     def require_known(self) -> None:
-        """Raises Refused: 401, 429."""
+        """Refuse a caller without a known token. Raises Refused: 401, 429."""
         if self.throttled:
             raise Refused(
                 429,
@@ -115,14 +116,14 @@ class Body:
         announced = headers.get("content-length", "")
         self.announced = int(announced[:19]) if announced.isdigit() else 0
         self.waits_for_continue = headers.get("expect", "").lower() == "100-continue"
-        """The sender sends nothing before the body is read."""
+        """Whether the sender waits for a reply before it sends the body."""
         self.count = 0
         self.whole = False
         self._limit = 0
         self._hint = ""
 
     def set_limit(self, limit: int, hint: str) -> None:
-        """Raises Refused: 413, the body is announced to be larger."""
+        """Set the limit. Raises Refused: 413, the body is announced to be larger."""
         self._limit, self._hint = limit, hint
         if self.announced > limit:
             raise self._too_large()
@@ -136,7 +137,7 @@ class Body:
         return message
 
     async def discard(self) -> int:
-        """Receive the next piece and drop it. Returns its length."""
+        """Receive the next part and drop it. Returns its length."""
         message = await self._receive()
         self.whole = message["type"] != "http.request" or not message.get("more_body")
         return len(message.get("body", b""))
@@ -148,7 +149,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may call a route, and with what body.
+    """The callers and the body that a route accepts.
 
     Args:
         roles: of the callers; empty: anyone, without a token.
@@ -168,7 +169,7 @@ class Access:
     record: bool = True
 
     async def __call__(self) -> None:
-        """Nothing is left to do for FastAPI: `GuardedRoute` has called `check` before the body was read."""
+        """Do nothing: `GuardedRoute` has called `check` before the body was read."""
 
     def check(self, scope: Scope, settings: ServiceSettings) -> None:
         """Check caller, content type and announced size of a request.
@@ -194,11 +195,11 @@ class Access:
         scope[BODY].set_limit(self.bytes(settings), hint)
 
     def bytes(self, settings: ServiceSettings) -> int:
-        """The limit of the body."""
+        """The limit of the body in bytes."""
         return getattr(settings, self.limit) * MIB if isinstance(self.limit, str) else self.limit
 
     def _check_node(self, caller: Caller, path: Mapping[str, str], store: Store) -> None:
-        """Check that a node calls for itself, and reads what its tasks need. Raises Refused: 403."""
+        """Refuse a node that calls for another, or reads data that its tasks do not need. Raises Refused: 403."""
         if caller.node is None:
             raise Refused(
                 403,
@@ -269,14 +270,14 @@ class GuardedRoute(APIRoute):
 
 
 def _template(path: str, template: str) -> str:
-    """The path template of a route. Where FastAPI includes routers without copying them, it lacks the prefix, which is
+    """The path template of a route. Where FastAPI includes routers without copying them, the template lacks the prefix:
     the first part of the path."""
     prefix = "/" + path.split("/")[1]
     return template if f"{template}/".startswith(f"{prefix}/") else prefix + template
 
 
 def sender(scope: Scope) -> dict[str, Any]:
-    """Who sends a request, and from where, as the audit log has it."""
+    """Sender and address of a request, as fields of the audit log."""
     caller: Caller = scope.get(CALLER) or Caller(None)
     address = (scope.get("client") or ("",))[0]
     return {"caller": caller.name, "role": caller.role, "node": caller.node, "address": address}
@@ -301,10 +302,10 @@ USERS_ROWS = _access(_USERS, limit="max_body_mb")
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
 ADMINS = _access(frozenset({"admin"}))
 TASK_JOB = _access(_ALL, needs_task="job_uuid")
-"""What users read of a job, and the nodes that it runs on."""
+"""What users read of a job; also for the nodes that it runs on."""
 TASK_ROWS = _access(_ALL, needs_task="sha256")
 _NODES: frozenset[Role] = frozenset({"node", "admin"})
-"""What agents call, and beside them only who may do everything."""
+"""Calls of agents, and of callers with access to everything."""
 JOIN = _access(_NODES, limit=MIB)
 NODES = _access(_NODES, own_node=True, limit=4 * MIB)
 NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
@@ -330,7 +331,7 @@ def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
 
 
 def _check_content_type(method: str, headers: Mapping[str, str]) -> None:
-    """A form of any page can be posted here, as every type but JSON. (What is PUT, no form can send.)"""
+    """Require JSON: a page of any origin can post a form here with every other type, but cannot PUT one."""
     if method != "POST":
         return
     if not (headers.get("content-length", "0") != "0" or "transfer-encoding" in headers or "content-type" in headers):

@@ -1,9 +1,9 @@
-"""The audit log: who did what, from where, with which result. Append-only, numbered without gaps, in rotated files.
+"""The audit log: caller, action, address and result. Append-only, numbered without gaps, in rotated files.
 
-Each line is one `os.write` to a file opened with O_APPEND, so a killed process leaves whole lines and at most one torn
+Each line is one `os.write` to a file opened with O_APPEND. A killed process leaves whole lines and at most one torn
 one, which the next start removes. Lines are not forced to disk one by one: a kill loses nothing that was written, and
-an fsync takes milliseconds where the write takes microseconds. A power cut may lose the last lines; the actions of
-admins, starts, stops and each full file are forced to disk.
+an fsync takes milliseconds where the write takes microseconds. A power cut may lose the last lines. Actions of admins,
+starts, stops and each full file are forced to disk.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _BEGINNING = "audit-"
 _TAIL = 1 << 16
 """Bytes at the end of a file within which its last line begins; lines are shorter than 4 KiB."""
 _BURST, _PER_SECOND = 100.0, 1.0
-"""Lines for the refusals of one caller, and of all unknown ones together: a flood of them takes about 25 MB a day."""
+"""Lines for the refusals of one caller, and of all unknown callers together: a flood takes about 25 MB a day."""
 _REST_SECONDS = 10.0
-"""How often refusals beyond that are reported, as a count."""
+"""Seconds between reports of the number of further refusals."""
 _SCANNED = 20_000
-"""Lines that one page reads at most, however few of them fit its filter."""
+"""Lines that one page reads at most, however few of them match its filter."""
 
 Line = dict[str, Any]
 
 
 class AuditLog:
-    """The files of one directory: `audit-<number of the first line>.jsonl`. One process writes; any may read.
+    """The files of one directory: `audit-<number of the first line>.jsonl`. One process writes; any process may read.
 
     Args:
         max_bytes: of one file.
@@ -62,10 +62,10 @@ class AuditLog:
         self._next = 1
         self._lost = 0
         self._forcing: threading.Thread | None = None
-        """Forces the files to disk that were full."""
+        """Forces full files to disk."""
 
     def open(self) -> int:
-        """Continue the newest file, without its torn or damaged end. Returns how many bytes of it were cut off.
+        """Continue the newest file, without its torn or damaged end. Returns the number of bytes cut off.
 
         Raises:
             OSError.
@@ -108,7 +108,7 @@ class AuditLog:
                 return None
 
     def sync(self) -> None:
-        """Force what was written to disk. Lines can be written meanwhile: an fsync may take seconds."""
+        """Force written lines to disk. Lines can be written meanwhile: an fsync may take seconds."""
         with self._lock:
             forcing = self._forcing
             copy = None if self._file is None else os.dup(self._file)
@@ -132,8 +132,10 @@ class AuditLog:
     def page(
         self, after: int = 0, limit: int = 100, caller: str | None = None, route: str | None = None
     ) -> tuple[list[Line], int]:
-        """Lines with numbers above `after`, oldest first, and the number to continue after. Where that is `after`
-        itself, there are no more lines yet; a page may be empty and have more behind it, since a filter reads on.
+        """Lines with numbers above `after`, oldest first, and the number to continue after.
+
+        That number is `after` itself where no more lines exist yet. A page may be empty and have more behind it, since
+        a filter reads on.
 
         Raises:
             StoreError: the files cannot be read.
@@ -172,7 +174,7 @@ class AuditLog:
         return _utf8(line) + b"\n"
 
     def _rotate(self) -> None:
-        """Begin the next file. Nothing is renamed: whatever a crash leaves of this is a complete log."""
+        """Begin the next file. Nothing is renamed, so a crash at any point leaves a complete log."""
         assert self._file is not None
         full = self._file
         self._begin_file()
@@ -220,7 +222,7 @@ class AuditLog:
 
     def _lines(self, after: int) -> Iterator[Line]:
         files = self._files()
-        # The file in which line after + 1 is, and those behind it.
+        # The file with line after + 1, and the later ones.
         begin = max((place for place, path in enumerate(files) if _first(path) <= after + 1), default=0)
         for path in files[begin:]:
             try:
@@ -236,7 +238,7 @@ class AuditLog:
 
 
 class Refusal(NamedTuple):
-    """What makes two refusals the same kind."""
+    """Fields that two refusals of the same kind share."""
 
     status: int
     caller: str
@@ -248,8 +250,10 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """Writes refusals to a log, bounded: the first of a kind at once, its repetitions within a second as a count, and
-    beyond a budget per caller only the sum, so that a flood neither fills the disk nor pushes the history out.
+    """Writes refusals to a log, bounded.
+
+    The first of a kind is written at once, and its repetitions within a second as a count. Beyond a budget per caller
+    only the sum is written, so that a flood neither fills the disk nor displaces the history.
 
     Args:
         clock: seconds, monotonic.
@@ -276,7 +280,7 @@ class Refusals:
             self._timer = asyncio.get_running_loop().call_later(WINDOW, self._on_time)
 
     def flush(self, everything: bool = True) -> None:
-        """Write the counts that are due."""
+        """Write all counts that are due."""
         for refusal, count in self._repeated.items():
             if count and self._may_write(refusal):
                 self._audit.write("refused", **refusal._asdict(), count=count)
@@ -312,18 +316,18 @@ def _first(path: Path) -> int:
 
 
 def _utf8(line: Any) -> bytes:
-    """A line as JSON in UTF-8. A half of a surrogate pair, which a client may send as a name, becomes `?`: no answer
+    """A line as JSON in UTF-8. Half of a surrogate pair, which a client may send as a name, becomes `?`: no answer
     could show it."""
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _parsed(raw: bytes) -> Line | None:
-    """None: the line is torn or damaged."""
+    """A parsed line; None: the line is torn or damaged."""
     if not raw.endswith(b"\n"):
         return None
     try:
         line = json.loads(raw)
-        if b"\\ud" in raw:  # of an earlier release, which wrote half a surrogate pair as it came
+        if b"\\ud" in raw:  # written by an earlier release, which kept half of a surrogate pair
             line = json.loads(_utf8(line))
     except ValueError:
         return None
@@ -331,7 +335,7 @@ def _parsed(raw: bytes) -> Line | None:
 
 
 def _last_whole(path: Path) -> tuple[int, int]:
-    """Where the last whole line of a file ends, and the number of the line that follows it."""
+    """Offset at which the last whole line of a file ends, and the number of the line that follows it."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         for begin in (max(0, size - _TAIL), 0):  # the whole file only where its end is damaged, as by a power cut
@@ -348,7 +352,7 @@ def _last_whole(path: Path) -> tuple[int, int]:
 
 
 def _offset_behind(file: BinaryIO, after: int) -> int:
-    """Where the first line with a number above `after` begins: a binary search, since numbers ascend."""
+    """Offset of the first line with a number above `after`: a binary search, since numbers ascend."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _TAIL:
         middle = (low + high) // 2
@@ -369,8 +373,8 @@ _TOKEN = re.compile(re.escape(PREFIX) + r"[A-Za-z0-9_-]{32,}")
 
 
 def shortened(values: dict[str, Any], limit: int = 200) -> dict[str, Any]:
-    """Names as a line holds them: what a client has chosen is cut, so that no line grows beyond a few KiB, and a token
-    in the place of a name is masked."""
+    """Names as a line holds them: client-chosen text is cut, so that no line grows beyond a few KiB, and a token in
+    place of a name is masked."""
     return {
         name: value if isinstance(value, bool) else _TOKEN.sub(f"{PREFIX}[masked]", str(value))[:limit]
         for name, value in values.items()

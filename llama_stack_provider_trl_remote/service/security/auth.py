@@ -1,7 +1,7 @@
-"""What is decided about every request before it is routed: its form, where it comes from, and who sends it.
+"""Decisions about every request before it is routed: its form, its origin and its sender.
 
-Pure ASGI, so that bodies pass through in pieces: Starlette's own middleware classes would hold them. Who may call which
-route is declared on the route (`access`).
+Pure ASGI, so that bodies pass through in parts: Starlette's own middleware classes would buffer them. The access to
+each route is declared on the route (`access`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .recording import RECORDED
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SPARE = 64 << 20
-"""Bytes of a refused body which are read and dropped, so that its sender lives to see the answer."""
+"""Bytes of a refused body that are read and dropped, so that its sender can read the answer."""
 _DRAIN_SECONDS = 10.0
 _UNKNOWN_DRAIN_SECONDS = 1.0
 """For a caller without a known token."""
 _CHECK_SECONDS = 0.5
-"""How often a running answer looks whether its token is still valid."""
+"""Seconds between checks of whether the token of a running answer is still valid."""
 _BEARER = {"WWW-Authenticate": "Bearer"}
 
 type Authenticate = Callable[[str], Caller | None]
-"""A token -> its caller; None: it is not known."""
+"""Returns the caller of a token; None: the token is unknown."""
 
 
 class ConfiguredTokens:
-    """The tokens of the configuration.
+    """Authenticates with the tokens of the configuration.
 
     Args:
         more: further tokens, with the names of their callers.
@@ -66,14 +66,14 @@ class ConfiguredTokens:
         return bool(self._callers)
 
     def __call__(self, token: str) -> Caller | None:
-        # All are compared, each in constant time: the time taken says nothing about any of them.
+        # All are compared, each in constant time: the time taken discloses nothing about them.
         given = token.encode()
         matches = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, given)]
         return matches[0] if matches else None
 
 
 class AnyOf:
-    """Authenticates with the first that knows a token."""
+    """Authenticates with the first authenticator that knows a token."""
 
     def __init__(self, *authenticators: Authenticate) -> None:
         self._authenticators = authenticators
@@ -83,7 +83,7 @@ class AnyOf:
 
 
 class Gate:
-    """Checks path, Host and Origin of every request, authenticates its sender, and ends it once its token is revoked.
+    """Checks path, Host and Origin of every request, authenticates its sender, and ends it when its token is revoked.
 
     Args:
         authenticate: None: no token is needed, and every caller has the role admin.
@@ -102,7 +102,7 @@ class Gate:
         self._refusals = refusals
         self._failures = Failures()
         self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
-        # DNS rebinding comes with a name: beyond loopback, an address as such is what our clients use.
+        # DNS rebinding needs a name. Beyond loopback our clients use addresses, so an address as such is accepted.
         self._addresses_pass = not settings.on_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,14 +144,15 @@ class Gate:
         """Record a refusal.
 
         Args:
-            always: whatever its status.
+            always: record it at every status.
         """
         if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
 
     def _check_origin(self, headers: Headers) -> None:
-        """A browser can be made to call us from any page: by a name that resolves to us, or by a form."""
+        """Refuse foreign pages: a browser can be made to call the service by a name that resolves to it, or by a
+        form."""
         host = headers.get("host", "")
         if not self._known(_name(host)):
             raise Refused(
@@ -181,7 +182,7 @@ class Gate:
 
 
 class ResponseState:
-    """How far the answer to a request is."""
+    """The state of the answer to a request."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -205,7 +206,7 @@ class ResponseState:
 async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handled: Awaitable[None]) -> None:
     """Handle a request for as long as its token is valid.
 
-    Only an answer that is being sent or a body that is being received is broken off: what lies between takes effect as
+    Only an answer that is being sent or a body that is being received is broken off. Everything between takes effect as
     a whole, or not at all.
 
     Raises:
@@ -236,7 +237,7 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
 
 
 def _check_path(scope: Scope) -> None:
-    """Refuse control characters: what matches a path then cannot depend on how a pattern treats a line's end.
+    """Refuse control characters, so that the match of a path does not depend on how a pattern treats line ends.
 
     Raises:
         Refused: 400.
@@ -246,7 +247,7 @@ def _check_path(scope: Scope) -> None:
 
 
 def _check_length(headers: Headers) -> None:
-    """Refuse a body with two lengths: what is reserved for it goes by one, and what is received by the other.
+    """Refuse a body with two lengths: memory is reserved for one, and the other is received.
 
     Raises:
         Refused: 400.
@@ -260,8 +261,8 @@ def _check_length(headers: Headers) -> None:
 
 
 async def _drain(scope: Scope, body: Body) -> None:
-    """Read and drop what is still being sent, within bounds: a connection that is closed on unread data is reset, and
-    the sender never sees the answer."""
+    """Read and drop the rest of a body, within bounds. A connection that is closed on unread data is reset, and the
+    sender never reads the answer."""
     if body.whole or (body.waits_for_continue and not body.count) or body.announced - body.count > _SPARE:
         return
     caller: Caller | None = scope.get(CALLER)
@@ -278,7 +279,7 @@ async def _drain(scope: Scope, body: Body) -> None:
 
 
 def _authority(origin: str) -> str:
-    """`Origin` without its scheme; nothing where it is malformed."""
+    """`Origin` without its scheme; empty where it is malformed."""
     try:
         return urlsplit(origin).netloc if "//" in origin else origin
     except ValueError:  # http://[

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]
 FAILURES_PER_SECOND = 20.0
-"""Tokens that one address may try; a 256-bit token is out of reach at any rate, a short configured one is not."""
+"""Tokens that one address may try. A 256-bit token is safe at any rate, a short configured one is not."""
 _ADDRESSES = 4096
-"""Addresses of which failures are counted, and pairs of address and token that are known to be good."""
+"""Addresses whose failures are counted, and pairs of address and token that are known to be good."""
 
 
 class Bucket:
@@ -30,14 +30,14 @@ class Bucket:
         self._filled_at = clock()
 
     def take(self) -> float:
-        """Take one. Returns 0, or the seconds until there is one; nothing is taken then."""
+        """Take one token of the bucket. Returns 0, or the seconds until one is free; nothing is taken then."""
         missing = self.missing()
         if not missing:
             self._level -= 1
         return missing
 
     def missing(self) -> float:
-        """As `take`, and takes nothing."""
+        """The result of `take`, without taking a token."""
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._filled_at) * self.rate)
         self._filled_at = now
@@ -45,8 +45,10 @@ class Bucket:
 
 
 class Failures:
-    """Failed authentications by source address. An address over its rate may use only tokens that were accepted from it
-    before: guessing stops, and clients that share the address with the one that guesses continue."""
+    """Counts failed authentications by source address.
+
+    An address over its rate may use only tokens that were accepted from it before. Guessing stops, and other clients at
+    the address continue."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +56,7 @@ class Failures:
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
     def may_try(self, address: str, token: str) -> bool:
-        """Whether a token of this address is to be compared at all."""
+        """Whether a token of this address may be compared at all."""
         if not self._buckets:
             return True
         bucket = self._buckets.get(_network(address))
@@ -63,7 +65,7 @@ class Failures:
     def note(self, address: str, token: str, accepted: bool) -> None:
         """Record the result of a comparison."""
         if accepted:
-            # Only an address with failures is ever asked for its good tokens, but they are accepted before that.
+            # Good tokens are recorded before any failure, and are looked up only after one.
             _remember(self._accepted, _pair(address, token), None)
             return
         bucket = self._buckets.get(_network(address)) or Bucket(
@@ -85,7 +87,7 @@ def _pair(address: str, token: str) -> bytes:
 
 
 def _network(address: str) -> str:
-    """An IPv6 host has a whole /64 to call from."""
+    """The key of an address: an IPv6 host has a whole /64 to call from."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

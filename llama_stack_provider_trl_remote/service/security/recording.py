@@ -1,4 +1,4 @@
-"""What the audit log has of a request: its beginning once its body is valid, its result before its answer is sent.
+"""Writes requests to the audit log: the beginning once the body is valid, the result before the answer is sent.
 
 The beginning is written before the handler runs, so a call that took effect is in the log even if the process is killed
 before it answers.
@@ -23,7 +23,7 @@ from .audit import AuditLog, shortened
 RECORDED = "trl_recorded"
 """Key of an ASGI scope: set once the audit log has this request, so that no other line repeats it."""
 _NAMES = ("job_uuid", "dataset_id", "name", "checkpoints")
-"""Parameters and fields of bodies that say what a call is about. Nothing else of a body is recorded."""
+"""Parameters and fields of bodies that identify the subject of a call. Nothing else of a body is recorded."""
 _MARK = "trl_recorded"
 _current: ContextVar[Call | None] = ContextVar("trl_call", default=None)
 
@@ -45,7 +45,7 @@ class Call:
         self._forced = forced
         self._number: int | None = None
         self.state: str | None = None
-        """Of the job that the call was about, after it."""
+        """State of the job that the call concerns, after the call."""
         self.ended = False
 
     def begin(self) -> None:
@@ -91,8 +91,8 @@ async def record(call: Call, scope: Scope, receive: Receive, send: Send, handle:
 def recorded[**Parameters, Answer](
     endpoint: Callable[Parameters, Awaitable[Answer]],
 ) -> Callable[Parameters, Awaitable[Answer]]:
-    """A handler that writes the beginning of its call before it runs, with the names that its arguments have."""
-    if hasattr(endpoint, _MARK):  # a route that is included in another router is made anew from its handler
+    """Wrap a handler, so that the beginning of its call is written before it runs, with the names in its arguments."""
+    if hasattr(endpoint, _MARK):  # FastAPI recreates a route from its handler where a router is included in another
         return endpoint
 
     @functools.wraps(endpoint)
@@ -103,7 +103,7 @@ def recorded[**Parameters, Answer](
         call.add(_names(values))
         call.begin()
         answer = await endpoint(*arguments, **values)
-        call.add(_names(values))  # a dataset without a name has got one
+        call.add(_names(values))  # a dataset without a name has one now
         job_uuid = _names(values).get("job_uuid")
         if job_uuid and "service" in values:
             call.state = _state(values["service"], str(job_uuid))

@@ -1,6 +1,6 @@
-"""Tokens that were created through the API, as the service checks them: in memory, and in step with the database.
+"""Tokens that were created through the API: checked in memory, changed together with the database.
 
-One process serves a data directory, so nobody else changes them: a revoked token is refused by the next check.
+One process serves a data directory, so no other process changes them: a revoked token is refused by the next check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .limits import Bucket
 
 log = logging.getLogger(__name__)
 _USED_SECONDS = 60.0
-"""How often the last use of a token is written: a write for every request would cost more than the request."""
+"""Seconds between writes of a token's last use: a write per request would cost more than the request."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class _Known:
     record: TokenRecord
     caller: Caller
     written_at: float
-    """When its last use was last written."""
+    """Time at which its last use was last written."""
 
 
 class CreatedTokens:
-    """Authenticates with the created tokens, and changes them.
+    """Authenticates with the created tokens, and creates and revokes them.
 
     Args:
         clock: seconds since the epoch.
@@ -52,7 +52,7 @@ class CreatedTokens:
             self._remember(record)
 
     def __call__(self, token: str) -> Caller | None:
-        # Found by its sha256: how long that takes depends on the digest, which tells nothing about any known token.
+        # Looked up by its sha256: the time depends on the digest, which discloses nothing about any known token.
         known = self._known.get(digest(token))
         if known is None or not self._is_current(known.record):
             return None
@@ -60,13 +60,13 @@ class CreatedTokens:
         return known.caller
 
     def all(self) -> Sequence[TokenRecord]:
-        """Oldest first; those that have expired are among them until they are revoked."""
+        """All tokens, oldest first; an expired one is listed until it is revoked."""
         return sorted((known.record for known in self._known.values()), key=lambda record: record.created_at)
 
     def create(
         self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: TokenLimits = UNLIMITED
     ) -> tuple[str, TokenRecord]:
-        """Returns the token, which cannot be read again, and its record.
+        """Create a token. Returns it, which cannot be read again, and its record.
 
         Raises:
             Conflict: the name is taken or reserved.

@@ -1,1 +1,1 @@
-"""What the service shows of jobs: checkpoints, events, preflights."""
+"""Views of jobs: checkpoints, events, preflights."""

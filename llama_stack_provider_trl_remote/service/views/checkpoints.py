@@ -1,4 +1,5 @@
-"""Files of checkpoints: found by identifier, listed with digests, never from outside their checkpoint's directory."""
+"""Serves files of checkpoints: found by identifier, listed with digests, never from outside the checkpoint's
+directory."""
 
 from __future__ import annotations
 
@@ -29,24 +30,24 @@ Opener = Callable[[], BinaryIO]
 
 
 class Digests:
-    """sha256 of files, remembered for as long as size and time stay the same. Safe to share between threads."""
+    """Caches the sha256 of files for as long as size and time stay the same. Safe to share between threads."""
 
     def __init__(self) -> None:
-        # Of their own: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
+        # Separate threads: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
         self.threads = ThreadPoolExecutor(2, "trl-digests")
         self._closed = False
         self._known: OrderedDict[tuple[int, int, int, int], str] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> tuple[int, str]:
-        """Size and sha256. Raises OSError."""
+        """Size and sha256 of a file. Raises OSError."""
         with open_regular(path) as file:
             return self.of_file(file)
 
     def of_file(self, file: BinaryIO) -> tuple[int, str]:
-        """As `of`, of an open file."""
+        """Size and sha256 of an open file."""
         status = os.fstat(file.fileno())
-        # Not by its path: what was uploaded is read once, and then moved to its place.
+        # Not cached by its path: an upload is read once, and then moved to its place.
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         with self._lock:
             known = self._known.get(key)
@@ -59,7 +60,7 @@ class Digests:
         return status.st_size, known
 
     def close(self) -> None:
-        """What is under way ends with an OSError."""
+        """Stop the threads. A digest under way ends with an OSError."""
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -86,10 +87,9 @@ def list_files(store: Store, digests: Digests, job_uuid: str, identifier: str) -
 
 
 def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, relative: str) -> tuple[Opener, int, str]:
-    """What opens a file of a checkpoint, its size and its sha256.
+    """Resolve a file of a checkpoint: a function that opens it, its size and its sha256.
 
-    Whenever it is opened, no symbolic link that its training left leads out of the job's checkpoints: one could be put
-    there at any moment.
+    The function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
 
     Raises:
         InvalidRequest: the path leads out of the checkpoint.
@@ -101,15 +101,15 @@ def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, re
         opener = partial(open_in, checkpoint.parent, Path(checkpoint.name, relative))
         with opener() as file:
             return opener, *digests.of_file(file)
-    except (OSError, RuntimeError):  # a name too long for the file system, a loop of links; no regular file, or gone
+    except (OSError, RuntimeError):  # a name too long for the file system, a loop of links, no regular file, or missing
         pass
     raise NotFound(f"checkpoint {shown_as!r} has no file {relative!r}: GET .../checkpoints/{shown_as} lists its files")
 
 
 def requested_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and the one behind the last of a Range header; None: the whole file.
+    """First byte of a Range header and the one behind its last; None: the whole file.
 
-    What is no range of bytes, or several ranges, is passed over, as HTTP wants it.
+    A header without a range of bytes, or with several, is ignored, as HTTP requires.
 
     Raises:
         OutOfRange.
@@ -129,7 +129,7 @@ def requested_range(header: str | None, size: int) -> tuple[int, int] | None:
 
 
 def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, Path]:
-    """By its identifier, or by the name of its directory: `final`, `merged`, `checkpoint-10`."""
+    """A checkpoint by its identifier, or by the name of its directory: `final`, `merged`, `checkpoint-10`."""
     job = store.get(job_uuid)
     given = job.spec.resume_from
     if identifier == GIVEN and given is not None and given.path is not None:
@@ -140,5 +140,5 @@ def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, Path]:
             if not is_directory(record.path):  # the training may have put a symbolic link there
                 raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {record.path}")
             return shown_as, record.path
-    names = ", ".join(listed) or "it has none yet"
+    names = ", ".join(listed) or "none yet"
     raise NotFound(f"job {job_uuid!r} has no checkpoint {identifier!r}; its checkpoints: {names}")

@@ -1,8 +1,8 @@
-"""A job's events from a cursor on: as pages, and as a stream of server-sent events.
+"""Serves a job's events from a cursor on: as pages, and as a stream of server-sent events.
 
 A cursor is `<attempt>-<bytes>`: all events of earlier attempts, and those in the first so many bytes of this attempt's
-`events.jsonl`. Only what the store has taken in is shown, so that a cursor means the same after any restart and events
-of an attempt never come after those of the next.
+`events.jsonl`. Only events that the store has ingested are shown. So a cursor means the same after any restart, and
+events of an attempt never come after those of the next.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from llama_stack_provider_trl.specs.events import LINE_BYTES, parse_event
 from llama_stack_provider_trl.system.beneath import NotAFile
 from llama_stack_provider_trl.system.files import RunDir, open_regular
 
-LOOK = 0.25
-"""Seconds between two looks for new events."""
+POLL_INTERVAL = 0.25
+"""Seconds between two polls for new events."""
 HEARTBEAT = 15.0
-"""Seconds of silence after which a stream says that it lives."""
+"""Seconds without an event after which a stream sends a keepalive comment."""
 _PAGE = 500
 _PIECE = 1 << 18
 _CHUNK = 1 << 16
-"""Bytes of a stream that are handed to a connection at once: what it holds of a reader that does not read."""
+"""Bytes of a stream that are written to a connection at once: the memory that a slow reader costs."""
 _SCANNED = 16 << 20
-"""Bytes without any event that are passed over in one call."""
+"""Bytes without any event that are skipped in one call."""
 _KEPT_PAGES = 8
 
 
@@ -42,7 +42,7 @@ class Cursor(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | None, field: str) -> Cursor:
-        """Raises InvalidRequest."""
+        """Parse the id of an event. Raises InvalidRequest."""
         if not text:
             return cls()
         found = re.fullmatch(r"(\d{1,9})-(\d{1,15})", text)
@@ -56,7 +56,7 @@ class Cursor(NamedTuple):
 
 class Line(NamedTuple):
     cursor: Cursor
-    """Behind this event."""
+    """Cursor behind this event."""
     text: str
     """The event as JSON."""
 
@@ -64,17 +64,17 @@ class Line(NamedTuple):
 class Page(NamedTuple):
     lines: list[Line]
     state: JobState
-    """Of the job, before the events were read."""
+    """State of the job, before the events were read."""
     next: Cursor
-    """Where the following page begins."""
+    """Cursor at which the following page begins."""
     is_last: bool
     """Whether nothing follows yet."""
 
 
 def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int = _PIECE) -> Page:
-    """The next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
+    """Read the next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
 
-    Lines that are no events are left out, as the supervisor left them out.
+    Lines that are no events are left out, as in the supervisor.
 
     Raises:
         JobNotFound.
@@ -96,19 +96,19 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int 
 
 
 class Feeds:
-    """The jobs that streams follow: the store is read once per job and interval, however many streams there are."""
+    """Reads the jobs that streams follow: once per job and interval, for any number of streams."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._feeds: dict[str, _Feed] = {}
 
     async def stream(self, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-        """Server-sent events until the job has ended and all was sent, or the service stops. Then `event: end`, or not.
+        """Server-sent events until the job has ended and all were sent, which `event: end` marks, or the service stops.
 
-        In pieces of at most 64 KiB, each of which is sent when the reader has taken most of those before.
+        Each part has at most 64 KiB and is sent when the reader has taken most of the parts before.
         """
         feed = self._feeds.get(job_uuid)
-        if feed is None:  # not setdefault: a feed that nothing closes polls for ever
+        if feed is None:  # not setdefault: a feed that nothing closes polls forever
             feed = self._feeds[job_uuid] = _Feed(self._store, job_uuid, stopping)
         feed.streams += 1
         try:
@@ -123,12 +123,12 @@ class Feeds:
 
 
 class _Feed:
-    """One job that streams follow."""
+    """Reads one job for its streams."""
 
     def __init__(self, store: Store, job_uuid: str, stopping: asyncio.Event) -> None:
         self.streams = 0
         self.changed = asyncio.Event()
-        """Set, and replaced, when there is more to read, the job's state has changed, or the service stops."""
+        """Set and replaced when there is more to read, the job's state has changed, or the service stops."""
         self._store, self._job_uuid = store, job_uuid
         self._seen: object = None
         self._pages: dict[Cursor, asyncio.Task[tuple[bytes, Page]]] = {}
@@ -142,7 +142,7 @@ class _Feed:
             page.cancel()
 
     async def page(self, after: Cursor) -> tuple[bytes, Page]:
-        """A page as text and as such. Streams that are equally far share it."""
+        """A page as server-sent events. Streams with equal cursors share it."""
         reading = self._pages.get(after)
         if reading is None:
             while len(self._pages) >= _KEPT_PAGES:
@@ -165,12 +165,12 @@ class _Feed:
             except JobNotFound:
                 seen = None
             except StoreError:
-                seen = self._seen  # the streams try again with it
+                seen = self._seen  # the streams retry with it
             if seen != self._seen:
                 self._seen = seen
                 self._pages.clear()
                 self._wake()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def _stop(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
@@ -187,7 +187,9 @@ async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncI
         changed = feed.changed
         try:
             text, page = await feed.page(after)
-        except TrlError:  # the job was deleted, or the database cannot be read: the client asks again and is told
+        except (
+            TrlError
+        ):  # the job was deleted, or the database cannot be read: the client reconnects and gets the reason
             return
         after = page.next
         if text:
@@ -213,8 +215,9 @@ def parsed(line: Line) -> dict[str, Any]:
 
 
 def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line], int, bool]:
-    """Events of one attempt's file behind byte `start`, as far as they count; where reading stopped; and whether these
-    are all."""
+    """Read the events of one attempt's file behind byte `start`.
+
+    Returns them, the byte at which reading stopped, and whether these are all."""
     if start > file.end:
         raise _no_cursor(file, start)
     try:
@@ -238,7 +241,7 @@ def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line
 
 
 def _next_line(events: BinaryIO) -> tuple[bytes | None, int]:
-    """A line and its length; None for one that is too long for an event."""
+    """A line and its length; the line is None where it is too long for an event."""
     line = events.readline(LINE_BYTES + 1)
     if line.endswith(b"\n") or len(line) <= LINE_BYTES:
         return line, len(line)
@@ -259,4 +262,6 @@ def _is_event(line: bytes) -> bool:
 
 
 def _no_cursor(file: EventFile, start: int) -> InvalidRequest:
-    return InvalidRequest("after", f"{file.attempt}-{start}", "no event ends there: pass the id of one, or nothing")
+    return InvalidRequest(
+        "after", f"{file.attempt}-{start}", "expected the end of an event: pass the id of one, or nothing"
+    )

@@ -1,4 +1,4 @@
-"""Preflights: tasks of the launcher that take no device, and say what a job would do instead of doing it."""
+"""Preflights: tasks of the launcher that take no device and report what a job would do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_byt
 from ..settings import ServiceSettings
 
 _AT_ONCE = 2
-"""Each takes a core and about a gigabyte for seconds; further ones wait."""
-_LOOK = 0.1
-"""Seconds between two looks at a task."""
+"""Preflights at a time. Each takes a core and about a gigabyte for seconds; further ones wait."""
+_POLL_INTERVAL = 0.1
+"""Seconds between two polls of a task."""
 
 
 class Preflights:
-    """Runs them, a few at a time, each within `preflight_timeout` from when it was asked for."""
+    """Runs preflights, a few at a time, each within `preflight_timeout` of its request."""
 
     def __init__(self, settings: ServiceSettings, launcher: Launcher, device: str, max_ranks: int) -> None:
         self._settings = settings
@@ -34,13 +34,14 @@ class Preflights:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def prepare(self) -> None:
-        """Make the directory anew, and end what is left there: nobody waits for what an earlier service was asked."""
+        """Recreate the directory, and end what is left there: requests of an earlier service have no client left."""
         self._launcher.sweep(self._directory, ())
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True, exist_ok=True)  # what ends just now may still write there
+        self._directory.mkdir(parents=True, exist_ok=True)  # a task that is ending may still write there
 
     async def run(self, spec: JobSpec) -> Preflighted:
-        """
+        """Run a preflight.
+
         Raises:
             JobFailure: the job could not even begin, or the time is over.
             OSError: the task cannot be started.
@@ -48,21 +49,21 @@ class Preflights:
         limit = self._settings.preflight_timeout
         run_dir = self._directory / uuid4().hex
         python = str(self._settings.train_python) if self._settings.train_python else None
-        # The runner itself ends a task that says nothing for so long: nothing is left behind should we be killed.
+        # The runner itself ends a task without output for that time, so that a killed service leaves nothing behind.
         task = TaskSpec(f"preflight-{run_dir.name}", run_dir, (), python, hang_timeout=limit)
-        asked = self._asked(spec)
+        requested = self._requested(spec)
         try:
             async with asyncio.timeout(limit), self._places:
-                await asyncio.to_thread(self._start, task, spec, asked)
-                seen = await self._end_of(task, asked)
+                await asyncio.to_thread(self._start, task, spec, requested)
+                seen = await self._end_of(task, requested)
         except TimeoutError as error:
             found = f"the preflight took more than {limit:.0f} s (preflight_timeout of the service)"
-            raise JobFailure(Reason.timed_out, f"{found}; ask again when the machine is less busy") from error
+            raise JobFailure(Reason.timed_out, f"{found}; repeat it when the machine is less busy") from error
         finally:
             await asyncio.shield(asyncio.to_thread(self._clean_up, task))
         return seen
 
-    def _asked(self, spec: JobSpec) -> PreflightSpec:
+    def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
         return PreflightSpec(
             device=self._device,  # type: ignore[arg-type]
@@ -72,32 +73,32 @@ class Preflights:
             free_bytes=free_bytes(spec.checkpoint_dir),
         )
 
-    def _start(self, task: TaskSpec, spec: JobSpec, asked: PreflightSpec) -> None:
+    def _start(self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec) -> None:
         task.run_dir.mkdir(parents=True)
-        attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=asked)
+        attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=requested)
         atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
         self._launcher.start(task)
 
-    async def _end_of(self, task: TaskSpec, asked: PreflightSpec) -> Preflighted:
+    async def _end_of(self, task: TaskSpec, requested: PreflightSpec) -> Preflighted:
         while True:
             seen = await asyncio.to_thread(self._launcher.poll, task)
             if seen.state in (TaskState.exited, TaskState.unknown):
-                return await asyncio.to_thread(_result, task.run_dir, seen, asked)
-            await asyncio.sleep(_LOOK)
+                return await asyncio.to_thread(_result, task.run_dir, seen, requested)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _clean_up(self, task: TaskSpec) -> None:
         if task.run_dir.exists():
-            self._launcher.cancel(task)  # one that has exited is left alone
+            self._launcher.cancel(task)  # has no effect on one that has exited
             shutil.rmtree(task.run_dir, ignore_errors=True)
 
 
-def _result(run_dir: Path, seen: Observation, asked: PreflightSpec) -> Preflighted:
+def _result(run_dir: Path, seen: Observation, requested: PreflightSpec) -> Preflighted:
     for event in iter_events(RunDir(run_dir).events):
         if isinstance(event, Failed):
             raise JobFailure(event.reason, event.message)
         if isinstance(event, Preflighted):
             return event
     if seen.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
-        raise JobFailure(Reason.invalid_request, asked.too_much_memory)
-    last = seen.launch_error or seen.detail or tail(RunDir(run_dir).log, 3) or "it left no word"
+        raise JobFailure(Reason.invalid_request, requested.too_much_memory)
+    last = seen.launch_error or seen.detail or tail(RunDir(run_dir).log, 3) or "no output"
     raise JobFailure(Reason.no_result, f"the preflight ended with {seen.exit_code}: {last}")
