@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that do not run the code: lint, format, types, shell syntax, and the docs as a site.
+# Checks that do not run the code: lint, format, types, words, shell syntax, and the docs as a site.
 #
 #   ./scripts/check.sh
 set -euo pipefail
@@ -8,7 +8,7 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check . || {
-    echo "check: run .venv/bin/ruff format . and look at what it changed." >&2
+    echo "check: run .venv/bin/ruff format . and review its changes." >&2
     exit 1
 }
 
@@ -17,6 +17,7 @@ for package in llama_stack_provider_trl llama_stack_provider_trl_remote; do
     [ ! -f "$package/__init__.py" ] || packages+=("$package")
 done
 .venv/bin/python -m mypy "${packages[@]}"
+.venv/bin/python scripts/check-words.py
 
 for script in scripts/*.sh .ci/run; do
     bash -n "$script"
