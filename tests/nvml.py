@@ -71,4 +71,5 @@ def install(
     fake = FakeNvml(*found, failure=failure)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpus, "_known", ())
+    monkeypatch.setattr(gpus, "_query", None)
     return fake

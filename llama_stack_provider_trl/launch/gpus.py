@@ -6,12 +6,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from threading import Thread
 from typing import Any, NamedTuple
 
 PCI_ORDER = "PCI_BUS_ID"
 """The value of CUDA_DEVICE_ORDER with which CUDA numbers GPUs as the driver does."""
+_TIMEOUT = 10.0
+"""Seconds for the driver to list its GPUs: milliseconds as a rule, seconds where it has to be loaded first."""
+_NONE = "the NVIDIA driver lists no GPUs, so they have no UUIDs and no sizes here"
 _known: tuple[Gpu, ...] = ()
 """The last answer that had any. GPUs do not change their names."""
+_query: Thread | None = None
+"""The last call of the driver."""
 log = logging.getLogger(__name__)
 
 
@@ -26,20 +32,23 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the machine in the driver's order, whatever CUDA_VISIBLE_DEVICES is; none where there is no driver
-    or it fails."""
-    global _known
-    if not _known:
-        try:
-            import pynvml
-        except ImportError:
-            return ()
-        try:
-            _known = _listed(pynvml)
-        except pynvml.NVMLError_LibraryNotFound:
-            pass  # no driver
-        except (pynvml.NVMLError, OSError) as error:
-            log.warning("the NVIDIA driver lists no GPUs, so they have no UUIDs and no sizes here: %s", error)
+    """Every GPU of the machine in the driver's order, whatever CUDA_VISIBLE_DEVICES is; none where there is no driver,
+    or it fails, or it does not answer within `_TIMEOUT`."""
+    global _known, _query
+    if _known or (_query is not None and _query.is_alive()):
+        return _known
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    found: list[tuple[Gpu, ...]] = []
+    # A call into a driver that hangs never returns, and a thread of an executor would keep the process from ending.
+    _query = Thread(target=lambda: found.append(_listed(pynvml)), name="trl-nvml", daemon=True)
+    _query.start()
+    _query.join(_TIMEOUT)
+    if _query.is_alive():
+        log.warning("%s: the driver has not answered for %g s; nvidia-smi shows whether it works", _NONE, _TIMEOUT)
+    _known = found[0] if found else ()
     return _known
 
 
@@ -76,12 +85,18 @@ def _behind(entry: str) -> Gpu | None:
 
 
 def _listed(pynvml: Any) -> tuple[Gpu, ...]:
-    pynvml.nvmlInit()
     try:
-        return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        pass  # no driver
+    except (pynvml.NVMLError, OSError) as error:
+        log.warning("%s: %s", _NONE, error)
+    return ()
 
 
 def _gpu(pynvml: Any, index: int) -> Gpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -50,6 +51,22 @@ def test_a_machine_whose_driver_is_absent_or_broken_has_no_gpus(
     assert gpus.gpus() == ()
     assert gpu_of("cuda:0", {}) is None
     assert (log in caplog.text) if log else not caplog.records
+
+
+def test_a_driver_that_hangs_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, answers = nvml.install(monkeypatch, H100), Event()
+    monkeypatch.setattr(driver, "nvmlInit", answers.wait)
+    monkeypatch.setattr(gpus, "_TIMEOUT", 0.01)
+    assert gpus.gpus() == ()
+    assert "the driver has not answered for 0.01 s" in caplog.text
+    monkeypatch.setattr(gpus, "_TIMEOUT", 1e6)
+    assert gpus.gpus() == (), "the call that hangs is not waited for again"
+    answers.set()
+    assert gpus._query is not None
+    gpus._query.join()
+    assert len(gpus.gpus()) == 1
 
 
 def test_an_environment_without_the_library_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
