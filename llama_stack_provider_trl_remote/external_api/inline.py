@@ -55,7 +55,7 @@ class ExternalTrl(TrlPostTraining):
     async def register_dataset(self, body: RegisterDataset) -> Dataset:
         """Register rows or a uri under a name. Repeating the same registration changes nothing."""
         if isinstance(body.source, BlobSource):
-            raise InvalidRequest("source.type", "blob", "there is no upload of blobs here: use rows, or a uri")
+            raise InvalidRequest("source.type", "blob", "blobs are not accepted here: use rows, or a uri")
         return await self.registered.register(body)
 
     async def list_datasets(self) -> ListDatasetsResponse:

@@ -280,7 +280,7 @@ def test_datasets_that_are_ours(stack: ExternalStack) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"type": "blob", "sha256": "0" * 64}, "there is no upload of blobs here: use rows, or a uri"),
+        ({"type": "blob", "sha256": "0" * 64}, "blobs are not accepted here: use rows, or a uri"),
         ({"type": "uri", "uri": "rows.jsonl"}, "or send the rows themselves"),
         ({"type": "uri", "uri": "/etc/rows.jsonl"}, "or send the rows themselves"),
     ],
