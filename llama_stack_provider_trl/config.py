@@ -40,7 +40,7 @@ class EngineSettings(JobSettings):
     @field_validator("train_python", mode="before")
     @classmethod
     def _own_when_empty(cls, value: Any) -> Any:
-        return value or None
+        return None if value == "" else value
 
     @field_validator("train_python", mode="after")
     @classmethod

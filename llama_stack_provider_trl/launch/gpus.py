@@ -4,9 +4,10 @@ UUID does not."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 PCI_ORDER = "PCI_BUS_ID"
@@ -17,7 +18,9 @@ _NONE = "the NVIDIA driver lists no GPUs, so they have no UUIDs and no sizes her
 _known: tuple[Gpu, ...] = ()
 """The last answer that had any. GPUs do not change their names."""
 _query: Thread | None = None
-"""The last call of the driver."""
+_deadline = 0.0
+"""The last call of the driver, and until when it is waited for."""
+_starting = Lock()
 log = logging.getLogger(__name__)
 
 
@@ -33,23 +36,30 @@ class Gpu(NamedTuple):
 
 def gpus() -> tuple[Gpu, ...]:
     """Every GPU of the machine in the driver's order, whatever CUDA_VISIBLE_DEVICES is; none where there is no driver,
-    or it fails, or it does not answer within `_TIMEOUT`."""
-    global _known, _query
-    if _known or (_query is not None and _query.is_alive()):
-        return _known
+    or it fails, or it does not answer within `_TIMEOUT`. A later call has what it answers after that."""
+    global _query, _deadline
     try:
         import pynvml
     except ImportError:
         return ()
-    found: list[tuple[Gpu, ...]] = []
-    # A call into a driver that hangs never returns, and a thread of an executor would keep the process from ending.
-    _query = Thread(target=lambda: found.append(_listed(pynvml)), name="trl-nvml", daemon=True)
-    _query.start()
-    _query.join(_TIMEOUT)
-    if _query.is_alive():
+    with _starting:
+        if _known:
+            return _known
+        if _query is None or not _query.is_alive():
+            # A call into a driver that hangs never returns, and a thread of an executor would keep the process alive.
+            _query = Thread(target=_remember, args=(pynvml,), name="trl-nvml", daemon=True)
+            _deadline = time.monotonic() + _TIMEOUT
+            _query.start()
+        query, seconds = _query, _deadline - time.monotonic()
+    query.join(max(0.0, seconds))
+    if query.is_alive() and seconds > 0:
         log.warning("%s: the driver has not answered for %g s; nvidia-smi shows whether it works", _NONE, _TIMEOUT)
-    _known = found[0] if found else ()
     return _known
+
+
+def _remember(pynvml: Any) -> None:
+    global _known
+    _known = _listed(pynvml)
 
 
 def gpu_name(device: str, environ: Mapping[str, str]) -> str:
@@ -88,7 +98,8 @@ def _listed(pynvml: Any) -> tuple[Gpu, ...]:
     try:
         pynvml.nvmlInit()
         try:
-            return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+            found = (_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+            return tuple(gpu for gpu in found if gpu is not None)
         finally:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
@@ -99,9 +110,15 @@ def _listed(pynvml: Any) -> tuple[Gpu, ...]:
     return ()
 
 
-def _gpu(pynvml: Any, index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _gpu(pynvml: Any, index: int) -> Gpu | None:
+    """None: the driver counts it, and this process may not open it (control groups), or it is lost."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid, model = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+    except pynvml.NVMLError as error:
+        log.warning("GPU %d is left out: %s", index, error)
+        return None
     memory = None
     with suppress(pynvml.NVMLError):  # not supported where it shares the machine's memory, such as on GB10
         memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(str(index), pynvml.nvmlDeviceGetUUID(handle), memory, pynvml.nvmlDeviceGetName(handle))
+    return Gpu(str(index), uuid, memory, model)

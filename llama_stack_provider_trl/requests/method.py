@@ -31,7 +31,7 @@ MODULE_NAMES = {"output_proj": "o_proj"}
 
 
 WITHOUT_MEANING: dict[PeftMethod, tuple[str, ...]] = {"lora": (), "ia3": ("rank", "alpha"), "vera": ("alpha",)}
-"""Fields of the LoRA settings that a method does not have."""
+"""Fields of the LoRA settings that a method does not have. A job has 1 there: it resumes from one with other values."""
 INT4_GROUP_SIZES = (32, 64, 128, 256)
 
 
@@ -96,15 +96,16 @@ def _lora(config: LoraFinetuningConfig, where: str, options: ProviderOptions, wa
     if not modules and not config.apply_lora_to_mlp:
         raise InvalidRequest(f"{where}.lora_attn_modules", [], "name at least one module, such as q_proj and v_proj")
     _refuse_fields_of_lora(config, where, options)
-    for name in WITHOUT_MEANING[options.peft_method]:
+    meaningless = WITHOUT_MEANING[options.peft_method]
+    for name in meaningless:
         if name in config.model_fields_set:  # not refused: Llama Stack's model requires them
             warnings.append(f"{where}.{name} means nothing with peft_method {options.peft_method!r} and has no effect")
+    sizes = {name: 1 if name in meaningless else getattr(config, name) for name in ("rank", "alpha")}
     return LoraSpec(
         method=options.peft_method,
         target_modules=modules,
         mlp=bool(config.apply_lora_to_mlp),
-        rank=config.rank,
-        alpha=config.alpha,
+        **sizes,
         dropout=options.lora_dropout,
         use_rslora=options.use_rslora,
         use_dora=bool(config.use_dora),

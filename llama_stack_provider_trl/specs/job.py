@@ -47,7 +47,7 @@ class LoraSpec(_Frozen):
     method: PeftMethod = "lora"
     """ia3 (arXiv:2205.05638): a learned factor for each output of a module, in MLP blocks for each input. vera
     (arXiv:2310.11454): matrices that are random, fixed and shared by all modules, with two learned vectors in each. The
-    fields that belong to LoRA alone are at their defaults."""
+    fields that a method lacks are at their defaults, rank and alpha at 1."""
 
     target_modules: tuple[str, ...]
     """Module name suffixes in Hugging Face's vocabulary, such as `q_proj`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -29,11 +31,30 @@ def test_a_driver_that_fails_is_closed_and_read_again_later(
 ) -> None:
     driver = nvml.install(monkeypatch, H100)
     with monkeypatch.context() as broken:
-        broken.setattr(driver, "nvmlDeviceGetUUID", lambda handle: (_ for _ in ()).throw(nvml.NVMLError("GPU is lost")))
+        broken.setattr(driver, "nvmlDeviceGetCount", failing("the driver is in an unknown state"))
         assert gpus.gpus() == ()
     assert driver.closed == 1
-    assert "GPU is lost" in caplog.text
+    assert "unknown state" in caplog.text
     assert len(gpus.gpus()) == 1
+
+
+def test_a_gpu_that_cannot_be_opened_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = nvml.install(monkeypatch, H100, GB10)
+    opened = driver.nvmlDeviceGetHandleByIndex
+    monkeypatch.setattr(
+        driver, "nvmlDeviceGetHandleByIndex", lambda index: opened(index) if index else failing("No permission")()
+    )
+    assert [(gpu.number, gpu.uuid) for gpu in gpus.gpus()] == [("1", "GPU-bb")]
+    assert "GPU 0 is left out: No permission" in caplog.text
+
+
+def failing(text: str) -> Any:
+    def fail(*_: Any) -> None:
+        raise nvml.NVMLError(text)
+
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -61,12 +82,23 @@ def test_a_driver_that_hangs_holds_nothing_up(
     monkeypatch.setattr(gpus, "_TIMEOUT", 0.01)
     assert gpus.gpus() == ()
     assert "the driver has not answered for 0.01 s" in caplog.text
-    monkeypatch.setattr(gpus, "_TIMEOUT", 1e6)
-    assert gpus.gpus() == (), "the call that hangs is not waited for again"
+    assert gpus.gpus() == (), "the same call is not waited for twice"
     answers.set()
     assert gpus._query is not None
     gpus._query.join()
-    assert len(gpus.gpus()) == 1
+    assert len(gpus.gpus()) == 1, "what it answers late is known"
+    assert driver.closed == 1
+
+
+def test_callers_at_the_same_time_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, answers, asking = nvml.install(monkeypatch, H100), Event(), Event()
+    monkeypatch.setattr(driver, "nvmlInit", lambda: asking.set() or answers.wait())
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(gpus.gpus)
+        asking.wait()
+        second = callers.submit(gpus.gpus)
+        answers.set()
+        assert first.result() == second.result() != ()
 
 
 def test_an_environment_without_the_library_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
