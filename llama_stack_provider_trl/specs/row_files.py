@@ -24,7 +24,7 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
         blank_lines: skip them, instead of refusing them.
 
     Raises:
-        InvalidRows: a line is no JSON, or too long; names it.
+        InvalidRows: a line is not JSON, or too long; names it.
     """
     row = 0
     for number, line in enumerate(_lines(file), start=1):
@@ -36,7 +36,7 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
             raise InvalidRows(f"is not UTF-8 text in line {number} ({error.reason})", row=row) from error
         except (ValueError, RecursionError) as error:
             raise InvalidRows(
-                f"is no JSON in line {number} ({error}); expected one object per line", row=row
+                f"is not JSON in line {number} ({error}); expected one object per line", row=row
             ) from error
         row += 1
 
@@ -46,7 +46,7 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
     Stack's own reader.
 
     Raises:
-        InvalidRows: the file is no CSV, or a row has more cells than the header; names the line.
+        InvalidRows: the file is not CSV, or a row has more cells than the header; names the line.
     """
     csv.field_size_limit(LINE_BYTES)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -60,7 +60,7 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise InvalidRows(f"the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except csv.Error as error:
-        raise InvalidRows(f"the file is no CSV after line {reader.line_num} ({error})") from error
+        raise InvalidRows(f"the file is not CSV after line {reader.line_num} ({error})") from error
     finally:
         text.detach()  # the caller closes the file
 
@@ -79,7 +79,7 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
     try:
         yield from json.loads(file.read())
     except (ValueError, RecursionError) as error:
-        raise InvalidRows(f"the file is no JSON ({error}); expected a list of objects") from error
+        raise InvalidRows(f"the file is not JSON ({error}); expected a list of objects") from error
 
 
 READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {

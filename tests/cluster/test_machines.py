@@ -82,8 +82,8 @@ def test_what_cannot_be_placed_waits_and_a_port_range_in_use_is_named(bed: Bed) 
     a = bed.machines[1]
     cases: tuple[tuple[Json, str], ...] = (
         ({"nodes": 3}, "waiting for 3 nodes: 2 of 2 can serve it"),
-        ({"nodes": 2, "cpus": 4096}, r"waiting for 2 nodes: 0 of the 2 .*; head has \d+ CPUs, a has \d+ CPUs"),
-        ({"labels": {"rack": "8"}}, "waiting for a node: 0 of the 2 .*; head lacks the label rack=8, a lacks"),
+        ({"nodes": 2, "cpus": 4096}, r"waiting for 2 nodes: 0 of 2 .*; head has \d+ CPUs, a has \d+ CPUs"),
+        ({"labels": {"rack": "8"}}, "waiting for a node: 0 of 2 .*; head lacks the label rack=8, a lacks"),
     )
     for number, (requested, message) in enumerate(cases):
         name = submit(bed, dpo(f"waits-{number}", 4, resources=requested))

@@ -162,8 +162,10 @@ def test_a_training_reaches_nothing_of_the_service_and_of_other_jobs(site: Site)
     task = site.task(ATTACKS)
     ran(site.launcher(), task)
     found = json.loads((task.run_dir / "found.json").read_text())
+    # A training may write to /tmp, so also to an installation below it (docs/explanation/security.md).
+    below_tmp = {"the product's code"} if REPOSITORY.is_relative_to("/tmp") else set()
     # Root may open the file that lies over the settings; it is empty.
-    assert {name: how for name, how in found.items() if how not in REFUSED} == {}
+    assert {name: how for name, how in found.items() if how not in REFUSED and name not in below_tmp} == {}
     assert os.listdir(site.data / "checkpoints/mine") == []
     assert not (site.data / "planted").exists()
 

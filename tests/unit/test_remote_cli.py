@@ -356,12 +356,12 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("rows.jsonl", '{"a": 1}\n{"a"\n', "rows.jsonl: row 1: is no JSON in line 2"),
+        ("rows.jsonl", '{"a": 1}\n{"a"\n', "rows.jsonl: row 1: is not JSON in line 2"),
         ("rows.jsonl", '{"a": 1}\n[1]\n', "row 1: found list, expected an object"),
-        ("rows.jsonl", '{"a": 1}\n\n{"a"\n', "row 1: is no JSON in line 3"),
-        ("rows.json", '[{"a": 1}', "the file is no JSON"),
+        ("rows.jsonl", '{"a": 1}\n\n{"a"\n', "row 1: is not JSON in line 3"),
+        ("rows.json", '[{"a": 1}', "the file is not JSON"),
         ("rows.csv", "a,b\n1,2,3\n", "row 0: has more cells in line 2 than the header's 2 columns"),
-        ("rows.csv", 'a,b\n1,"2\n', "the file is no CSV after line"),
+        ("rows.csv", 'a,b\n1,"2\n', "the file is not CSV after line"),
         ("rows.parquet", "", "expected .jsonl, .json or .csv"),
     ],
 )

@@ -36,12 +36,12 @@ def test_the_same_rows_are_read_from_every_kind_of_file(ending: str, content: st
 @pytest.mark.parametrize(
     ("ending", "content", "message"),
     [
-        (".jsonl", b'{"a": 1}\n\n{"a"\n', "row 1: is no JSON in line 3"),
+        (".jsonl", b'{"a": 1}\n\n{"a"\n', "row 1: is not JSON in line 3"),
         (".jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "row 1: is not UTF-8 text in line 2"),
-        (".jsonl", b"[" * 100_000, "row 0: is no JSON in line 1"),
-        (".json", b'[{"a": 1}', "the file is no JSON"),
+        (".jsonl", b"[" * 100_000, "row 0: is not JSON in line 1"),
+        (".json", b'[{"a": 1}', "the file is not JSON"),
         (".csv", b"a,b\n1,2\n1,2,3\n", "row 1: has more cells in line 3 than the header's 2 columns"),
-        (".csv", b'a,b\n1,"2\n', "the file is no CSV after line"),
+        (".csv", b'a,b\n1,"2\n', "the file is not CSV after line"),
         (".csv", b"a,b\n1,\xff\n", "the file is not UTF-8 text"),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_row_that_is_too_long_is_refused_before_it_is_held(
 
 
 def test_a_blank_line_among_stored_rows_is_refused() -> None:
-    with pytest.raises(InvalidRows, match="row 1: is no JSON in line 2"):
+    with pytest.raises(InvalidRows, match="row 1: is not JSON in line 2"):
         list(read_ndjson(io.BytesIO(b'{"a": 1}\n\n{"a": 2}\n')))
 
 
