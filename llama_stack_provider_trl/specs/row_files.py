@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO
 
 from ..errors import InvalidRows
 
@@ -50,7 +50,7 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
     """
     csv.field_size_limit(LINE_BYTES)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(_text_lines(text), strict=True)
+    reader = csv.DictReader(_lines(text), strict=True)
     try:
         for row, cells in enumerate(reader):
             if None in cells:
@@ -91,20 +91,10 @@ READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
 """By the ending of a file's name."""
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, each held in memory only up to `LINE_BYTES`."""
+def _lines[Line: (bytes, str)](file: IO[Line]) -> Iterator[Line]:
+    """The lines of a file, each held in memory only up to `LINE_BYTES`: characters, where the file is text."""
     number = 0
     while line := file.readline(LINE_BYTES + 1):
-        if len(line) > LINE_BYTES:
-            raise InvalidRows(_TOO_LONG, row=number)
-        yield line
-        number += 1
-
-
-def _text_lines(text: TextIO) -> Iterator[str]:
-    """As `_lines`; a line of a CSV file may end with a carriage return too."""
-    number = 0
-    while line := text.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:
             raise InvalidRows(_TOO_LONG, row=number)
         yield line

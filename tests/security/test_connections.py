@@ -322,6 +322,31 @@ def test_a_request_leaves_no_reference_cycle(refused: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_damaged_body_ends_its_connection_without_a_traceback(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def answers_late(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        while not receive.__self__.transport.is_closing():  # from then on it is a step of the loop until it is closed
+            await asyncio.sleep(0)
+        if not begun:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"late"})
+
+    async def test(peer: Peer) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await peer.connect(head)
+        await asyncio.sleep(0.1)
+        writer.write(b"not a chunk\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200" if begun else b"HTTP/1.1 400"), answer
+        assert b"late" not in answer
+        writer.close()
+
+    with_peer(test, answers_late)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"], caplog.text
+
+
 def test_a_body_that_comes_slowly_is_received() -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect(POST)

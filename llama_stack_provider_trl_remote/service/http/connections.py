@@ -119,6 +119,19 @@ class Connection(H11Protocol):
         elif self._awaiting_head is None and self.conn.trailing_data[0]:
             self._awaiting_head = self._received
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. The handler of a request whose body is damaged may still run: its answer is dropped,
+        since h11 raises at a second answer, which would be logged with a traceback."""
+        if self.is_idle:
+            super().send_400_response(msg)
+            return
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        with suppress(h11.LocalProtocolError):  # the answer has begun
+            super().send_400_response(msg)
+            return
+        self.transport.abort()
+
     def _drop(self, data: bytes) -> None:
         """Drop a part of a refused body here.
 
