@@ -214,7 +214,7 @@ CASES: dict[str, Case] = {
     ALGORITHM + "reward_scale": Case(2.0, ("dpo.reward_scale",), losses, "dpo", FAST),
     ALGORITHM + "reward_clip": Case(0.01, ("dpo.reward_clip",), losses, "dpo", FAST),
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
-    OPTION + "peft_method": Case("ia3", ("lora.method",), trainable, around=LORA),
+    OPTION + "peft_method": Case("ia3", ("lora.method", "lora.rank", "lora.alpha"), trainable, around=LORA),
     OPTION + "lora_dropout": Case(0.5, ("lora.dropout",), losses, around=LORA),
     OPTION + "use_rslora": Case(True, ("lora.use_rslora",), losses, around=LORA),
     OPTION + "merge_adapter": Case(True, ("merge_adapter",), saved(("final", 4), ("merged", 4)), around=LORA),
