@@ -347,6 +347,24 @@ def test_a_damaged_body_ends_its_connection_without_a_traceback(begun: bool, cap
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"], caplog.text
 
 
+def test_a_body_damaged_after_the_answer_ends_its_connection_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answers_at_once(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"soon"})
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = await reader.readuntil(b"soon")
+        writer.write(b"not a chunk\r\n")
+        assert answer.startswith(b"HTTP/1.1 401") and not await reader.read()
+        writer.close()
+
+    with_peer(test, answers_at_once)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"], caplog.text
+
+
 def test_a_body_that_comes_slowly_is_received() -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect(POST)

@@ -120,17 +120,16 @@ class Connection(H11Protocol):
             self._awaiting_head = self._received
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP. The handler of a request whose body is damaged may still run: its answer is dropped,
-        since h11 raises at a second answer, which would be logged with a traceback."""
-        if self.is_idle:
+        """Answer what is not HTTP, once. h11 raises at a second answer, which would be logged with a traceback: where a
+        request has its answer and its body is damaged afterwards, and where its handler still runs."""
+        if not self.is_idle:
+            self.cycle.disconnected = True  # the handler's answer is dropped
+            self.cycle.message_event.set()
+        try:
             super().send_400_response(msg)
-            return
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        with suppress(h11.LocalProtocolError):  # the answer has begun
-            super().send_400_response(msg)
-            return
-        self.transport.abort()
+        except h11.LocalProtocolError:
+            # A complete answer may still be on its way; one that has begun cannot be completed.
+            (self.transport.close if self.is_idle else self.transport.abort)()
 
     def _drop(self, data: bytes) -> None:
         """Drop a part of a refused body here.
