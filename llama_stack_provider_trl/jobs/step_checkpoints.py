@@ -23,6 +23,8 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
 
     A checkpoint leaves the list before it leaves the disk, so that no listed one is ever missing.
     """
+    if _keeps_all(job):
+        return  # 10,000 of them take 0.2 s to list, for each new one
     steps = _listed(store, job)
     metric = job.spec.best_checkpoint
     # A better one may be in progress and never be announced: the best is one that a retry would find.
@@ -49,7 +51,7 @@ def superfluous(
         return [checkpoint for checkpoint in steps if checkpoint.step != best][: -spec.keep_last]
     # The planned number: a job that stopped early has fewer steps by now.
     total_steps = job.effective and job.effective["total_steps"]
-    if (spec.save_steps and not spec.best_checkpoint) or not total_steps:
+    if _keeps_all(job) or not total_steps:
         return []
     planned = spec.save_steps or total_steps // spec.n_epochs
     return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % planned and checkpoint.step != best]
@@ -85,6 +87,11 @@ def fallbacks(store: Store, job: JobRecord, resume_from: Path | None) -> list[Pa
     given = _given(job)
     paths = own if given is None else [*own, given]
     return [path for path in paths if path != resume_from and is_whole(path)]
+
+
+def _keeps_all(job: JobRecord) -> bool:
+    """Whether every step checkpoint of the job is a planned one, and planned ones stay."""
+    return bool(job.spec.save_steps) and not job.spec.best_checkpoint and not job.spec.keep_last
 
 
 def _listed(store: Store, job: JobRecord) -> list[CheckpointRecord]:

@@ -749,6 +749,20 @@ def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: 
     assert [path.exists() for path in paths] == [False, True, True]
 
 
+def test_the_checkpoints_of_a_job_that_keeps_all_are_not_listed_for_each_new_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add("a", save_steps=2, checkpoint_dir=world.root / "out" / "a")
+    world.tick()
+    save(world, "a-1", 2)
+    listed = Mock()
+    monkeypatch.setattr(Store, "checkpoints", listed)
+    save(world, "a-1", 4)
+    monkeypatch.undo()
+    assert not listed.called
+    assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("changes", "stay"), [({"keep_last": 1}, [2, 6]), ({"save_steps": 6}, [2, 6]), ({}, [2, 4, 6])]
 )
