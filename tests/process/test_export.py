@@ -95,6 +95,20 @@ def state(path: Path) -> dict[str, torch.Tensor]:
     return {name: weight for file in sorted(path.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
+def test_weights_are_hashed_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, digest = threading.Barrier(2, timeout=20), weights.digest
+
+    def in_pairs(weight: torch.Tensor) -> weights.Weight:
+        together.wait()
+        return digest(weight)
+
+    model: Any = LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True))
+    assert len(list(model.parameters())) % 2 == 0  # every one of them meets another
+    monkeypatch.setattr(weights, "digest", in_pairs)
+    written = weights.write_weights(model, tmp_path, torch.float32)
+    assert weights.differences(written, tmp_path, "model.safetensors") == []
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_files_are_those_of_save_pretrained_and_load_into_equal_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..distributed import ranks
 from ..model.fsdp import gather
 
+_HASHING_THREADS = 8
+"""One thread hashes 1 GB/s: the 140 GB of a 70B model would take two minutes while every GPU waits, and as long again
+to read back. hashlib releases the interpreter's lock."""
 FILE_BYTES = 2 << 30
 """Size of a weights file beyond which the next one is begun."""
 
@@ -144,9 +148,11 @@ def differences(
     wrong += [f"{name} is there and should not be" for name in files.keys() - expected.keys()]
     for path in sorted(set(files.values())):
         try:
-            with safe_open(directory / path, framework="pt") as weights:
-                for name in sorted(name for name in expected if files.get(name) == path):
-                    found, wanted = digest(weights.get_tensor(name)), expected[name]
+            with safe_open(directory / path, framework="pt") as weights, ThreadPoolExecutor(_HASHING_THREADS) as pool:
+                names = sorted(name for name in expected if files.get(name) == path)
+                tensors = (weights.get_tensor(name) for name in names)  # mapped, not copied
+                for name, found in zip(names, pool.map(digest, tensors), strict=True):
+                    wanted = expected[name]
                     if found[:2] != wanted[:2]:
                         is_now, was = (f"{weight.dtype} {[*weight.shape]}" for weight in (found, wanted))
                         wrong.append(f"{name} is {is_now} and not {was}")
@@ -171,6 +177,8 @@ class _Files:
     def __init__(self, directory: Path, planned: Iterable[Mapping[str, torch.Tensor]]) -> None:
         self.directory = directory
         self.written: dict[str, Weight] = {}
+        self._digests: dict[str, Future[Weight]] = {}
+        self._pool = ThreadPoolExecutor(_HASHING_THREADS)
         self._pending: dict[str, torch.Tensor] = {}
         self._counts: list[int] = []
         self._index: dict[str, str] = {}
@@ -186,7 +194,7 @@ class _Files:
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         self._pending[name] = weight.contiguous()
-        self.written[name] = digest(weight)
+        self._digests[name] = self._pool.submit(digest, weight)
         if len(self._pending) == self._counts[self._number]:
             self._write()
 
@@ -196,10 +204,12 @@ class _Files:
         name = SAFE_WEIGHTS_NAME if many == 1 else f"{stem}-{self._number + 1:05d}-of-{many:05d}.safetensors"
         save_file(self._pending, self.directory / name, metadata={"format": "pt"})
         self._index |= dict.fromkeys(self._pending, name)
-        self._pending = {}
+        self.written |= {name: found.result() for name, found in self._digests.items()}
+        self._pending, self._digests = {}, {}
         self._number += 1
 
     def finish(self) -> None:
+        self._pool.shutdown()
         if self._number != len(self._counts):
             raise AssertionError(f"{self._number} of {len(self._counts)} weight files were written")
         if len(self._counts) > 1:
