@@ -40,6 +40,8 @@ _PASSED_TO_CHILDREN = re.compile(
     | PYTHON.* | LD_LIBRARY_PATH | DYLD_.* | XDG_CACHE_HOME | SSL_CERT_.* | REQUESTS_CA_BUNDLE | CURL_CA_BUNDLE
     | (http|https|all|no)_proxy | (HTTP|HTTPS|ALL|NO)_PROXY
     | (CUDA|NVIDIA|NCCL|GLOO|HSA|HIP|ROCR|ROCM)_?.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.*
+    | CC | CXX | CPATH | C_INCLUDE_PATH | CPLUS_INCLUDE_PATH | LIBRARY_PATH      # Triton compiles at the first step
+    | (FI|OFI|UCX|RDMAV|IBV|MLX[45])_.*                                          # fabrics between machines
     | HF_.* | HUGGINGFACE_.* | HUGGING_FACE_.* | TRANSFORMERS_.* | TOKENIZERS_.* | ACCELERATE_.* | BNB_.*
     | TORCH.* | PYTORCH_.* | TRITON_.* | MALLOC_.* | GLIBC_TUNABLES | TRL_LOCK_DIR | TRL_FAULTS""",
     re.VERBOSE,

@@ -65,9 +65,9 @@ def test_nodes_meet_at_the_first_ones_address_over_the_interface_that_has_their_
     assert {"--master-addr=10.99.0.1", "--master-port=29507"} <= set(argv)
     assert not [part for part in argv if part.startswith("--last-port")]
     environ = training_environment(task, {})
-    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
-    chosen = training_environment(task, {"NCCL_SOCKET_IFNAME": "ib0"})
-    assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
+    chosen = training_environment(task, {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth2"})
+    assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth2", "ib0")
 
 
 def test_an_address_that_this_machine_does_not_have_is_named_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +128,7 @@ def test_processes_of_a_task_carry_its_marks_and_variables_and_no_token() -> Non
     assert environ == {
         "PATH": "/bin",
         "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "MALLOC_MMAP_THRESHOLD_": "1048576",  # what is freed is given back: docs/how-to/preflight.md
         "MASTER_PORT": "29500",
         "TRL_TASK_ID": "a-1",
@@ -211,7 +212,21 @@ def test_a_gpu_task_sees_its_own_gpu_only() -> None:
     task = TaskSpec("a-1", Path("/r"), ("cuda:1",))
     assert training_environment(task, {})["CUDA_VISIBLE_DEVICES"] == "1"
     assert training_environment(task, {"CUDA_VISIBLE_DEVICES": "4,6"})["CUDA_VISIBLE_DEVICES"] == "6"
-    assert training_environment(TASK, {"CUDA_VISIBLE_DEVICES": "4,6"})["CUDA_VISIBLE_DEVICES"] == "4,6"
+
+
+@pytest.mark.parametrize("environ", [{}, {"CUDA_VISIBLE_DEVICES": "4,6"}])
+def test_a_task_on_the_cpu_sees_no_gpu(environ: dict[str, str]) -> None:
+    assert training_environment(TASK, environ)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_torchs_allocator_grows_segments_on_gpus_unless_the_operator_has_chosen() -> None:
+    gpu = TaskSpec("a-1", Path("/r"), ("cuda:1",))
+    assert training_environment(gpu, {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in training_environment(TASK, {})
+    chosen = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+    assert training_environment(gpu, chosen)["PYTORCH_ALLOC_CONF"] == chosen["PYTORCH_ALLOC_CONF"]
+    older = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    assert "PYTORCH_ALLOC_CONF" not in training_environment(gpu, older)
 
 
 def test_what_the_launcher_writes_the_runner_reads(tmp_path: Path) -> None:

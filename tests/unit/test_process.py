@@ -45,6 +45,10 @@ def test_children_see_what_training_needs() -> None:
         "OMP_NUM_THREADS": "2",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TRL_LOCK_DIR": "/run/locks",
+        "CC": "gcc-13",
+        "CPATH": "/opt/include",
+        "FI_PROVIDER": "efa",
+        "UCX_TLS": "rc",
     }
     assert child_environment(environ, {}) == environ
 

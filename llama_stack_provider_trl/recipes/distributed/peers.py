@@ -57,7 +57,7 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
     with _heartbeats(writer) if several else nullcontext():
         monitor = _PeerMonitor(*_rendezvous(), run_dir) if several else None
         # accelerate would open the group of CPU ranks with torch's default timeout, 30 minutes.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend_of(device), timeout=ranks.COLLECTIVE_TIMEOUT)
         if monitor:
             monitor.start()
             monitor.within(RENDEZVOUS_TIMEOUT, "the first all-reduce", lambda: _all_reduce(device))
@@ -66,6 +66,12 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
     finally:
         if monitor:
             monitor.end()
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of a process group. Beside NCCL there is gloo: under fsdp_cpu_offload gradients are clipped, and
+    checkpoints saved, from tensors in CPU memory, which NCCL does not exchange (pytorch#148532)."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
