@@ -39,6 +39,8 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
         "n_epochs": 1,
         "batch_size": 4,
         "dtype": "fp32",
+        "attention_mask": "auto",
+        "group_by_length": True,
         "device": "cpu",
         "optimizer": OptimizerSpec(learning_rate=1e-3),
         "dpo": DpoSpec() if algorithm == "dpo" else None,

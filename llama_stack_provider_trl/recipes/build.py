@@ -19,6 +19,7 @@ from .checkpoint.step import need_space
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
+from .model.attention import passes_padding_mask
 from .model.loading import WeightStorage, adapter_config, check_length, load_model, load_tokenizer, quantize
 from .model.packing_check import check_isolation
 from .preflight import before_training
@@ -69,16 +70,25 @@ class BuiltTrainer:
     memory: dict[str, Any] | None
     """The estimate of the memory check; None where there was none."""
 
+    @property
+    def passes_mask(self) -> bool:
+        """Whether the model gets an attention mask."""
+        spec = self.trainer.spec
+        return not spec.packed and passes_padding_mask(spec, self.policy.model)
+
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""
         model, data, policy = self.policy.model, self.data, self.policy
         found: dict[str, Any] = {
             "model_class": type(model).__name__,
             "attention": model.config._attn_implementation,
+            "attention_mask": "passed" if self.passes_mask else "not passed",
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "data": _counts(data.report),
         }
+        if self.trainer.groups_by_length:
+            found["group_by_length"] = True
         if data.packing:
             found["packing"] = data.packing
         if self.memory:

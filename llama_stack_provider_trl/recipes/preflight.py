@@ -6,9 +6,8 @@ The same check runs before a job loads its model (`before_training`) and, on req
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
 from ..specs.memory import MemoryEstimate
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
+from .data.lengths import row_lengths
 from .data.packing import pack
 from .data.prepare import DataReport, prepare
 from .data.sampling import BatchPlan, EpochSampler
@@ -67,19 +67,6 @@ def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int)
     """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
     size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
     return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
-
-
-def row_lengths(dataset: Dataset) -> list[int]:
-    """Tokens of each prepared row; of a pair, of its longer half with the prompt."""
-
-    def of(column: str) -> Iterator[int]:
-        # From Arrow's offsets, so that the ids do not become Python numbers.
-        return chain.from_iterable(chunk.value_lengths().to_pylist() for chunk in dataset.data.column(column).chunks)
-
-    if "input_ids" in dataset.column_names:
-        return list(of("input_ids"))
-    sides = zip(of("prompt_ids"), of("chosen_ids"), of("rejected_ids"), strict=True)
-    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in sides]
 
 
 def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.job import PeftMethod, PreflightMode
+from ..specs.job import AttentionMask, PeftMethod, PreflightMode
 from .bodies import LoraFinetuningConfig
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
@@ -82,6 +82,10 @@ class ProviderOptions(Documented):
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
     truncation_side: Literal["right", "left"] = "right"
     """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
+    group_by_length: bool = True
+    """The rows of an optimizer step are put into micro batches and ranks by length, which saves padding."""
+    attention_mask: AttentionMask = "auto"
+    """`auto`: the model gets the padding mask only where its attention is not causal throughout. `always`: always."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Learning rate after warmup."""
     lr_decay_steps: int | None = Field(None, gt=0, le=10**9)

@@ -84,6 +84,13 @@ def resolve_ranks(
             True,
             "the service's sharding_strategy is NO_SHARD, which keeps everything on the device; set false",
         )
+    if savers.enable_activation_offloading and settings.sharding.strategy != "NO_SHARD":
+        raise InvalidRequest(
+            "training_config.efficiency_config.enable_activation_offloading",
+            True,
+            f"{ranks} ranks shard the model, and it would move the gathered weights to the CPU too (16 GB per step and "
+            "rank of an 8B model); set enable_activation_checkpointing instead, or nproc_per_node 1",
+        )
     return {"ranks": ranks, "sharding": settings.sharding.model_copy(update={"cpu_offload": offload})}
 
 

@@ -35,6 +35,8 @@ def resolve_training(
     return {
         "dtype": resolve_dtype(training, device),
         **resolve_activations(training, settings, device),
+        "attention_mask": options.attention_mask,
+        "group_by_length": options.group_by_length,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
         "seed": options.seed,
     }

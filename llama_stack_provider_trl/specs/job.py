@@ -23,6 +23,7 @@ TruncationSide = Literal["right", "left"]
 Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
+AttentionMask = Literal["auto", "always"]
 PeftMethod = Literal["lora", "ia3", "vera"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
@@ -244,6 +245,12 @@ class JobSpec(_Frozen):
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)
     """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
+    group_by_length: bool = False
+    """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding. The
+    default is that of jobs of earlier releases, as in the next field."""
+    attention_mask: AttentionMask = "always"
+    """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
+    but in packed sequences."""
     activation_offloading: bool = False
     """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
     optimizer: OptimizerSpec

@@ -317,6 +317,8 @@ def test_a_noted_field_changes_nothing_and_is_warned_about(field: str, settings:
 OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
     "label_smoothing": Try(0.1, "dpo"),
+    "group_by_length": Try(False),
+    "attention_mask": Try("always"),
     "peft_method": Try("vera", around={"algorithm_config": LORA}),
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
     "use_rslora": Try(True, around={"algorithm_config": LORA}),

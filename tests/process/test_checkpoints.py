@@ -499,6 +499,23 @@ def test_a_checkpoint_beyond_the_end_of_the_job_is_refused(ranks: Ranks, whole: 
     assert "raise n_epochs" in failed.message
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_rows_of_a_step_are_put_into_batches_by_length(world_size: int) -> None:
+    lengths = [(7 * row) % 20 for row in range(20)]
+    batch_plan = BatchPlan.of(7, 2, world_size)
+    arguments: dict[str, Any] = {"shuffle": True, "seed": 3, "batch_plan": batch_plan}
+    arguments["multiple_of"] = batch_plan.batch_size * world_size
+    found = list(EpochSampler(20, None, **arguments, lengths=lengths))
+    plain, slots = list(EpochSampler(20, None, **arguments)), batch_plan.slots_per_step
+    assert found != plain
+    for start in range(0, len(plain), slots):
+        step, expected = found[start : start + slots], plain[start : start + slots]
+        assert sorted(step) == sorted(expected)
+        rows = [lengths[row] for row in step if row != 20]
+        assert rows == sorted(rows, reverse=True)
+        assert [row == 20 for row in step] == [row == 20 for row in expected]  # fillers are the last ones
+
+
 def test_the_position_is_stored_in_rows(whole: Whole) -> None:
     spec, _ = whole("sft-sharded")
     found = [

@@ -215,6 +215,23 @@ CASES: dict[str, Case] = {
     ALGORITHM + "reward_clip": Case(0.01, ("dpo.reward_clip",), losses, "dpo", FAST),
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
     OPTION + "peft_method": Case("ia3", ("lora.method", "lora.rank", "lora.alpha"), trainable, around=LORA),
+    OPTION + "group_by_length": Case(
+        False,
+        ("group_by_length",),
+        lambda base, changed: (
+            ("group_by_length" in base.effective, "group_by_length" in changed.effective) == (True, False)
+            and base.losses == pytest.approx(changed.losses, rel=1e-5)
+        ),
+        around={TRAINING + "gradient_accumulation_steps": 2},
+    ),
+    OPTION + "attention_mask": Case(
+        "always",
+        ("attention_mask",),
+        lambda base, changed: (
+            [base.effective["attention_mask"], changed.effective["attention_mask"]] == ["not passed", "passed"]
+            and base.losses == pytest.approx(changed.losses, rel=1e-6)
+        ),
+    ),
     OPTION + "lora_dropout": Case(0.5, ("lora.dropout",), losses, around=LORA),
     OPTION + "use_rslora": Case(True, ("lora.use_rslora",), losses, around=LORA),
     OPTION + "merge_adapter": Case(True, ("merge_adapter",), saved(("final", 4), ("merged", 4)), around=LORA),

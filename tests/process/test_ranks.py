@@ -190,6 +190,13 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
     assert any(weight.abs().sum() > 0 for name, weight in adapted.named_parameters() if "lora_B" in name)
 
 
+def test_a_sharded_policy_in_bf16_equals_its_reference_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
+    events = trained(ranks, tmp_path, spec_of(tmp_path, "dpo", 2, dtype="bf16", save_steps=100))
+    first = of_kind(events, Progress)[0].metrics
+    assert [first[f"rewards/{name}"] for name in ("chosen", "rejected", "margins")] == [0.0, 0.0, 0.0]
+    assert first["loss"] == pytest.approx(0.69314718, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "strategy", "changes"),
     [

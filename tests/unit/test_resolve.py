@@ -257,6 +257,17 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
     assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
 
 
+def test_activations_are_not_offloaded_where_ranks_shard_the_model(settings: Settings) -> None:
+    offloading = with_training(efficiency_config={"enable_activation_offloading": True})
+    gpus = {"devices": ("cuda:0", "cuda:1"), "ranks": 2, "max_ranks": 2}
+    sharded = settings.model_copy(update={**gpus, "sharding": SHARDING})
+    with pytest.raises(InvalidRequest, match="2 ranks shard the model"):
+        spec_of(offloading, sharded)
+    assert spec_of(offloading, sharded, nproc_per_node=1).activation_offloading
+    copies = settings.model_copy(update={**gpus, "sharding": ShardingSpec(strategy="NO_SHARD")})
+    assert spec_of(offloading, copies).activation_offloading
+
+
 def test_every_second_block_recomputes_where_the_service_sets_it_and_the_job_does_not(settings: Settings) -> None:
     selective = settings.model_copy(update={"gradient_checkpointing": True, "checkpoint_every": 2})
     assert spec_of(sft(), selective).checkpoint_every == 2

@@ -102,7 +102,7 @@ class Saver:
         writer: EventWriter,
         fencing_token: FencingToken | None = None,
     ) -> None:
-        self.spec, self.writer = spec, writer
+        self.spec, self._device, self.writer = spec, device, writer
         self.fencing_token = fencing_token or FencingToken()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
@@ -148,6 +148,9 @@ class Saver:
 
         def work() -> None:
             try:
+                if self._device.type == "cuda":
+                    # A new thread is on GPU 0, where any use of CUDA would open a context: 534 MiB for each rank.
+                    torch.cuda.set_device(self._device)
                 self._write(snapshot, model, tokenizer, staging)
                 ranks.on_all_ranks(lambda: self._finish(staging, announce), self._group)
             except BaseException as error:

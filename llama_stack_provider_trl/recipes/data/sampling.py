@@ -5,7 +5,7 @@ Both are a function of the seed, the epoch and the rows per step. The number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,6 +79,8 @@ class EpochSampler(Sampler[int]):
             with index `num_rows`, the filler row (`recipes.data.prepare.with_filler`).
         batch_plan: the batches of each optimizer step; every step but an epoch's last is filled up to its slots. None:
             there are no optimizer steps, as in an evaluation.
+        lengths: of each row, in tokens: the rows of a step are taken longest first, so that those of a batch, and of
+            the batches that ranks compute at the same time, are padded least. None: in the epoch's order.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class EpochSampler(Sampler[int]):
         seed: int,
         multiple_of: int = 1,
         batch_plan: BatchPlan | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
+        self._lengths = lengths
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
         self.rows_per_epoch = num_rows if rows_per_epoch is None else min(num_rows, rows_per_epoch)
         self.rows_per_step = batch_plan.rows_per_step if batch_plan else max(1, self.rows_per_epoch)
@@ -126,6 +130,8 @@ class EpochSampler(Sampler[int]):
         rows = self._rows()
         for start in range(0, self.rows_per_epoch, self.rows_per_step):
             of_step = rows[start : start + self.rows_per_step]
+            if self._lengths is not None:
+                of_step.sort(key=self._lengths.__getitem__, reverse=True)
             yield from of_step
             is_full = self._fillers_per_step and len(of_step) == self.rows_per_step
             yield from [self.num_rows] * (self._fillers_per_step if is_full else 0)

@@ -125,6 +125,14 @@ def new_cpu_group() -> Any:
     return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size() > 1 else None
 
 
+def extend_timeouts() -> None:
+    """Give every process group of this rank COLLECTIVE_TIMEOUT. DeviceMesh opens those of its dimensions with torch's
+    default, 10 minutes under NCCL, within which a slow disk may keep rank 0 busy."""
+    if world_size() > 1:
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+
+
 @cache
 def cpu_group() -> Any:
     """A group for tensors in CPU memory; None with one process.

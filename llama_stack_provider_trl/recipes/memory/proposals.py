@@ -120,7 +120,7 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
         more = many // spec.ranks
         steps = accumulation // more if accumulation % more == 0 else accumulation
         sharding = spec.sharding or ShardingSpec()
-        if sharding.strategy == "NO_SHARD":
+        if sharding.strategy == "NO_SHARD" or spec.activation_offloading:  # which excludes sharding
             break
         fields = (("ranks", many), ("sharding", sharding), ("gradient_accumulation_steps", steps))
         request: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)

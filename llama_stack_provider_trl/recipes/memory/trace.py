@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec, ModelSource
+from ..model.attention import passes_padding_mask
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
     DTYPES,
@@ -36,7 +37,7 @@ from ..model.loading import (
 )
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, precomputes
-from ..trainer.trl_patches import fuse_head, traced_experts, traced_head
+from ..trainer.trl_patches import fuse_head, traced_attention, traced_experts, traced_head
 
 _STASH = 5
 """Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -195,7 +196,7 @@ class _LiveMemory(TorchDispatchMode):
 def _key(spec: JobSpec) -> str:
     """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
-    relevant |= {"checkpoint_every", "activation_offloading", "packed", "qat"}
+    relevant |= {"checkpoint_every", "activation_offloading", "attention_mask", "packed", "qat"}
     accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
@@ -340,6 +341,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                 quantize(spec, model)
             trained: Any = get_peft_model(model, adapter_config(model, spec.lora)) if spec.lora else model
             reference = _shallow_reference(spec) if _has_other_reference(spec) else None
+        stack.enter_context(traced_attention(packed=spec.packed))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()
@@ -405,7 +407,7 @@ def _trace_reference_scoring(
     for weight in weights:
         live.ignore(weight)
     with _head_of(kind, live, model.config), live:
-        _score_reference(model, spec, _inputs(spec, batch), reference)
+        _score_reference(model, spec, batch, reference)
     return live.windows[0]
 
 
@@ -458,33 +460,35 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
-    inputs = _inputs(spec, batch)
-    loss = _score(model, spec, inputs)
+    loss = _score(model, spec, batch)
     if spec.algorithm == "dpo" and not precomputes(spec):
-        loss = loss - _score_reference(model, spec, inputs, reference)
+        loss = loss - _score_reference(model, spec, batch, reference)
     loss.backward()
 
 
-def _inputs(spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
+def _inputs(model: Any, spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
     if spec.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
         return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
+    if not passes_padding_mask(spec, model):
+        return {"input_ids": ids, "labels": ids.clone()}
     mask = torch.ones_like(ids)
     mask[-1, -1] = 0  # some row is padded: attention gets a mask, and grouped keys and values are repeated for it
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
-def _score(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _score(model: Any, spec: JobSpec, batch: Batch) -> torch.Tensor:
+    inputs = _inputs(model, spec, batch)
     with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
         log_probs: torch.Tensor = model(**inputs, use_cache=False, fused_lm_head=True).log_probs
         return log_probs.sum()
 
 
-def _score_reference(model: Any, spec: JobSpec, inputs: dict[str, torch.Tensor], reference: Any) -> torch.Tensor:
+def _score_reference(model: Any, spec: JobSpec, batch: Batch, reference: Any) -> torch.Tensor:
     """Score a batch with the reference: another model, or the policy without a graph."""
     with torch.no_grad(), no_recomputation(model):
-        return _score(reference or model, spec, inputs)
+        return _score(reference or model, spec, batch)
 
 
 def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ So this module switches sharding on for CPU ranks, proves it before the first st
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -80,11 +79,9 @@ def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
 
 @contextmanager
 def sharding_on_any_device() -> Iterator[None]:
-    """While this is open, accelerate applies FSDP's settings on CPU ranks too, and keeps sums and outputs in fp32.
+    """While this is open, accelerate applies FSDP's settings on CPU ranks too, and `mixed_precision`.
 
-    accelerate switches to FSDP only for the distributed types of accelerators, and MULTI_CPU is none of them. With bf16
-    it would also reduce gradients in bf16, and round outputs: log-probabilities to 3 digits, of which DPO takes
-    differences (its first loss was 0.69141 instead of 0.69315).
+    accelerate switches to FSDP only for the distributed types of accelerators, and MULTI_CPU is none of them.
     """
     original = AcceleratorState.__init__
 
@@ -98,14 +95,23 @@ def sharding_on_any_device() -> Iterator[None]:
                 plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
         original(self, *args, **kwargs)
         if plugin is not None and plugin.mixed_precision_policy is not None:
-            whole = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
-            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
+            plugin.mixed_precision_policy = mixed_precision(plugin.mixed_precision_policy.param_dtype)
 
     AcceleratorState.__init__ = init
     try:
         yield
     finally:
         AcceleratorState.__init__ = original
+
+
+def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy of every unit: it computes in `dtype`, gradients are summed in fp32, and outputs stay as they are.
+
+    accelerate would sum in `dtype`, and round the outputs of every unit to it: log-probabilities to 3 digits, of which
+    DPO takes differences (its first loss was 0.69141 instead of 0.69315). Outputs in fp32 would make the head compute
+    in fp32 and double the memory of the inputs that activation checkpointing keeps.
+    """
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
 
 
 def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
 from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights, step_bytes
 from ..checkpoint.transfer import Disks
+from ..data.lengths import row_lengths
 from ..data.packing import num_rows
 from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
@@ -70,6 +71,7 @@ class RecipeTrainer(Trainer):
     ) -> None:
         with sharding_on_any_device():
             super().__init__(**arguments)
+        ranks.extend_timeouts()
         if spec.lora and spec.lora.quantize_base:
             keep_adapters_in_fp32(self.model)
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
@@ -132,7 +134,10 @@ class RecipeTrainer(Trainer):
         steps = self.spec.max_steps_per_epoch
         cap = None if steps is None else steps * self.batch_plan.rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self._train_sampler = self._sampler(dataset, cap, shuffle=self.spec.shuffle, batch_plan=self.batch_plan)
+        lengths = row_lengths(dataset) if self.groups_by_length else None
+        self._train_sampler = self._sampler(
+            dataset, cap, shuffle=self.spec.shuffle, batch_plan=self.batch_plan, lengths=lengths
+        )
         return self._train_sampler
 
     def begin_epoch(self, epoch: int) -> None:
@@ -144,7 +149,13 @@ class RecipeTrainer(Trainer):
         return self._sampler(eval_dataset, None, shuffle=False)
 
     def _sampler(
-        self, dataset: Any, cap: int | None, *, shuffle: bool, batch_plan: BatchPlan | None = None
+        self,
+        dataset: Any,
+        cap: int | None,
+        *,
+        shuffle: bool,
+        batch_plan: BatchPlan | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> EpochSampler:
         world = self.args.world_size
         multiple = world * self.spec.batch_size if world > 1 else 1
@@ -155,7 +166,17 @@ class RecipeTrainer(Trainer):
             seed=self.spec.seed,
             multiple_of=multiple,
             batch_plan=batch_plan,
+            lengths=lengths,
         )
+
+    @property
+    def groups_by_length(self) -> bool:
+        """Whether the rows of an optimizer step are put into batches by length. Its numbers do not depend on which
+        rows share a batch, unless something is averaged over a batch."""
+        spec, batch_plan = self.spec, self.batch_plan
+        has_batch_means = spec.has_batch_means or self.aux_loss_enabled or spec.packed
+        several = batch_plan.world_size * batch_plan.accumulation_steps > 1
+        return spec.group_by_length and several and not has_batch_means
 
     @property
     def rows_of_step(self) -> int:

@@ -73,7 +73,7 @@ class JobCallback(TrainerCallback):
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
         self._tokens = float(trainer._total_train_tokens)
-        self._busy = self._began = 0.0
+        self._busy_since: float | None = None
         self._saved_at = time.monotonic()
         trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
 
@@ -135,10 +135,10 @@ class JobCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._began = time.perf_counter()
+        if self._busy_since is None:
+            self._busy_since = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._busy += time.perf_counter() - self._began
         self._heartbeat()
         self.trainer.check_saving()
         decision = self.decide()
@@ -214,6 +214,7 @@ class JobCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._busy_since = None  # an evaluation follows a log
         shown = {name: float(value) for name, value in (metrics or {}).items() if name != "epoch"}
         shown = {name: value for name, value in shown.items() if math.isfinite(value)}
         if "eval_loss" in shown:
@@ -238,6 +239,7 @@ class JobCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Reset the counters of a checkpoint, which is copied and being written by now."""
+        self._busy_since = None
         self._losses.clear()
         self._last_saved = state.global_step
         self._saved_at = time.monotonic()
@@ -273,9 +275,13 @@ class JobCallback(TrainerCallback):
         control.should_save = True
 
     def _tokens_per_second(self, logs: dict[str, float]) -> float:
-        """Tokens without padding per second of step time, without evaluations and saves."""
+        """Tokens without padding per second since the last log, without evaluations and saves.
+
+        Trainer has read the loss by now, so the device has completed these steps. In `on_step_end` it may not have.
+        """
         tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
-        busy, self._busy = self._busy, 0.0
+        now = time.perf_counter()
+        busy, self._busy_since = now - self._busy_since if self._busy_since is not None else 0.0, now
         return round(tokens / busy, 3) if busy else 0.0
 
 

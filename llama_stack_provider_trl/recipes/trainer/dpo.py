@@ -8,7 +8,7 @@ two step by step).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,20 +19,11 @@ from peft.tuners.lora import LoraLayer
 from trl import DPOTrainer
 
 from ...specs.job import DpoSpec, JobSpec
+from ..model.attention import passes_padding_mask
+from ..model.fsdp import is_sharded
 from .base import RecipeTrainer
 from .reference import NoReference, is_needed, load_reference, precomputes
 from .trl_patches import PreparedDatasets, without_adapter
-
-
-def _forward(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments of a forward that scores the completions of a collated batch."""
-    return {
-        "input_ids": inputs["input_ids"],
-        "attention_mask": inputs["attention_mask"],
-        "labels": inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100),
-        "use_cache": False,
-        "fused_lm_head": True,
-    }
 
 
 def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
@@ -125,7 +116,8 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         mask = inputs["completion_mask"]
-        outputs = model(**_forward(inputs), **({"output_router_logits": True} if self.aux_loss_enabled else {}))
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        outputs = model(**self._arguments(self.model, inputs), **router)
         logps = outputs.log_probs.sum(dim=1)
         logratios = logps - self.reference_logps(inputs)
         lengths = mask[:, 1:].sum(dim=1)
@@ -172,16 +164,28 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         """log pi_ref(completion|prompt) of a collated batch, chosen then rejected, shape (2 * pairs,)."""
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        forward = _forward(inputs)
-        with torch.no_grad(), no_recomputation(self.model), self.accelerator.autocast():
+        model = self.model if self.ref_model is None else self.ref_model
+        forward = self._arguments(model, inputs)
+        with torch.no_grad(), no_recomputation(self.model), self._precision():
             if self.ref_model is not None:
-                return self.ref_model(**forward).log_probs.float().sum(dim=1)
+                return model(**forward).log_probs.float().sum(dim=1)
             if is_peft_model(self.model):
                 with without_adapter(self.accelerator.unwrap_model(self.model)):
-                    return self.model(**forward).log_probs.float().sum(dim=1)
+                    return model(**forward).log_probs.float().sum(dim=1)
             if self.state.global_step > 0:
                 raise AssertionError("full fine-tuning without a reference model")
-            return self.model(**forward).log_probs.float().sum(dim=1)  # still the base model
+            return model(**forward).log_probs.float().sum(dim=1)  # still the base model
+
+    def _arguments(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Arguments of a forward of `model` that scores the completions of a collated batch."""
+        mask = {"attention_mask": inputs["attention_mask"]} if passes_padding_mask(self.spec, model) else {}
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        return {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False, "fused_lm_head": True, **mask}
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """The precision of the policy's forward, so that a policy equal to its reference has log-ratios of exactly 0:
+        autocast in one process and under DDP, the mixed precision of its units under FSDP2."""
+        return nullcontext() if is_sharded(self.spec) else self.accelerator.autocast()
 
     def _note(
         self,

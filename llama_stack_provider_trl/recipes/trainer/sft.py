@@ -8,6 +8,7 @@ import torch
 from trl import SFTTrainer
 
 from ...specs.job import JobSpec
+from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 
 
@@ -33,9 +34,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         mask = inputs["attention_mask"]
-        if self.spec.packed:
-            # Without an attention mask transformers separates the rows of a sequence by their positions, and takes
-            # each padding token for a row.
+        # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
+        # each padding token for a row.
+        if self.spec.packed or not passes_padding_mask(self.spec, self.model):
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
         trained = outputs.label_mask.sum()

@@ -120,6 +120,20 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
 
 
 @contextmanager
+def traced_attention(*, packed: bool) -> Iterator[None]:
+    """While this is open, transformers takes rows for what they are: packed, or one in each sequence.
+
+    It reads that from the values of the position ids. Fake tensors have none, and would get a mask for packed rows.
+    """
+    import transformers.masking_utils as masks
+
+    with ExitStack() as stack:
+        if not packed:
+            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
+        yield
+
+
+@contextmanager
 def traced_experts() -> Iterator[None]:
     """While this is open, mixtures of experts compute with a product that has the memory of torch's grouped one.
 

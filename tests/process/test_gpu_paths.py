@@ -1,0 +1,181 @@
+"""Paths of GPU training whose faults show on a CPU: dtypes under FSDP2, timeouts, timing, the padding mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig
+
+from llama_stack_provider_trl.recipes import session
+from llama_stack_provider_trl.recipes.checkpoint.step import Saver
+from llama_stack_provider_trl.recipes.distributed import ranks
+from llama_stack_provider_trl.recipes.distributed.peers import backend_of
+from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask
+from llama_stack_provider_trl.recipes.model.fsdp import mixed_precision
+from llama_stack_provider_trl.recipes.trainer import callbacks
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
+from llama_stack_provider_trl.specs.job import JobSpec
+from tests.process.test_export import ARCHITECTURES
+from tests.tiny import tiny_model
+from tests.training import job_spec, of_kind, run
+
+pytestmark = pytest.mark.process
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def small_llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def test_sharded_units_compute_in_bf16_and_give_log_probabilities_in_fp32(group: None) -> None:
+    model = small_llama()
+    fuse_head(model, outputs=("log_probs",))
+    dtypes: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        if name.startswith("model.layers.") and name.count(".") == 2:
+            fully_shard(module, mp_policy=mixed_precision(torch.bfloat16))
+            module.register_forward_hook(lambda _, __, out, name=name: dtypes.update({name: out.dtype}))
+    fully_shard(model, mp_policy=mixed_precision(torch.bfloat16))
+    ids = torch.arange(8)[None]
+    log_probs = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
+    assert dtypes == {f"model.layers.{number}": torch.bfloat16 for number in range(2)}
+    assert log_probs.dtype == torch.float32
+    assert (log_probs != log_probs.bfloat16()).any()  # they were not rounded on their way
+
+
+def test_groups_that_others_open_get_the_jobs_timeout(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = dist.new_group([0])
+    backend = opened._get_backend(torch.device("cpu"))
+    assert backend.options._timeout < timedelta(hours=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks.extend_timeouts()
+    assert backend.options._timeout == ranks.COLLECTIVE_TIMEOUT
+
+
+def test_gpu_ranks_have_a_backend_for_tensors_in_cpu_memory() -> None:
+    assert backend_of(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert backend_of(torch.device("cpu")) == "gloo"
+
+
+def test_a_checkpoint_is_written_by_a_thread_on_its_ranks_own_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[torch.device] = []
+    saver = Saver(job_spec(tmp_path, tmp_path), torch.device("cpu"), NullEventWriter())
+    saver._device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(saver, "_write", lambda *_: None)
+    monkeypatch.setattr(saver, "_finish", lambda *_: None)
+    model: Any = torch.nn.Linear(2, 2)
+    tokenizer: Any = None
+    saver.save(model, torch.optim.SGD(model.parameters()), tokenizer, {}, tmp_path / ".saving" / "checkpoint-2", print)
+    saver.wait()
+    assert used == [torch.device("cuda", 1)]
+
+
+def test_the_clock_of_a_step_stops_when_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now)
+    callback: Any = object.__new__(callbacks.JobCallback)
+    callback._busy_since, callback._tokens = None, 0.0
+
+    def step(device_seconds: float, tokens: float) -> float:
+        callback.on_step_begin(None, None, None)
+        clock.now += device_seconds  # the device computes: Trainer reads the loss before it logs
+        return float(callback._tokens_per_second({"num_tokens": tokens}))
+
+    assert step(2.0, 100.0) == 50.0
+    assert step(4.0, 200.0) == 25.0
+    callback._busy_since = None  # an evaluation or a save has followed
+    clock.now += 1000.0
+    assert step(1.0, 250.0) == 50.0
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tmp_path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]), dtype=torch.float32)
+    assert passes_padding_mask(JobSpec.model_validate(spec.model_dump(exclude={"attention_mask"})), model)
+    assert not passes_padding_mask(spec, model)
+    ids = torch.arange(3, 27).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    losses, gradients = [], []
+    for arguments in ({"attention_mask": mask}, {}):
+        model.eval().zero_grad()
+        loss = model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    assert torch.allclose(losses[0], losses[1], rtol=1e-6)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(BertConfig(**SIZES, intermediate_size=48), id="attention in both directions"),
+        pytest.param(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), id="no attention"),
+    ],
+)
+def test_a_model_whose_attention_is_not_known_to_be_causal_gets_the_mask(config: Any, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model)
+
+
+def test_experts_whose_load_is_balanced_over_tokens_get_the_mask(tmp_path: Path) -> None:
+    model = small_llama()
+    model.config.output_router_logits = True
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_a_job_without_the_mask_learns_what_it_learns_with_it(algorithm: str, tmp_path: Path) -> None:
+    losses = {}
+    for mask in ("auto", "always"):
+        spec = job_spec(tmp_path / mask, tiny_model(), algorithm=algorithm, attention_mask=mask)
+        status, events = run(tmp_path / mask / "run", spec)
+        assert status == 0
+        losses[mask] = [event.metrics["loss"] for event in of_kind(events, Progress)]
+    assert losses["auto"] == pytest.approx(losses["always"], rel=1e-6)
+
+
+def test_adapters_compute_the_same_without_casts_of_their_inputs() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(small_llama(), config)
+    found = []
+    for active in (False, True):
+        spec = SimpleNamespace(lora=SimpleNamespace(method="lora", use_dora=not active, dropout=0.0))
+        attempt: Any = SimpleNamespace(spec=spec, trainer=SimpleNamespace(model=model))
+        model.zero_grad()
+        with session._without_casts(attempt), torch.autocast("cpu", torch.bfloat16):
+            casts = {module.cast_input_dtype_enabled for module in model.modules() if hasattr(module, "lora_A")}
+            output = model(input_ids=torch.arange(16)[None]).logits
+        output.float().sum().backward()
+        assert casts == {not active}
+        found.append((output, *(w.grad for w in model.parameters() if w.requires_grad)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
