@@ -171,7 +171,8 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
     service.wait_until_up()
     service.register("orders-dpo", DATA / "dpo_train.jsonl")
     training = body["training_config"]
-    ranks = int(os.environ.get("TRL_NPROC_PER_NODE") or 2)
+    requested = os.environ.get("TRL_NPROC_PER_NODE", "")
+    ranks = int(requested) if requested.isdigit() else 2  # `auto` is for jobs that set no number
     data = {**training["data_config"], "batch_size": training["data_config"]["batch_size"] // ranks}
     uuid = f"{body['job_uuid']}-service"
     status = service.train(

@@ -7,7 +7,7 @@
 #   TRL_SERVICE_HOST      where it listens (default 127.0.0.1)
 #   TRL_SERVICE_PORT      and on which port (default 8322)
 #   TRL_SERVICE_DATA_DIR  where jobs and checkpoints go (default ~/.llama/trl-service)
-#   TRL_NPROC_PER_NODE    ranks of a job that does not set it (default 2; on GPUs each needs one; auto: all of them)
+#   TRL_NPROC_PER_NODE    ranks of a job that does not set it (default auto: one per GPU, 2 without GPUs)
 #   TRL_SERVICE_TOKEN     what clients must send; needed beyond the loopback address
 #   TRL_SERVICE_MODEL_ROOTS  directories below which a job's model may be a path, with colons between them; beyond the
 #                         loopback address only they and checkpoints of jobs are taken (model ids always are)

@@ -104,6 +104,8 @@ Placed = dict[str, tuple[str, ...]]
 _Kind = tuple[str, int, str, bool, frozenset[str]]
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
+_KINDS = ("cuda", "mps", "cpu")
+"""Kinds of devices, the best first."""
 _GIB = 1 << 30
 
 
@@ -135,7 +137,6 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     Returns:
         job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
-    auto = _kind(nodes[0].devices[0])
     free = _Free(nodes, running)
     chosen: Placed = {}
     known: dict[_Kind, tuple[list[_Offer], int]] = {}
@@ -148,6 +149,7 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
         if kind in unserved and (patient or kind in served):
             continue  # nothing has become free since a job with the same demand found too little
         if kind not in known:
+            auto = _auto(job, nodes)
             suited = [node for node in nodes if not unsuited(job, node, auto)]
             known[kind] = _offers(job, suited, auto), _fewest(job, suited, auto)
         offers, fewest = known[kind]
@@ -172,6 +174,11 @@ def nodes_of(places: Sequence[str]) -> int:
     return len({place.rpartition("/")[0] for place in places}) or 1
 
 
+def kind_of(place: str) -> str:
+    """The kind of device at a place: cpu, cuda or mps."""
+    return _kind(place.rpartition("/")[2])
+
+
 def devices_needed(job: Queued, devices: Sequence[str]) -> int:
     """The number of a node's devices that the job takes."""
     return _needed(job, suitable(job.device, devices))
@@ -180,7 +187,7 @@ def devices_needed(job: Queued, devices: Sequence[str]) -> int:
 def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> list[str]:
     """The node's devices that serve a request, best first.
 
-    `auto` means the kind of the service's (or this node's) first device: a job never falls back from a busy GPU to the
+    `auto` means this kind of device, or the kind of the node's first: a job never falls back from a busy GPU to the
     CPU. `cuda` means any of the node's cuda devices.
     """
     return list(_suitable(wanted, tuple(devices), auto))
@@ -359,7 +366,7 @@ def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node
 
 
 def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    auto = _kind(nodes[0].devices[0])
+    auto = _auto(job, nodes)
     why_not = {node.name: unsuited(job, node, auto) for node in nodes}
     fitting = [node for node in nodes if not why_not[node.name]]
     count = _fewest(job, fitting, auto)
@@ -403,3 +410,20 @@ def _nodes(job: Queued) -> int:
 
 def _kind(device: str) -> str:
     return device.partition(":")[0]
+
+
+def _auto(job: Queued, nodes: Sequence[Node]) -> str:
+    """The kind of device that `auto` means for a job: that of the service's own machine if this has GPUs, or if the job
+    stays there. Otherwise the best kind that enough machines have.
+
+    Closed machines count: a job does not move to a CPU because its GPUs are busy or silent for a moment.
+    """
+    own = _kind(nodes[0].devices[0])
+    # One that was tried with `auto` in its record is of an earlier release, which used the service's own kind.
+    if own == "cuda" or job.device != "auto" or job.tried or demand(job.demand).home:
+        return own
+    for kind in _KINDS:
+        suited = [node for node in nodes if not unsuited(job, node, kind)]
+        if suited and len({node.where for node in suited}) >= _fewest(job, suited, kind):
+            return kind
+    return own

@@ -156,8 +156,10 @@ WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_dev
   AND demand = :demand AND (attempt > 0) = :tried;
 
 -- name: launch_job
--- scheduled -> launching, with the next attempt.
-UPDATE jobs SET state = 'launching', attempt = attempt + 1, device = :device, detail = ''
+-- scheduled -> launching, with the next attempt. All attempts of a job that any node may run get the same kind of device:
+-- its dtype depends on it.
+UPDATE jobs SET state = 'launching', attempt = attempt + 1, device = :device, detail = '',
+       wanted_device = CASE WHEN wanted_device = 'auto' AND demand <> '' THEN :kind ELSE wanted_device END
 WHERE job_uuid = :job_uuid AND attempt = :attempt - 1 AND state = 'scheduled';
 
 -- name: insert_attempt

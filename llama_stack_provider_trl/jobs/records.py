@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..specs.events import Failed, ProgressValues, Reason
-from ..specs.job import JobSpec
+from ..specs.job import Dtype, JobSpec
 from ..system.files import RunDir
 from .states import REASONS, JobState, shown
 
@@ -77,6 +77,11 @@ class JobRecord:
     def devices(self) -> tuple[str, ...]:
         """The concrete devices of the current attempt; empty while it waits."""
         return tuple(self.device.split(",")) if self.device else ()
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of the current attempt; before the first one, that of the spec."""
+        return self.spec.on(self.devices[0].rpartition("/")[2]).dtype if self.devices else self.spec.dtype
 
     @property
     def status(self) -> str:

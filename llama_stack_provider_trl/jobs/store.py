@@ -18,7 +18,7 @@ from ..system.files import touched
 from .database import Database
 from .node_tasks import NodeTasks
 from .nodes import Nodes
-from .placement import Demand, Queued
+from .placement import Demand, Queued, kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
@@ -269,6 +269,7 @@ class Store(JobReader):
         """
         row = {
             **{"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)},
+            "kind": kind_of(device.split(",")[0]),
             "resume_from": None if resume is None else str(resume[0]),
             "resume_step": 0 if resume is None else resume[1],
         }

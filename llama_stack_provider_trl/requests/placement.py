@@ -16,7 +16,13 @@ from .settings import Request, Settings
 
 def resolve_placement(request: Request, options: ProviderOptions, settings: Settings, model: str) -> dict[str, Any]:
     device, resources = resolve_device(options, settings), resolve_resources(options, settings, model)
-    return {"device": device, "resources": resources, **resolve_ranks(request, options, settings, resources)}
+    is_open = device == "auto" and resources is not None
+    return {
+        "device": device,
+        "dtype_by_device": is_open and request.training_config.dtype is None,
+        "resources": resources,
+        **resolve_ranks(request, options, settings, resources),
+    }
 
 
 def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:

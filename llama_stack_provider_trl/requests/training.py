@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.job import Algorithm, OptimizerSpec
+from ..specs.job import Algorithm, OptimizerSpec, default_dtype
 from .bodies import (
     OptimizerConfig,
     TrainingConfig,
@@ -32,9 +32,11 @@ def resolve_training(
     training: TrainingConfig, options: ProviderOptions, settings: Settings, algorithm: Algorithm, *, has_adapters: bool
 ) -> dict[str, Any]:
     device = options.device or settings.devices[0]
+    # A job without a device may run on any node, and its placement is not known yet.
+    hint = "" if options.device or settings.max_nodes == 1 else ", or set provider_options.device to 'cuda'"
     return {
-        "dtype": resolve_dtype(training, device),
-        **resolve_activations(training, settings, device),
+        "dtype": resolve_dtype(training, device, hint),
+        **resolve_activations(training, settings, device, hint),
         "attention_mask": options.attention_mask,
         "group_by_length": options.group_by_length,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
@@ -42,19 +44,20 @@ def resolve_training(
     }
 
 
-def resolve_dtype(training: TrainingConfig, device: str) -> str:
-    # Unset: bf16 where the hardware computes in it. A CPU without bf16 instructions is ten times slower than in fp32
-    # (10M Llama, AVX2, 80 against 600 tokens/s).
-    given = training.dtype or ("bf16" if device.startswith("cuda") else "fp32")
+def resolve_dtype(training: TrainingConfig, device: str, other_device: str = "") -> str:
+    given = training.dtype or default_dtype(device)
     if given not in DTYPES:
         raise InvalidRequest("training_config.dtype", given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
     if DTYPES[given] == "fp16" and not device.startswith("cuda"):
         hint = f"its loss scaling needs cuda, and this job trains on {device}; send 'bf16' (the nearest) or 'fp32'"
+        hint += other_device
         raise InvalidRequest("training_config.dtype", given, hint)
     return DTYPES[given]
 
 
-def resolve_activations(training: TrainingConfig, settings: Settings, device: str) -> dict[str, Any]:
+def resolve_activations(
+    training: TrainingConfig, settings: Settings, device: str, other_device: str = ""
+) -> dict[str, Any]:
     """Resolve the treatment of activations between the forward and the backward pass."""
     savers = training.efficiency_config or NO_SAVERS
     if savers.enable_activation_offloading and not device.startswith("cuda"):
@@ -62,7 +65,7 @@ def resolve_activations(training: TrainingConfig, settings: Settings, device: st
             "training_config.efficiency_config.enable_activation_offloading",
             True,
             f"it moves activations from a GPU's memory to the CPU's, and this job trains on {device}; set "
-            "enable_activation_checkpointing instead, which saves the same memory by recomputing",
+            f"enable_activation_checkpointing instead, which saves the same memory by recomputing{other_device}",
         )
     given = savers.enable_activation_checkpointing
     return {

@@ -88,7 +88,7 @@ def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[st
         "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
         "progress": job.progress.shown(),
         "warnings": list(job.warnings),
-        "effective_config": {**job.spec.model_dump(mode="json"), "recipe": job.effective},
+        "effective_config": {**job.spec.model_dump(mode="json"), "dtype": job.dtype, "recipe": job.effective},
         "log_path": str(job.log_path) if job.log_path else None,
         "error": _error(job),
     }

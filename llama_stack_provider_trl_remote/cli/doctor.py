@@ -133,9 +133,18 @@ def _isolation(settings: ServiceSettings) -> Iterator[Finding]:
 
 def _devices(settings: ServiceSettings) -> Iterator[Finding]:
     try:
-        yield Finding("ok", "devices", ", ".join(settings.devices()))
+        devices = settings.devices()
     except SettingsError as error:
         yield Finding("fail", "devices", str(error))
+        return
+    yield Finding("ok", "devices", ", ".join(devices))
+    try:
+        settings.for_jobs(devices)
+    except SettingsError as error:
+        yield Finding("fail", "ranks", str(error))
+        return
+    ranks, origin = settings.default_ranks(devices)
+    yield Finding("ok", "ranks", f"{ranks} per job unless it sets a number ({origin})")
 
 
 def _shared_memory(settings: ServiceSettings) -> Iterator[Finding]:

@@ -173,6 +173,7 @@ def _log_configuration(service: Service, config: Path | None, listener: socket.s
     settings = service.settings
     waiting, running = service.waiting_and_running()
     strategy = settings.fsdp_config.sharding_strategy
+    ranks, origin = settings.default_ranks(service.devices)
     taken = f"{running} training, {waiting} waiting" if waiting or running else "none"
     guarded = "token required" if settings.credentials else "no token: loopback only"
     supervising = (
@@ -183,7 +184,7 @@ def _log_configuration(service: Service, config: Path | None, listener: socket.s
         "config": config or "none: defaults and TRL_SERVICE_* variables",
         "data": f"{settings.data_dir}{supervising}",
         "devices": ", ".join(service.devices),
-        "ranks": f"{service.for_jobs.ranks} per job unless it sets a number, {strategy}",
+        "ranks": f"{ranks} per job unless it sets a number ({origin}), {strategy}",
         "jobs": f"{taken} (resumed)" if waiting or running else taken,
         "isolation": service.isolation.how or f"none: {service.isolation.why_not}",
         "address": f"{_address(settings, listener)} ({guarded})",

@@ -67,7 +67,9 @@ class TorchRunConfig(_Block):
     nnodes: int = Field(1, ge=1)
     """Machines of a job that does not set it; more than 1 needs a `host` that other machines can reach."""
     nproc_per_node: int | Literal["auto"] = "auto"
-    """Ranks on each node of a job that does not set it; auto: one per GPU of this machine, 1 without GPUs."""
+    """Ranks on each node of a job that does not set it; auto: one per GPU of this machine, `cpu_ranks` without GPUs."""
+    cpu_ranks: int = Field(1, ge=1, le=1024)
+    """Ranks that `nproc_per_node: auto` means on a machine without GPUs, where they share the CPU."""
     node_rank: int = Field(0, ge=0)
     """0: this is the head. A worker has 1 or more, and runs an agent (`trl-remote agent`) instead of the service."""
     master_addr: str = "127.0.0.1"
@@ -284,11 +286,17 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         except InvalidRequest as error:
             raise SettingsError(str(error)) from error
 
+    def default_ranks(self, devices: tuple[str, ...]) -> tuple[int, str]:
+        """Ranks on each node of a job that sets none, and the origin of the number."""
+        config, gpus = self.torch_run_config, _gpus(devices)
+        if config.nproc_per_node != "auto":
+            return config.nproc_per_node, "nproc_per_node"
+        return (len(gpus), "auto: one per GPU") if gpus else (config.cpu_ranks, "auto without GPUs: cpu_ranks")
+
     def for_jobs(self, devices: tuple[str, ...]) -> Settings:
         """What the engine resolves requests with."""
-        gpus = [device for device in devices if device.startswith("cuda")]
-        requested = self.torch_run_config.nproc_per_node
-        ranks = max(1, len(gpus)) if requested == "auto" else requested
+        gpus = _gpus(devices)
+        ranks, _ = self.default_ranks(devices)
         if gpus and ranks > len(gpus):
             raise SettingsError(
                 f"torch_run_config.nproc_per_node={ranks}: {len(gpus)} GPUs may be used here, and each "
@@ -347,6 +355,10 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
                 f"host={self.host!r} can be reached from other machines, and tokens would cross the network in the "
                 "clear: set tls_cert and tls_key, or accept it with --insecure"
             )
+
+
+def _gpus(devices: tuple[str, ...]) -> list[str]:
+    return [device for device in devices if device.startswith("cuda")]
 
 
 def is_loopback(host: str) -> bool:

@@ -31,6 +31,7 @@ from llama_stack_provider_trl.specs.events import (
     Started,
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, ResourcesSpec
+from llama_stack_provider_trl.stack.responses import resources
 from llama_stack_provider_trl.system.files import RunDir, write_manifest
 from llama_stack_provider_trl_remote.service.cluster.launcher import ClusterLauncher
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
@@ -721,6 +722,41 @@ def test_events_of_a_task_that_was_ordered_to_stop_are_refused(pair: World) -> N
     pair.tick()
     with pytest.raises(Gone, match="ordered to stop"):
         pair.uploads.add_events("a-1", "b", size + len(line), line)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda:0", "bf16"), ("cpu", "fp32")])
+def test_a_job_on_auto_trains_in_the_dtype_of_its_node_on_a_service_without_gpus(
+    tmp_path: Path, device: str, dtype: str
+) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path / "jobs.db", clock)
+    world = World(tmp_path, clock, store)
+    label = {"zone": "b"}
+    world.join("b", devices=(DeviceReport(name=device),), labels=label)
+    world.add(nodes=1, device="auto", dtype="fp32", dtype_by_device=True, resources={"labels": label})
+    world.tick()
+    assert world.job().devices == (f"b/{device}",)
+    assert world.orders("b")["a-1"].spec["job"]["dtype"] == dtype
+    assert resources(world.job())["effective_config"]["dtype"] == dtype
+    store.close()
+
+
+def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = Store(tmp_path / "jobs.db", clock)
+    world = World(tmp_path, clock, store)
+    world.add(nodes=1, device="auto", dtype="fp32", dtype_by_device=True)
+    store.add_job(job_spec("home", device="auto"), "digest")
+    assert store.launch("a", 1, "cpu", tmp_path / "a")
+    assert store.launch("home", 1, "cpu", tmp_path / "home")
+    for name in ("a", "home"):
+        job = store.get(name)
+        assert store.retry(job, Reason.rank_failed, "", 0.0)
+    world.join("b", devices=(DeviceReport(name="cuda:0"),))
+    assert {job.job_uuid: job.device for job in store.queue()} == {"a": "cpu", "home": "auto"}
+    world.tick()
+    assert (world.job().devices, world.job().dtype) == (("cpu",), "fp32")
+    store.close()
 
 
 def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:

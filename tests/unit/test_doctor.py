@@ -89,3 +89,25 @@ def test_a_data_directory_that_others_can_read_is_a_warning(machine: Path) -> No
 def test_a_full_disk_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda path: 1 << 20)
     assert findings()["disk"].level == "fail"
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("0,1,2", "3 per job unless it sets a number (auto: one per GPU)"), ("", "1 per job")]
+)
+def test_the_ranks_of_a_job_are_named_with_the_origin_of_their_number(
+    monkeypatch: pytest.MonkeyPatch, visible: str, found: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert findings()["ranks"].found.startswith(found)
+
+
+def test_more_ranks_than_gpus_are_a_failure(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = machine.with_name("run.yaml")
+    block = {
+        "provider_id": "trl",
+        "provider_type": "remote::trl_remote",
+        "config": {"torch_run_config": {"nproc_per_node": 2}},
+    }
+    config.write_text(json.dumps({"providers": {"post_training": [block]}}))
+    assert findings(str(config))["ranks"].level == "fail"

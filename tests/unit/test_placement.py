@@ -246,6 +246,28 @@ def test_auto_means_what_the_service_s_own_machine_has_on_every_node() -> None:
     assert why_waits(wants(nodes=2), {}, nodes) == f"waiting for 2 nodes: {there}; b has no cuda"
 
 
+def test_auto_on_a_service_without_gpus_means_the_gpus_of_the_nodes() -> None:
+    nodes = [HEAD, node("b", *GPUS)]
+    assert place([wants(1), wants(2), wants(3)], nodes, []) == {"job-1": ("b/cuda:0",), "job-2": ("b/cuda:1",)}
+    assert place([wants(device="cpu"), wants(2, home=True)], nodes, ["b/cuda:0"]) == {"job-1": ("cpu",)}
+    assert place([Queued("a", "auto", 1)], nodes, []) == {"a": ("cpu",)}, "a job that stays at home"
+    message = why_waits(wants(), {"b/cuda:0": "x", "b/cuda:1": "y"}, nodes)
+    assert message == "waiting for a node; b/cuda:0 (held by job x), b/cuda:1 (held by job y)"
+    silent = [HEAD, node("b", *GPUS, why_closed="silent since 12:00:00 UTC")]
+    assert place([wants()], silent, []) == {}, "a job does not move to the CPU because its GPUs are silent for a moment"
+    assert why_waits(wants(), {}, silent) == "waiting for a node; b is silent since 12:00:00 UTC"
+
+
+def test_all_nodes_of_a_job_on_auto_have_one_kind_of_device() -> None:
+    mixed = [HEAD, node("b", *GPUS), node("c")]
+    assert place([wants(nodes=2)], mixed, []) == {"job-1": ("cpu", "c/cpu")}, "one machine with GPUs is too few"
+    assert place([wants(nodes=2)], [*mixed, node("d", "cuda:0")], []) == {"job-1": ("d/cuda:0", "b/cuda:0")}
+    no_kind = why_waits(wants(nodes=2), {}, mixed[:2])
+    assert no_kind == "waiting for 2 nodes: 1 of 2 can serve it; b has no cpu"
+    tried = wants(tried=True)
+    assert place([tried], mixed, []) == {"job-1": ("cpu",)}, "an attempt of an earlier release ran on the CPU"
+
+
 def test_a_node_that_is_closed_gets_nothing() -> None:
     nodes = [HEAD, node("b", why_closed="silent since 12:00:00 UTC")]
     assert place([wants()], nodes, ["cpu"]) == {}
@@ -297,7 +319,10 @@ def test_a_job_that_finds_nothing_does_not_speak_for_one_that_asks_for_something
 
 def test_single_jobs_cannot_starve_one_over_several_nodes() -> None:
     nodes = [HEAD, node("b"), node("c")]
-    jobs = [wants(1, nodes=2, scheduled_at=0.0), *(wants(age, scheduled_at=1e4) for age in (2, 3))]
+    jobs = [
+        wants(1, device="cpu", nodes=2, scheduled_at=0.0),
+        *(wants(age, device="cpu", scheduled_at=1e4) for age in (2, 3)),
+    ]
     taken = ["b/cpu", "c/cpu"]
     assert place(jobs, nodes, taken, now=PATIENCE - 1) == {"job-2": ("cpu",)}
     assert place(jobs, nodes, taken, now=PATIENCE + 1) == {}

@@ -118,6 +118,33 @@ def test_an_unset_dtype_is_the_one_that_the_device_is_fast_in(settings: Settings
     assert spec_of(with_training(dtype="bf16"), settings).dtype == "bf16"
 
 
+def test_the_devices_of_a_job_decide_its_dtype_where_any_node_may_run_it(settings: Settings, tmp_path: Path) -> None:
+    service = settings.model_copy(update={"max_nodes": 2, "max_ranks": 2, "sharding": ShardingSpec()})
+    anywhere = spec_of(sft(), service)
+    assert (anywhere.dtype, anywhere.dtype_by_device) == ("fp32", True)
+    assert [derive(anywhere, 1, device, tmp_path).job.dtype for device in ("cuda:1", "cpu", "mps")] == [
+        *("bf16", "fp32", "fp32")
+    ]
+    asked = spec_of(with_training(dtype="fp32"), service)
+    assert derive(asked, 1, "cuda:1", tmp_path).job.dtype == "fp32", "a dtype that was requested stays"
+    (tmp_path / "config.json").write_text("{}")
+    for known in (spec_of(sft(), service, device="cpu"), spec_of(sft(model=str(tmp_path)), service)):
+        assert not known.dtype_by_device, "its device is known"
+    assert not spec_of(sft(), settings).dtype_by_device
+
+
+def test_what_needs_a_gpu_can_be_had_from_a_node_by_naming_the_device(settings: Settings) -> None:
+    service = settings.model_copy(update={"max_nodes": 2, "max_ranks": 2, "sharding": ShardingSpec()})
+    offloading = {"efficiency_config": {"enable_activation_offloading": True}}
+    for training in ({"dtype": "fp16"}, offloading):
+        with pytest.raises(InvalidRequest, match=r"provider_options\.device to 'cuda'"):
+            spec_of(with_training(**training), service)
+        assert spec_of(with_training(**training), service, device="cuda").device == "cuda"
+        with pytest.raises(InvalidRequest) as refused:
+            spec_of(with_training(**training), settings)
+        assert "provider_options.device" not in str(refused.value)
+
+
 def test_lora_module_names_of_llama_stack_become_those_of_hugging_face(settings: Settings) -> None:
     lora = spec_of(sft(algorithm_config=LORA), settings).lora
     assert lora is not None

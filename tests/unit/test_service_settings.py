@@ -61,6 +61,22 @@ def test_the_shipped_run_file_configures_the_service(tmp_path: Path) -> None:
     assert settings.for_jobs(("cpu",)).ranks == 2
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_the_shipped_run_file_uses_every_gpu_of_the_machine(tmp_path: Path, gpus: int) -> None:
+    settings, _ = load_settings(REPOSITORY / "run_fsdp.yaml", {"TRL_SERVICE_DATA_DIR": str(tmp_path)})
+    devices = tuple(f"cuda:{number}" for number in range(gpus)) or ("cpu",)
+    expected = (gpus, "auto: one per GPU") if gpus else (2, "auto without GPUs: cpu_ranks")
+    assert settings.default_ranks(devices) == expected
+    assert settings.for_jobs(devices).ranks == expected[0]
+
+
+def test_a_number_of_ranks_in_the_environment_goes_before_auto(tmp_path: Path) -> None:
+    environ = {"TRL_SERVICE_DATA_DIR": str(tmp_path), "TRL_NPROC_PER_NODE": "1"}
+    settings, _ = load_settings(REPOSITORY / "run_fsdp.yaml", environ)
+    for devices in (("cuda:0", "cuda:1"), ("cpu",)):
+        assert settings.default_ranks(devices) == (1, "nproc_per_node")
+
+
 def test_what_the_adapter_reads_is_passed_over_and_what_has_no_reader_is_refused(tmp_path: Path) -> None:
     load(
         tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120, submit_timeout=900
