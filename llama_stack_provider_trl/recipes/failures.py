@@ -6,14 +6,36 @@ Types decide, and the texts of libraries only where a library raises no type of 
 from __future__ import annotations
 
 import errno
+import re
+import shutil
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 from ..errors import InvalidRows, JobFailure, TrlError
 from ..specs.events import Failed, Reason
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""As the CPU allocator, the CUDA driver (also through NCCL, as a DistBackendError), cuBLAS and cuDNN report it."""
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|OUT_OF_MEMORY|cudaErrorMemoryAllocation|_STATUS_\w*ALLOC\w*_FAILED"
+    r"|Failed to (CUDA )?(host )?[mc]?alloc\b"
+)
+"""As the CPU allocator, the CUDA driver, cuBLAS, cuDNN and NCCL report it. NCCL replaces the text of the driver."""
+_NOT_INITIALIZED = re.compile(r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED")
+"""A library's handle was not created, by lack of memory or by an earlier error of the device."""
+_HANDLE_BYTES = 256 << 20
+"""More than a library's handle takes with its workspace."""
+_SHARED_MEMORY_AT = Path("/dev/shm")
+_SHARED_MEMORY = re.compile(
+    r"shared memory segment|failed to extend /dev/shm|posix_fallocate|out of shared memory"
+    r"|unable to \w+[^\n]*(</torch_|shared memory)"
+)
+"""As NCCL and torch's data loader report that shared memory could not be allocated."""
+_NCCL_SETUP = re.compile(
+    r"ncclInvalidUsage|ncclInvalidArgument|no socket interface found|driver version is insufficient"
+    r"|no CUDA-capable device|invalid device ordinal|system not yet initialized|no kernel image"
+)
+"""NCCL's errors about this machine. Its others may be the consequence of another rank's end."""
 _COMMUNICATION_ERRORS = ("DistNetworkError", "DistBackendError", "DistStoreError", "RankLost")
 """Names of types of torch and `recipes.distributed.ranks`."""
 _GLOO_ERRORS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
@@ -37,10 +59,11 @@ def classify(error: BaseException, disk: str = "the data directory") -> Failed:
 def follows_from_another_rank(error: BaseException) -> bool:
     """Whether an exception is the consequence of another rank's end, and no failure of this rank.
 
-    This project's own errors, running out of memory and a full disk are failures of this rank, whatever their texts
-    mention. Only gloo raises a plain RuntimeError, whose text has to be read.
+    This project's own errors, lack of memory, shared memory or disk, and a machine on which NCCL cannot start are
+    failures of this rank, whatever their texts mention. Only gloo raises a plain RuntimeError, whose text has to be
+    read.
     """
-    if isinstance(error, TrlError) or _is_out_of_memory(error) or _is_disk_full(error):
+    if isinstance(error, TrlError) or any(is_own(error) for is_own in _OWN_FAILURES):
         return False
     if type(error).__name__ in _COMMUNICATION_ERRORS:
         return True
@@ -53,25 +76,69 @@ def _reason_and_message(error: BaseException, disk: str) -> tuple[Reason, str]:
             f"the environment that trains ({sys.executable}) cannot import {error.name or error}: {error}. "
             "Install the training extra there: pip install 'llama_stack_provider_trl[train]'."
         )
+    if _lacks_shared_memory(error, disk):
+        return Reason.launch_failed, (
+            f"shared memory could not be allocated: {_summary(error)}. {_shared_memory_found()} Ranks exchange data "
+            "there: start the container with --shm-size=8g (Kubernetes: an emptyDir with medium Memory, mounted at "
+            "/dev/shm)."
+        )
     if _is_out_of_memory(error):
         return Reason.out_of_memory, (
-            f"out of memory: {_first_line(error)}. Lower batch_size (raise gradient_accumulation_steps to keep "
+            f"out of memory: {_summary(error)}. Lower batch_size (raise gradient_accumulation_steps to keep "
             "the global batch), lower max_seq_length, enable_activation_checkpointing, or use LoRA."
         )
     if _is_disk_full(error):
         return Reason.disk_full, (
-            f"the disk is full: {_first_line(error)}. Free space under {disk} and submit again; "
+            f"the disk is full: {_summary(error)}. Free space under {disk} and submit again; "
             "checkpoints that were listed before are kept."
         )
-    return Reason.rank_failed, f"the training process ended with {type(error).__name__}: {_first_line(error)}"
+    if _is_nccl_setup(error):
+        return Reason.launch_failed, (
+            f"NCCL cannot run on this machine: {_summary(error)}. Each rank needs a GPU of its own that nvidia-smi "
+            "lists, and NCCL_SOCKET_IFNAME an interface of this machine; NCCL_DEBUG=INFO logs more."
+        )
+    return Reason.rank_failed, f"the training process ended with {type(error).__name__}: {_summary(error)}"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
-    )
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return bool(_OUT_OF_MEMORY.search(text)) or (bool(_NOT_INITIALIZED.search(text)) and _is_gpu_full())
+
+
+def _is_gpu_full() -> bool:
+    """Whether this process's GPU has no memory for a library's handle. The failed step's tensors are still held."""
+    torch = sys.modules.get("torch")
+    with suppress(Exception):  # after an error of the device every call fails
+        if torch is not None and torch.cuda.is_initialized():
+            return int(torch.cuda.mem_get_info()[0]) < _HANDLE_BYTES
+    return False
+
+
+def _lacks_shared_memory(error: BaseException, disk: str = "") -> bool:
+    """Whether /dev/shm is full or too small, and is not the disk of the data directory."""
+    text, is_disk = str(error), Path(disk).is_relative_to(_SHARED_MEMORY_AT)
+    if isinstance(error, OSError) and error.errno is not None:
+        on_it = Path(str(error.filename or "")).is_relative_to(_SHARED_MEMORY_AT)
+        return on_it and not is_disk and error.errno in (errno.ENOSPC, errno.ENOMEM)
+    if isinstance(error, OSError | RuntimeError) and _SHARED_MEMORY.search(text):
+        return True
+    return f"{_SHARED_MEMORY_AT}/" in text and "No space left on device" in text and not is_disk
+
+
+def _shared_memory_found() -> str:
+    try:
+        found = shutil.disk_usage(_SHARED_MEMORY_AT)
+    except OSError:
+        return f"{_SHARED_MEMORY_AT} is not there."
+    return f"{_SHARED_MEMORY_AT} has {found.total >> 20} MiB, {found.free >> 20} of them free."
+
+
+def _is_nccl_setup(error: BaseException) -> bool:
+    return type(error).__name__ == "DistBackendError" and bool(_NCCL_SETUP.search(str(error)))
 
 
 def _is_disk_full(error: BaseException) -> bool:
@@ -79,9 +146,15 @@ def _is_disk_full(error: BaseException) -> bool:
     return is_full or "No space left on device" in str(error)  # safetensors raises a class of its own
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else type(error).__name__
+_OWN_FAILURES = (_lacks_shared_memory, _is_out_of_memory, _is_disk_full, _is_nccl_setup)
+
+
+def _summary(error: BaseException) -> str:
+    """The first line of an error's text, and NCCL's last message, which has the cause."""
+    text = str(error).strip()
+    _, _, cause = text.partition("\nLast error:")
+    lines = [part.strip().splitlines()[0] for part in (text, cause) if part.strip()]
+    return ": ".join(lines)[:500] if lines else type(error).__name__
 
 
 def _tail(error: BaseException) -> str:

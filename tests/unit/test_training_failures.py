@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import pickle
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +32,10 @@ class RankLost(RuntimeError):
     """Named as ours in `recipes.distributed.ranks`."""
 
 
+NCCL = "NCCL error in: NCCLUtils.cpp:77, {} error, NCCL version 2.29\nncclError: Call failed.\nLast error:\n{}"
+"""torch's message of a failed NCCL call: the kind of error, and NCCL's last message."""
+
+
 def test_a_failed_meeting_of_ranks_is_a_failure_of_its_own_whatever_its_advice_mentions() -> None:
     error = JobFailure(
         Reason.launch_failed, "rank 1 did not come: see the messages of NCCL or gloo/transport in the logs"
@@ -42,6 +48,12 @@ def test_a_failed_meeting_of_ranks_is_a_failure_of_its_own_whatever_its_advice_m
     "error",
     [
         DistBackendError("NCCL error: unhandled cuda error, Cuda failure 'out of memory'"),
+        DistBackendError(NCCL.format("unhandled cuda", "Failed to CUDA calloc async 608 bytes")),
+        DistBackendError(NCCL.format("unhandled cuda", "Failed to CUDA host alloc 4096 bytes")),
+        DistBackendError(NCCL.format("unhandled cuda", "Cuda failure 2 'out of memory'")),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
         MemoryError(),
@@ -50,6 +62,75 @@ def test_a_failed_meeting_of_ranks_is_a_failure_of_its_own_whatever_its_advice_m
 def test_running_out_of_memory_inside_a_collective_is_no_lost_rank(error: BaseException) -> None:
     assert not follows_from_another_rank(error)
     assert classify(error).reason is Reason.out_of_memory
+
+
+@pytest.mark.parametrize(("free", "reason"), [(10 << 20, Reason.out_of_memory), (9 << 30, Reason.rank_failed)])
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_a_handle_that_was_not_created_is_a_lack_of_memory_only_on_a_full_gpu(
+    monkeypatch: pytest.MonkeyPatch, library: str, free: int, reason: Reason
+) -> None:
+    cuda = SimpleNamespace(is_initialized=lambda: True, mem_get_info=lambda: (free, 80 << 30))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    error = RuntimeError(f"CUDA error: {library}_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert classify(error).reason is reason
+
+
+def test_a_handle_that_was_not_created_after_an_error_of_the_device_is_no_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    cuda = SimpleNamespace(is_initialized=lambda: True, mem_get_info=fail)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert classify(error).reason is Reason.rank_failed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DistBackendError(
+            NCCL.format(
+                "unhandled system",
+                "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888), error: No space left on "
+                "device (28)",
+            )
+        ),
+        RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),
+        RuntimeError("DataLoader worker (pid 7) is killed: the dataloader's workers are out of shared memory."),
+        OSError(errno.ENOSPC, "No space left on device", "/dev/shm/nccl-x"),
+    ],
+)
+def test_a_lack_of_shared_memory_is_neither_a_lost_rank_nor_a_full_disk(error: BaseException) -> None:
+    assert not follows_from_another_rank(error)
+    failed = classify(error, "/data/jobs")
+    assert failed.reason is Reason.launch_failed
+    assert "--shm-size=8g" in failed.message
+    assert "Free space under" not in failed.message
+
+
+def test_a_data_directory_in_shared_memory_can_be_full() -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "/dev/shm/data/jobs/a")
+    assert classify(error, "/dev/shm/data/jobs").reason is Reason.disk_full
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/dev/shm/model")
+    assert classify(missing, "/data").reason is Reason.rank_failed
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("invalid usage (ncclInvalidUsage)", "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"),
+        ("internal", "Bootstrap : no socket interface found"),
+        ("unhandled cuda", "Cuda failure 802 'system not yet initialized'"),
+    ],
+)
+def test_a_machine_on_which_nccl_cannot_start_is_no_lost_rank_and_the_cause_is_named(kind: str, cause: str) -> None:
+    error = DistBackendError(NCCL.format(kind, cause))
+    assert not follows_from_another_rank(error)
+    failed = classify(error)
+    assert failed.reason is Reason.launch_failed
+    assert cause in failed.message
 
 
 def test_a_full_disk_is_no_lost_rank() -> None:
@@ -62,6 +143,8 @@ def test_a_full_disk_is_no_lost_rank() -> None:
     "error",
     [
         DistBackendError("NCCL error: remote process exited or there was a network error"),
+        DistBackendError(NCCL.format("remote process exited", "socketProgress: Connection closed by remote peer")),
+        DistBackendError(NCCL.format("unhandled cuda", "Cuda failure 1 'invalid argument'")),
         RankLost("rank 1 has failed"),
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
     ],
