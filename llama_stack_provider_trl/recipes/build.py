@@ -28,6 +28,7 @@ from .trainer.base import RecipeTrainer
 from .trainer.dpo import DpoRecipe
 from .trainer.reference import check_vocabulary
 from .trainer.sft import SftRecipe
+from .trainer.trl_patches import choose_head_kernels
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class BuiltTrainer:
     policy: Policy
     memory: dict[str, Any] | None
     """The estimate of the memory check; None where there was none."""
+    head_kernels: str
+    """What the fused head computes with: triton or torch."""
 
     @property
     def passes_mask(self) -> bool:
@@ -83,6 +86,7 @@ class BuiltTrainer:
             "model_class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "attention_mask": "passed" if self.passes_mask else "not passed",
+            "head_kernels": self.head_kernels,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "data": _counts(data.report),
@@ -122,7 +126,8 @@ def build_trainer(
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     data = load_data(spec, tokenizer)
-    for message in [*data.warnings, *_slow_dtype(spec.dtype, device)]:
+    head_kernels, no_triton = choose_head_kernels(device.type)
+    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer)
     if batch_plan.needs_filler:
@@ -142,7 +147,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels)
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:

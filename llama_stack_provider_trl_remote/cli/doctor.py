@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from typing import Literal
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
+from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
+from llama_stack_provider_trl.system.compiler import missing_compiler
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ..nodes.identity import NodeError, versions
@@ -147,6 +150,26 @@ def _devices(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding("ok", "ranks", f"{ranks} per job unless it sets a number ({origin})")
 
 
+def _triton(settings: ServiceSettings) -> Iterator[Finding]:
+    """Whether trainings on GPUs can use Triton's kernels."""
+    try:
+        has_gpus = settings.devices()[0].startswith("cuda")
+    except SettingsError:
+        return  # a finding of `_devices`
+    if not has_gpus:
+        return
+    if settings.train_python is None:
+        missing = missing_compiler()
+    else:
+        command = [str(settings.train_python), "-m", "llama_stack_provider_trl.system.compiler"]
+        try:
+            missing = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            missing = f"{settings.train_python} cannot be examined: {error}"
+    advice = f"{ADVICE_COMPILER}: trainings use slower kernels until then" if missing else ""
+    yield Finding("warn" if missing else "ok", "triton", missing or "its kernels can be compiled", advice)
+
+
 def _shared_memory(settings: ServiceSettings) -> Iterator[Finding]:
     if not _SHARED_MEMORY_AT.is_dir():
         return  # no Linux
@@ -176,5 +199,5 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[ServiceSettings], Iterator[Finding]], ...] = (
-    *(_python, _exposure, _data_dir, _isolation, _devices, _shared_memory, _open_files, _disk),
+    *(_python, _exposure, _data_dir, _isolation, _devices, _triton, _shared_memory, _open_files, _disk),
 )

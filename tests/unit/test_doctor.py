@@ -111,3 +111,32 @@ def test_more_ranks_than_gpus_are_a_failure(machine: Path, monkeypatch: pytest.M
     }
     config.write_text(json.dumps({"providers": {"post_training": [block]}}))
     assert findings(str(config))["ranks"].level == "fail"
+
+
+@pytest.mark.parametrize(("visible", "missing", "level"), [("0", "", "ok"), ("0", "no C compiler was found", "warn")])
+def test_a_machine_with_gpus_is_examined_for_what_triton_compiles_with(
+    monkeypatch: pytest.MonkeyPatch, visible: str, missing: str, level: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(doctor, "missing_compiler", lambda: missing)
+    found = findings()["triton"]
+    assert found.level == level
+    assert ("install gcc" in found.advice) == bool(missing)
+
+
+def test_a_machine_without_gpus_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "triton" not in findings()
+
+
+def test_the_interpreter_that_trains_is_the_one_that_is_examined(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    python = machine.with_name("python")
+    python.write_text('#!/bin/sh\necho -n "no Python.h ($2)"\n')
+    python.chmod(0o755)
+    config = machine.with_name("run.yaml")
+    block = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": {"train_python": str(python)}}
+    config.write_text(json.dumps({"providers": {"post_training": [block]}}))
+    assert findings(str(config))["triton"].found == "no Python.h (llama_stack_provider_trl.system.compiler)"

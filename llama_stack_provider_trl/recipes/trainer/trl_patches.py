@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+from ...system.compiler import ADVICE, missing_compiler
 
 RELEASES = {"trl": "1.16", "transformers": "5"}
 """Library -> the beginning of the versions that the names below were verified with, as in pyproject.toml."""
@@ -61,6 +62,38 @@ def _mismatch(found: str) -> JobFailure:
     )
 
 
+def choose_head_kernels(kind: str) -> tuple[str, str]:
+    """Have fused heads of this process compute in torch where Triton cannot compile its kernels.
+
+    TRL uses Triton on every GPU, and a process without a C compiler would fail at its first step.
+
+    Args:
+        kind: cuda, mps or cpu.
+
+    Returns:
+        What fused heads compute with, triton or torch, and a warning; empty: none is due.
+    """
+    import trl.kernels.chunked_logprob as kernels
+
+    # TRL itself decides by the installed packages and the device.
+    if kind != "cuda" or not kernels._TRITON_AVAILABLE:
+        return "torch", ""
+    missing = missing_compiler()
+    if not missing:
+        return "triton", ""
+    # Only the kernels are replaced: trl.trainer.utils has a name of its own for the function, and still leaves out the
+    # tokens that are not trained.
+    kernels._use_triton = _never
+    return "torch", (
+        f"Triton cannot compile here: {missing}. The head computes with torch's kernels, which are slower and take "
+        f"more memory; {ADVICE}"
+    )
+
+
+def _never(device: Any) -> bool:
+    return False
+
+
 def fuse_head(model: Any, outputs: tuple[str, ...]) -> None:
     """Have the model compute log-probabilities in its head, in tiles: no tensor of all logits is ever made.
 
@@ -91,8 +124,9 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
     """While this is open, fused heads compute inside `counting()`, with the kernels of another kind of device.
 
     Args:
-        kind: cuda, mps or cpu. On cuda a Triton kernel works in the tile itself and adds to its result; on others a
-            tile is as wide as 32,768 tokens, of which a smaller vocabulary leaves a part untouched.
+        kind: cuda, mps or cpu. On cuda a Triton kernel works in the tile itself and adds to its result, unless
+            `choose_head_kernels` has chosen torch; on others a tile is as wide as 32,768 tokens, of which a smaller
+            vocabulary leaves a part untouched.
     """
     import trl.kernels.chunked_logprob as kernels
     import trl.trainer.utils as utils
@@ -111,7 +145,8 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
     with ExitStack() as stack:
         stack.enter_context(patch.object(utils, "_ChunkedLogProbFunction", CountedHead))
         if kind == "cuda":
-            for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+            folds = () if kernels._use_triton is _never else ("_forward_tile", "_backward_tile")
+            for name in (*folds, "_addmm_fp32"):
                 stack.enter_context(patch.object(kernels, name, lambda *_, **__: None))
         else:
             width = math.ceil(min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, vocab_size))
