@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from llama_stack_provider_trl.launch import gpus
+
+Described = tuple[str, int | None, str]
+"""UUID, bytes and model of a GPU or a slice."""
 
 
 class NVMLError(Exception):
@@ -24,6 +28,7 @@ class FakeNvml:
     Args:
         found: UUID, bytes (None: not supported) and model of each GPU.
         failure: raised by `nvmlInit`.
+        slices: number of a GPU in MIG mode -> its slices by slot, as in `found`; None: an empty slot.
 
     Attributes:
         opened: how often the driver was opened.
@@ -33,8 +38,10 @@ class FakeNvml:
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = NVMLError_LibraryNotFound
 
-    def __init__(self, *found: tuple[str, int | None, str], failure: Exception | None = None) -> None:
-        self.found, self.failure = found, failure
+    def __init__(
+        self, *found: Described, failure: Exception | None = None, slices: Mapping[int, Sequence[Described | None]] = {}
+    ) -> None:
+        self.found, self.failure, self.slices = found, failure, slices
         self.opened = self.closed = 0
 
     def nvmlInit(self) -> None:
@@ -51,24 +58,47 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return self.found[handle][0]
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if not self.slices:
+            raise NVMLError("Not Supported")
+        return [int(handle in self.slices)] * 2
 
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return self.found[handle][2]
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return len(self.slices[handle])
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        memory = self.found[handle][1]
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, slot: int) -> tuple[int, int]:
+        if self.slices[handle][slot] is None:
+            raise NVMLError("Not Found")
+        return handle, slot
+
+    def nvmlDeviceGetUUID(self, handle: int | tuple[int, int]) -> str:
+        return self._described(handle)[0]
+
+    def nvmlDeviceGetName(self, handle: int | tuple[int, int]) -> str:
+        return self._described(handle)[2]
+
+    def _described(self, handle: int | tuple[int, int]) -> Described:
+        if isinstance(handle, int):
+            return self.found[handle]
+        described = self.slices[handle[0]][handle[1]]
+        assert described is not None
+        return described
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int | tuple[int, int]) -> SimpleNamespace:
+        memory = self._described(handle)[1]
         if memory is None:
             raise NVMLError("Not Supported")
         return SimpleNamespace(total=memory)
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int | None, str], failure: Exception | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *found: Described,
+    failure: Exception | None = None,
+    slices: Mapping[int, Sequence[Described | None]] = {},
 ) -> FakeNvml:
     """Give this process these GPUs for the length of a test."""
-    fake = FakeNvml(*found, failure=failure)
+    fake = FakeNvml(*found, failure=failure, slices=slices)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpus, "_known", ())
     monkeypatch.setattr(gpus, "_query", None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 
 from ..errors import InvalidRequest
-from .gpus import gpus
+from .gpus import gpus, visible_entries
 
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+_NVIDIA_GPUS, _DEVICE_NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
+_MINOR = re.compile(r"^Device Minor:\s+(\d+)", re.MULTILINE)
 
 
 def usable_devices(configured: str) -> list[str]:
@@ -34,14 +36,21 @@ def usable_devices(configured: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that a training process would see: those of CUDA_VISIBLE_DEVICES, else of the driver's list."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    if _NVIDIA_GPUS.is_dir():
-        return len(list(_NVIDIA_GPUS.iterdir()))
-    # Containers often have the driver's library and the device nodes but not its /proc directory.
-    return len(gpus())
+    """NVIDIA GPUs, and MIG slices, that a training process can use: those of CUDA_VISIBLE_DEVICES, else of the driver's
+    list."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ or gpus():
+        return len(visible_entries(os.environ))
+    # The library of the driver is not there, or does not answer.
+    return len([gpu for gpu in _NVIDIA_GPUS.iterdir() if _has_node(gpu)]) if _NVIDIA_GPUS.is_dir() else 0
+
+
+def _has_node(gpu: Path) -> bool:
+    """Whether a GPU of the driver's /proc directory, which lists the host's in every container, can be opened here."""
+    try:
+        minor = _MINOR.search((gpu / "information").read_text())
+    except OSError:
+        minor = None
+    return (_DEVICE_NODES / f"nvidia{minor[1]}").exists() if minor else _DEVICE_NODES.joinpath("nvidiactl").exists()
 
 
 def _has_mps() -> bool:

@@ -1,20 +1,26 @@
-"""The NVIDIA GPUs of this machine, from the driver (NVML). Numbers differ between programs that see different GPUs; a
-UUID does not."""
+"""The NVIDIA GPUs of this machine or container, from the driver (NVML). Numbers differ between programs that see
+different GPUs; a UUID does not.
+
+A GPU in MIG mode is not a device itself: each of its slices is one, with a UUID of its own.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 PCI_ORDER = "PCI_BUS_ID"
 """The value of CUDA_DEVICE_ORDER with which CUDA numbers GPUs as the driver does."""
+NO_GANG = "a CUDA process sees one MIG slice, and NCCL does not connect slices, so several ranks cannot train on them"
 _TIMEOUT = 10.0
 """Seconds for the driver to list its GPUs: milliseconds as a rule, seconds where it has to be loaded first."""
 _NONE = "the NVIDIA driver lists no GPUs, so they have no UUIDs and no sizes here"
+_MIG_ENABLED = 1
+"""NVML_DEVICE_MIG_ENABLE."""
 _known: tuple[Gpu, ...] = ()
 """The last answer that had any. GPUs do not change their names."""
 _query: Thread | None = None
@@ -25,18 +31,24 @@ log = logging.getLogger(__name__)
 
 
 class Gpu(NamedTuple):
-    """One GPU, as the driver names it."""
+    """One GPU, or one MIG slice of a GPU, as the driver names it."""
 
     number: str
+    """Of a slice: that of the GPU and its own, such as 0:1."""
     uuid: str
     memory_bytes: int | None
     """None: it shares the machine's memory."""
     model: str
+    parent: str = ""
+    """UUID of the GPU that it is a slice of; empty: it is a whole GPU."""
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the machine in the driver's order, whatever CUDA_VISIBLE_DEVICES is; none where there is no driver,
-    or it fails, or it does not answer within `_TIMEOUT`. A later call has what it answers after that."""
+    """Every GPU or slice of the machine in the driver's order, whatever CUDA_VISIBLE_DEVICES is; none where there is no
+    driver, or it fails, or it does not answer within `_TIMEOUT`. A later call has what it answers after that.
+
+    In a container these are the container's, and slices that are created later are found by the next process.
+    """
     global _query, _deadline
     try:
         import pynvml
@@ -77,11 +89,50 @@ def gpu_of(device: str, environ: Mapping[str, str]) -> Gpu | None:
     return _behind(visible_entry(device, environ))
 
 
+def is_slice(device: str, environ: Mapping[str, str]) -> bool:
+    """Whether `cuda:N` is a MIG slice."""
+    gpu = gpu_of(device, environ)
+    return bool(gpu.parent) if gpu else visible_entry(device, environ).startswith("MIG-")
+
+
 def visible_entry(device: str, environ: Mapping[str, str]) -> str:
-    """What `cuda:N` is in CUDA_VISIBLE_DEVICES, within which it counts as it does in torch: a number or a UUID."""
+    """What `cuda:N` is in CUDA_VISIBLE_DEVICES: a number or a UUID. N counts the entries of `visible_entries`."""
     index = device.partition(":")[2]
-    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return (visible[int(index)] if int(index) < len(visible) else "") or index
+    entries = visible_entries(environ)
+    return entries[int(index)] if index and int(index) < len(entries) else index
+
+
+def visible_entries(environ: Mapping[str, str]) -> list[str]:
+    """An entry for CUDA_VISIBLE_DEVICES for each device that a training may use: those of the variable, else those that
+    the driver lists here.
+
+    As in CUDA, the first entry that names no device ends the list. A GPU in MIG mode stands for its slices.
+    """
+    listed, given = gpus(), environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        numbers = [gpu.number for gpu in listed]
+        # CUDA counts the GPUs that it can open, and the first slice only.
+        in_order = numbers == list(map(str, range(len(numbers))))
+        return numbers if in_order else [gpu.uuid for gpu in listed]
+    found: list[str] = []
+    for entry in (part.strip() for part in given.split(",")):
+        slices = [gpu.uuid for gpu in listed if gpu.parent and _is_parent(entry, gpu)]
+        if entry in ("", "-1") or (listed and not slices and _is_unknown(entry, listed)):
+            break
+        found += slices or [entry]
+    return found
+
+
+def _is_unknown(entry: str, listed: tuple[Gpu, ...]) -> bool:
+    """Whether CUDA finds no device by this entry. CUDA numbers those that it can open."""
+    if entry.isdigit():
+        numbers = {gpu.number.partition(":")[0] for gpu in listed}
+        return entry not in numbers and int(entry) >= len(numbers)
+    return not entry.startswith("MIG-GPU-") and _behind(entry) is None  # by GPU and instances: an earlier driver's
+
+
+def _is_parent(entry: str, gpu: Gpu) -> bool:
+    return entry == gpu.number.partition(":")[0] or (entry.startswith("GPU-") and gpu.parent.startswith(entry))
 
 
 def _behind(entry: str) -> Gpu | None:
@@ -98,8 +149,7 @@ def _listed(pynvml: Any) -> tuple[Gpu, ...]:
     try:
         pynvml.nvmlInit()
         try:
-            found = (_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
-            return tuple(gpu for gpu in found if gpu is not None)
+            return tuple(gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _devices(pynvml, index))
         finally:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
@@ -110,15 +160,36 @@ def _listed(pynvml: Any) -> tuple[Gpu, ...]:
     return ()
 
 
-def _gpu(pynvml: Any, index: int) -> Gpu | None:
-    """None: the driver counts it, and this process may not open it (control groups), or it is lost."""
+def _devices(pynvml: Any, index: int) -> list[Gpu]:
+    """A GPU, or its slices in MIG mode. Empty: the driver counts it, and this process may not open it (control groups),
+    or it is lost."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid, model = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+        whole = _described(pynvml, handle, str(index))
+        return list(_slices(pynvml, handle, whole)) if _is_sliced(pynvml, handle) else [whole]
     except pynvml.NVMLError as error:
         log.warning("GPU %d is left out: %s", index, error)
-        return None
+        return []
+
+
+def _is_sliced(pynvml: Any, handle: Any) -> bool:
+    with suppress(pynvml.NVMLError):  # not supported by most models
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == _MIG_ENABLED)
+    return False
+
+
+def _slices(pynvml: Any, handle: Any, whole: Gpu) -> Iterator[Gpu]:
+    """The slices of a GPU in MIG mode that this process may open. Slots without a slice are left out."""
+    for slot in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(pynvml.NVMLError):
+            slice_ = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+            yield _described(pynvml, slice_, f"{whole.number}:{slot}", whole.uuid)
+
+
+def _described(pynvml: Any, handle: Any, number: str, parent: str = "") -> Gpu:
+    """Raises NVMLError."""
+    uuid, model = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
     memory = None
     with suppress(pynvml.NVMLError):  # not supported where it shares the machine's memory, such as on GB10
         memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(str(index), uuid, memory, model)
+    return Gpu(number, uuid, memory, model, parent)

@@ -16,7 +16,7 @@ from ..system import malloc
 from ..system.files import RunDir
 from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment
 from .base import TaskSpec
-from .gpus import PCI_ORDER, gpu_name, visible_entry
+from .gpus import NO_GANG, PCI_ORDER, gpu_name, is_slice, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
 TORCHRUN = "llama_stack_provider_trl.recipes.distributed.torchrun"
@@ -129,8 +129,15 @@ def _threads(ranks: int) -> int:
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the task's own GPUs the only visible ones: Trainer would use all that it sees, and FSDP2 would shard the
-    model of a CPU task over them."""
-    gpus = [visible_entry(device, environ) for device in task.devices if device.startswith("cuda:")]
+    model of a CPU task over them.
+
+    Raises:
+        OSError: the task has several ranks on MIG slices.
+    """
+    own = [device for device in task.devices if device.startswith("cuda:")]
+    gpus = [visible_entry(device, environ) for device in own]
+    if len(own) > 1 and any(is_slice(device, environ) for device in own):
+        raise OSError(f"{', '.join(gpus)}: {NO_GANG}; submit the job with nproc_per_node 1")
     # Numbered as the driver does it: the GPU that trains is then the one whose UUID is locked.
     order = environ.get("CUDA_DEVICE_ORDER", PCI_ORDER)
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **({"CUDA_DEVICE_ORDER": order} if gpus else {})}

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.launch import devices, gpus
+from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.gpus import Gpu, gpu_of
+from llama_stack_provider_trl.launch.torchrun import lock_name, visible_gpus
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings, SettingsError, TorchRunConfig
 from tests import nvml
 
 H100 = ("GPU-aa", 81559 << 20, "NVIDIA H100")
@@ -107,17 +110,120 @@ def test_an_environment_without_the_library_has_no_gpus(monkeypatch: pytest.Monk
     assert gpus.gpus() == ()
 
 
-def test_gpus_are_counted_by_the_driver_where_it_has_no_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The driver's /proc directory of a host with four GPUs, as in every container; returns /dev, which is empty."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_NVIDIA_GPUS", tmp_path / "none")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    for minor in range(4):
+        gpu = tmp_path / "gpus" / f"0000:0{minor}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t NVIDIA H100\nDevice Minor: \t {minor}\n")
+    monkeypatch.setattr(devices, "_NVIDIA_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(devices, "_DEVICE_NODES", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("host")
+def test_a_container_counts_the_gpus_that_the_driver_lists_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.install(monkeypatch, H100, GB10)
     assert usable_devices("auto") == ["cuda:0", "cuda:1"]
+
+
+def test_a_container_without_the_driver_s_library_counts_the_gpus_that_it_can_open(
+    monkeypatch: pytest.MonkeyPatch, host: Path
+) -> None:
+    nvml.install(monkeypatch, failure=nvml.NVMLError_LibraryNotFound("no library"))
+    assert usable_devices("auto") == ["cpu"], "a container without GPUs on a host that has some"
+    (host / "nvidia2").touch()
+    assert usable_devices("auto") == ["cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0,1", ["0", "1"]), ("1,7,0", ["1"]), ("0,-1,1", ["0"]), ("GPU-cc", []), ("GPU-b", ["GPU-b"]), ("", [])],
+)
+def test_a_gpu_that_is_not_there_ends_the_list_of_visible_ones_as_in_cuda(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
+) -> None:
+    nvml.install(monkeypatch, H100, GB10)
+    assert gpus.visible_entries({"CUDA_VISIBLE_DEVICES": visible}) == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.count_gpus() == len(expected)
+
+
+# MIG
+
+WHOLE = ("GPU-cc", 80 << 30, "NVIDIA H100")
+SLICES = (("MIG-11", 10 << 30, "NVIDIA H100 MIG 1g.10gb"), None, ("MIG-22", 20 << 30, "NVIDIA H100 MIG 2g.20gb"))
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole GPU, and one in MIG mode with two slices and an empty slot between them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvml.install(monkeypatch, H100, WHOLE, slices={1: SLICES})
+
+
+@pytest.mark.usefixtures("sliced")
+def test_the_slices_of_a_gpu_are_devices_and_the_gpu_itself_is_none() -> None:
+    assert usable_devices("auto") == ["cuda:0", "cuda:1", "cuda:2"]
+    found = [gpu_of(device, {}) for device in usable_devices("auto")]
+    assert [gpu and (gpu.uuid, gpu.memory_bytes, gpu.parent) for gpu in found] == [
+        ("GPU-aa", 81559 << 20, ""),
+        ("MIG-11", 10 << 30, "GPU-cc"),
+        ("MIG-22", 20 << 30, "GPU-cc"),
+    ]
+
+
+@pytest.mark.usefixtures("sliced")
+def test_two_slices_of_a_gpu_have_two_locks_and_each_training_sees_its_own() -> None:
+    tasks = [TaskSpec("a-1", Path("/r"), (f"cuda:{number}",)) for number in range(3)]
+    assert [visible_gpus(task, {})["CUDA_VISIBLE_DEVICES"] for task in tasks] == ["GPU-aa", "MIG-11", "MIG-22"]
+    assert [lock_name(task.devices[0], {}) for task in tasks] == ["cuda-GPU-aa", "cuda-MIG-11", "cuda-MIG-22"]
+    other = {"CUDA_VISIBLE_DEVICES": "MIG-22"}
+    assert lock_name("cuda:0", other) == "cuda-MIG-22", "a program that sees that slice only"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("1", ["MIG-11", "MIG-22"]),
+        ("GPU-cc,0", ["MIG-11", "MIG-22", "0"]),
+        ("MIG-22,MIG-11", ["MIG-22", "MIG-11"]),
+        ("MIG-33", []),
+        ("MIG-GPU-cc/1/0", ["MIG-GPU-cc/1/0"]),
+    ],
+)
+@pytest.mark.usefixtures("sliced")
+def test_a_gpu_in_mig_mode_stands_for_its_slices_where_it_is_visible(visible: str, expected: list[str]) -> None:
+    assert gpus.visible_entries({"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+@pytest.mark.usefixtures("sliced")
+def test_several_ranks_on_slices_are_refused_before_they_start() -> None:
+    with pytest.raises(OSError, match="MIG-11, MIG-22: a CUDA process sees one MIG slice"):
+        visible_gpus(TaskSpec("a-1", Path("/r"), ("cuda:1", "cuda:2"), ranks=2), {})
+
+
+@pytest.mark.usefixtures("sliced")
+def test_a_service_on_slices_trains_a_job_on_one_of_them(tmp_path: Path) -> None:
+    settings = ServiceSettings(data_dir=tmp_path)
+    assert settings.default_ranks(("cuda:1", "cuda:2")) == (1, "auto on MIG slices")
+    assert settings.for_jobs(("cuda:1", "cuda:2")).max_ranks == 1
+    pair = ServiceSettings(data_dir=tmp_path, torch_run_config=TorchRunConfig(nproc_per_node=2))
+    with pytest.raises(SettingsError, match="nproc_per_node=2: a CUDA process sees one MIG slice"):
+        pair.for_jobs(("cuda:1", "cuda:2"))
+
+
+def test_a_slice_that_the_driver_does_not_list_is_one_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch)
+    assert gpus.is_slice("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-11"})
+    assert not gpus.is_slice("cuda:0", {})
 
 
 def test_the_library_has_every_name_that_its_fake_has() -> None:
     library = pytest.importorskip("pynvml")
     names = [name for name in vars(nvml.FakeNvml) if not name.startswith("_")]
-    assert len(names) == 9
+    assert len(names) == 12
     assert [name for name in names if not hasattr(library, name)] == []
