@@ -12,7 +12,8 @@ from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from llama_stack_provider_trl_remote.service.http.bodies import MemoryVerdict
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from llama_stack_provider_trl_remote.service.views.preflights import Preflights
-from tests.fakes import FakeLauncher
+from tests import nvml
+from tests.fakes import FakeLauncher, job_spec
 
 
 def test_what_an_earlier_service_left_running_is_ended_though_it_still_writes(
@@ -26,6 +27,19 @@ def test_what_an_earlier_service_left_running_is_ended_though_it_still_writes(
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
     Preflights(ServiceSettings(data_dir=tmp_path), launcher, "cpu", 1).prepare()
     assert launcher.poll(left).state is TaskState.exited
+
+
+@pytest.mark.parametrize(
+    ("device", "configured", "expected"), [("cuda:0", None, 80 << 30), ("cuda:0", 24.0, 24 << 30), ("cpu", None, None)]
+)
+def test_a_preflight_which_sees_no_gpu_gets_the_memory_of_the_one_that_its_job_would_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, configured: float | None, expected: int | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvml.install(monkeypatch, ("GPU-aa", 80 << 30, "NVIDIA H100"))
+    settings = ServiceSettings(data_dir=tmp_path, device_memory_gb=configured)
+    requested = Preflights(settings, FakeLauncher(), device, 1)._requested(job_spec(checkpoint_dir=tmp_path))
+    assert (requested.memory_bytes, requested.device) == (expected, device.partition(":")[0])
 
 
 def test_the_answer_of_a_preflight_has_every_part_of_the_estimate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
@@ -28,7 +30,7 @@ class Preflights:
     def __init__(self, settings: ServiceSettings, launcher: Launcher, device: str, max_ranks: int) -> None:
         self._settings = settings
         self._launcher = launcher
-        self._device = device.partition(":")[0]
+        self._device = device
         self._max_ranks = max_ranks
         self._directory = settings.data_dir / "preflights"
         self._places = asyncio.Semaphore(_AT_ONCE)
@@ -66,12 +68,17 @@ class Preflights:
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
         return PreflightSpec(
-            device=self._device,  # type: ignore[arg-type]
-            memory_bytes=None if gigabytes is None else int(gigabytes * 2**30),
+            device=self._device.partition(":")[0],  # type: ignore[arg-type]
+            memory_bytes=self._gpu_memory() if gigabytes is None else int(gigabytes * 2**30),
             max_ranks=max(self._max_ranks, spec.ranks),
             own_memory_bytes=self._settings.preflight_memory_mb << 20,
             free_bytes=free_bytes(spec.checkpoint_dir),
         )
+
+    def _gpu_memory(self) -> int | None:
+        """Bytes of the GPU that a job would get: the process of a preflight, which has no device, sees none."""
+        gpu = gpu_of(self._device, os.environ) if self._device.startswith("cuda:") else None
+        return gpu.memory_bytes if gpu else None
 
     def _start(self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec) -> None:
         task.run_dir.mkdir(parents=True)
