@@ -125,8 +125,8 @@ def test_the_devices_of_a_job_decide_its_dtype_where_any_node_may_run_it(setting
     assert [derive(anywhere, 1, device, tmp_path).job.dtype for device in ("cuda:1", "cpu", "mps")] == [
         *("bf16", "fp32", "fp32")
     ]
-    asked = spec_of(with_training(dtype="fp32"), service)
-    assert derive(asked, 1, "cuda:1", tmp_path).job.dtype == "fp32", "a dtype that was requested stays"
+    requested = spec_of(with_training(dtype="fp32"), service)
+    assert derive(requested, 1, "cuda:1", tmp_path).job.dtype == "fp32", "a dtype that was requested stays"
     (tmp_path / "config.json").write_text("{}")
     for known in (spec_of(sft(), service, device="cpu"), spec_of(sft(model=str(tmp_path)), service)):
         assert not known.dtype_by_device, "its device is known"
