@@ -75,6 +75,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--logging-steps", type=int, default=1, help="our provider's default is 1, TRL's is 10")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--model", type=Path, help="a checkpoint; left out: a random Llama of 10M parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--full-rows", action="store_true", help="every row is as long as --max-length")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned", help="glibc malloc's settings")
     parser.add_argument("--control", action="store_true", help="measure stock TRL twice: its ratio to itself is noise")
     parser.add_argument("--seed", type=int, default=0, help="decides the order within rounds and the bootstrap")
@@ -108,6 +110,8 @@ def enter_environment(options: argparse.Namespace) -> None:
 def import_libraries() -> None:
     """All that a measurement needs, so that no child pays for an import. Nothing here may compute with torch."""
     sys.path.insert(0, str(REPOSITORY))
+    # As in a job that quantizes nothing. bitsandbytes would also open CUDA, which no forked child could use then.
+    sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
     for name in (
         "torch._dynamo",  # torch's optimizers import it at their first step
         "trl.trainer.dpo_trainer",
@@ -212,6 +216,7 @@ def summarize(runs: list[Result]) -> dict[str, Any]:
             "steady_tokens_per_cpu_s": statistics.median(run["steady_tokens"] / run["steady_cpu_s"] for run in own),
             "page_faults": statistics.median(run["page_faults"] for run in own),
             "peak_rss_mb": statistics.median(run["peak_rss_mb"] for run in own),
+            "peak_gpu_mb": statistics.median(run["peak_gpu_mb"] for run in own),
             "speed_against_stock": {
                 figure: spread([stock[run["round"]][figure] / run[figure] for run in own])
                 for figure in ("cpu_s", "wall_s", "steady_cpu_s", "steady_wall_s")

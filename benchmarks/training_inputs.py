@@ -85,6 +85,8 @@ def usable_rows(algorithm: Algorithm, model: Path, options: argparse.Namespace) 
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = conversational_rows(algorithm)
+    if options.full_rows:
+        rows = (lengthened(row, options.max_length) for row in rows)
     usable = (row for row in rows if _has_answer(row, algorithm, tokenizer, options.max_length))
     found = list(itertools.islice(usable, options.steps * options.batch))
     if not found:
@@ -105,6 +107,16 @@ def conversational_rows(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
         if turns is None or requested is None:
             raise RuntimeError(f"{source}: expected rows with a prompt and an answer")
         yield {"prompt": turns[:requested], "completion": turns[requested:]}
+
+
+def lengthened(row: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """The row with a short prompt and answers that fill `max_length` tokens, so that no batch is padded."""
+
+    def fill(turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [*turns[:-1], {**turns[-1], "content": (turns[-1]["content"] + " ") * max_length}]
+
+    short = [{**row["prompt"][-1], "content": row["prompt"][-1]["content"][:8]}]
+    return {name: short if name == "prompt" else fill(turns) for name, turns in row.items()}
 
 
 def data_file(algorithm: Algorithm) -> Path:

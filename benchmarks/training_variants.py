@@ -28,12 +28,19 @@ Result = dict[str, Any]
 
 
 class Clock:
-    """CPU seconds (user + system, all threads), wall seconds and page faults between its readings."""
+    """CPU seconds (user + system, all threads), wall seconds and page faults between its readings.
+
+    On a GPU a reading waits until all queued work is done.
+    """
 
     def __init__(self) -> None:
         self.readings: list[tuple[float, float, int]] = []
 
     def read(self) -> None:
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self.readings.append((usage.ru_utime + usage.ru_stime, time.perf_counter(), usage.ru_minflt))
 
@@ -97,19 +104,22 @@ def time_training(out: Path) -> None:
 
 def report_run(out: Path, clock: Clock, batches: Iterable[dict[str, Any]], losses: list[float]) -> None:
     """The measurement, and what was trained on: tokens per step and a digest over all batches in their order."""
+    import torch
+
     measured_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    measured_gpu = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_initialized() else 0.0
     digest, tokens = hashlib.sha256(), []
     for batch in batches:
         tokens.append(int(batch["attention_mask"].sum()))
         for name in ("input_ids", "attention_mask", "labels", "completion_mask"):
             if name in batch:
                 digest.update(name.encode() + str(batch[name].tolist()).encode())
-    result = clock.result(tokens) | {"peak_rss_mb": measured_rss, "steps": len(tokens)}
+    result = clock.result(tokens) | {"peak_rss_mb": measured_rss, "peak_gpu_mb": measured_gpu, "steps": len(tokens)}
     out.write_text(json.dumps(result | {"losses": losses, "batches": digest.hexdigest()}))
 
 
 def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
-    """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one CPU."""
+    """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one device."""
     from llama_stack_provider_trl.recipes.session import train_attempt
     from llama_stack_provider_trl.specs.events import EventWriter
     from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, OptimizerSpec
@@ -131,7 +141,7 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
         dpo=DpoSpec() if algorithm == "dpo" else None,
         logging_steps=options.logging_steps,
-        device="cpu",
+        device=options.device,
         num_threads=options.threads,
     )
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir)
@@ -158,8 +168,8 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
         "bf16": options.dtype == "bf16",
         "gradient_checkpointing": None,
         "activation_checkpointing": False,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        "use_cpu": options.device == "cpu",
+        "dataloader_pin_memory": options.device != "cpu",
         "train_sampling_strategy": "sequential",
         "logging_steps": options.logging_steps,
         "save_strategy": "no",
@@ -182,7 +192,7 @@ def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ou
     from transformers import AutoModelForCausalLM
 
     batches = bare_batches(folder, algorithm, options)
-    model = AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32).to(options.device)
     loss_of = bare_sft_loss(model) if algorithm == "sft" else bare_dpo_loss(model)
     clock, losses = Clock(), []
     clock.read()
@@ -190,7 +200,8 @@ def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ou
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
     for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.dtype == "bf16"):
+        batch = {name: value.to(options.device) for name, value in batch.items()}
+        with torch.autocast(options.device, dtype=torch.bfloat16, enabled=options.dtype == "bf16"):
             loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

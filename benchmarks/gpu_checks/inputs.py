@@ -1,0 +1,112 @@
+"""Models, tokenizer and rows, made on the spot: a machine with a GPU may have no network."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .setting import Setting
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
+    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, with tied embeddings."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        width = self.hidden // self.heads
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * width * self.kv_heads
+        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.vocabulary * self.hidden + self.layers * block + self.hidden
+
+
+TINY = Shape("tiny", 64, 2, 4, 2, 128, 512)
+DEEP = Shape("deep", 256, 8, 4, 2, 1024, 1024)
+HALF_B = Shape("0.5B", 896, 24, 14, 2, 4864, 151_936)
+ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128_256)
+
+
+def model(setting: Setting, shape: Shape) -> Path:
+    """Directory of a random model of this shape, or of a tiny one in a dry run, made once."""
+    shape = TINY if setting.is_dry_run else shape
+    path = setting.models / shape.name
+    if path.is_dir():
+        return path
+    setting.models.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=setting.models))
+    save_model(scratch, shape, setting.device)
+    try:
+        scratch.rename(path)
+    except OSError:  # another process was first
+        shutil.rmtree(scratch)
+    return path
+
+
+def save_model(path: Path, shape: Shape, device: str) -> None:
+    """Save a random model with its tokenizer; in bf16 where it was made on a GPU, which halves the file."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = random_model(shape)
+    (made.bfloat16() if device == "cuda" else made).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+
+
+def random_model(shape: Shape, **changes: Any) -> Any:
+    """The model itself, on torch's default device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+def tokenizer() -> Any:
+    """A token per byte, with ChatML."""
+    from memory import tokenizer as byte_tokenizer
+
+    made = byte_tokenizer()
+    made.chat_template = CHATML
+    return made
+
+
+def rows(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
+    """Rows of at least `tokens` tokens, every third of them half as long: real batches have padding."""
+    text = "In the beginning of the year the order was late, and the answer was short. "
+    long = text * (1 + tokens // len(text))
+    found = []
+    for number in range(count):
+        answer = f"{number} {long[: tokens // (2 if number % 3 == 1 else 1)]}"
+        if algorithm == "sft":
+            found.append({"prompt": f"{number}?", "completion": answer})
+        else:
+            found.append({"prompt": f"{number}?", "chosen": answer, "rejected": f"no {answer[: len(answer) // 2]}"})
+    return found

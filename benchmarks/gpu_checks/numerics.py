@@ -1,0 +1,100 @@
+"""Export, fp16, QLoRA and QAT."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .inputs import DEEP, ONE_B, model
+from .jobs import Outcome, largest_difference, problems, run, run_all, run_alone, spec
+from .report import Finding, Skipped
+from .setting import Setting
+
+
+def export(setting: Setting) -> Finding:
+    """Decides whether a model of 1B that a GPU trained in bf16 passes the read-back on the CPU, and what that takes.
+
+    The export compares every weight, and logits of the model loaded from disk with those of the trained one: kernels of
+    GPU and CPU round bf16 otherwise.
+    """
+    sizes: dict[str, Any] = {"steps": 2, "tokens": 64 if setting.is_dry_run else 512, "batch_size": 1}
+    path = model(setting, ONE_B)
+    names = ("full", "LoRA")
+    found = run_all(setting, [spec(setting, name, path, lora=name == "LoRA" or None, **sizes) for name in names])
+    return judge_export(dict(zip(names, found, strict=True)))
+
+
+def judge_export(found: Mapping[str, Outcome]) -> Finding:
+    if failed := problems(found):
+        return Finding(False, failed)
+    rows = {
+        name: f"verified by {one.verified or 'nothing'}, logits within "
+        f"{one.logits_difference if one.logits_difference is not None else math.nan:.2e} of their scale, "
+        f"{one.export_seconds:.1f} s"
+        for name, one in found.items()
+    }
+    passed = all(one.verified == "logits" and one.weights for one in found.values())
+    return Finding(passed, f"{'all' if passed else 'NOT all'} exports were verified by their logits", rows)
+
+
+def fp16(setting: Setting) -> Finding:
+    """Decides whether loss scaling trains in fp16, alone and under FSDP2 in a world of one."""
+    if setting.is_dry_run:
+        raise Skipped("fp16 needs a GPU: no CPU kernel of the recipe computes in it")
+    from llama_stack_provider_trl.specs.job import ShardingSpec
+
+    path, sizes = model(setting, DEEP), {"steps": 8, "tokens": 256, "batch_size": 4}
+    alone = run(setting, spec(setting, "alone", path, dtype="fp16", **sizes))
+    sharded, _ = run_alone(
+        setting, spec(setting, "sharded", path, dtype="fp16", sharding=ShardingSpec(), **sizes), "--world-of-one"
+    )
+    return judge_falling({"one process": alone, "FSDP2": sharded}, agreement=5e-2)
+
+
+def qlora(setting: Setting) -> Finding:
+    """Decides whether a base in 4 bits trains, and whether its FSDP2 shards have the losses of one process."""
+    _require("bitsandbytes")
+    from llama_stack_provider_trl.specs.job import LoraSpec, OptimizerSpec, ShardingSpec
+
+    lora = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16, quantize_base=True)
+    path = model(setting, DEEP)
+    sizes: dict[str, Any] = {"lora": lora, "steps": 5, "optimizer": OptimizerSpec(learning_rate=1e-2)}
+    jobs = [
+        spec(setting, "alone", path, **sizes),
+        spec(setting, "sharded", path, sharding=ShardingSpec(), **sizes),
+    ]
+
+    def run_one(setting: Setting, job: Any) -> Outcome:
+        return run_alone(setting, job, "--world-of-one")[0] if job.sharding else run(setting, job)
+
+    alone, sharded = run_all(setting, jobs, run_one)
+    return judge_falling({"one process": alone, "FSDP2": sharded}, agreement=5e-2)
+
+
+def qat(setting: Setting) -> Finding:
+    """Decides whether torchao's fake quantization trains on this device."""
+    _require("torchao")
+    from llama_stack_provider_trl.specs.job import QatSpec
+
+    quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
+    found = run(setting, spec(setting, "qat", model(setting, DEEP), qat=quantizer, steps=5))
+    return judge_falling({"QAT": found}, agreement=math.inf)
+
+
+def judge_falling(found: Mapping[str, Outcome], agreement: float) -> Finding:
+    """Losses fall and agree with those of the first job, as a fraction."""
+    if failed := problems(found):
+        return Finding(False, failed)
+    first, *others = found.values()
+    falls = all(math.isfinite(one.losses[-1]) and one.losses[-1] < one.losses[0] for one in found.values())
+    difference = max((largest_difference(one.losses, first.losses) for one in others), default=0.0)
+    losses = "; ".join(f"{name}: loss {one.losses[0]:.4f} to {one.losses[-1]:.4f}" for name, one in found.items())
+    summary = f"{losses}{f'; within {difference:.1e}' if others else ''}"
+    return Finding(falls and difference <= agreement, summary)
+
+
+def _require(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise Skipped(f"{library} is not installed")

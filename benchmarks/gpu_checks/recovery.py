@@ -1,0 +1,161 @@
+"""Whether jobs repeat, resume, end on a signal, and are found when they hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from .inputs import DEEP, HALF_B, model
+from .jobs import Job, Outcome, largest_difference, problems, run, run_all, spec
+from .report import Finding
+from .setting import Setting
+
+END_SECONDS = 10.0
+"""From SIGTERM to the end of the process, which nothing in it delays."""
+
+
+def repeat_and_resume(setting: Setting) -> Finding:
+    """Decides whether the same job ends with the same bits twice, and a resumed one with those of an undisturbed one.
+
+    The backward pass of attention kernels on a GPU may add in an order of its own. Where two undisturbed jobs differ,
+    the resumed one may differ as much.
+    """
+    path = model(setting, DEEP)
+    sizes = {"steps": 8, "tokens": 64 if setting.is_dry_run else 512, "batch_size": 2 if setting.is_dry_run else 8}
+    jobs = [spec(setting, name, path, save_steps=4, **sizes) for name in ("first", "second")]
+    first, second = run_all(setting, jobs)
+    if failed := problems({"first": first, "second": second}):
+        return Finding(False, failed)
+    if not first.checkpoints:
+        return Finding(False, "no step checkpoint was written")
+    resumed = run(setting, spec(setting, "resumed", path, save_steps=4, **sizes), resume_from=first.checkpoints[0])
+    return judge_resume(first, second, resumed)
+
+
+def judge_resume(first: Outcome, second: Outcome, resumed: Outcome) -> Finding:
+    if failed := problems({"first": first, "second": second, "resumed": resumed}):
+        return Finding(False, failed)
+    again = largest_difference(second.losses, first.losses)
+    rest = first.losses[len(first.losses) - len(resumed.losses) :]
+    after = largest_difference(resumed.losses, rest)
+    is_partial = 0 < len(resumed.losses) < len(first.losses)
+    is_equal = first.weights == second.weights
+    passed = is_partial and bool(first.weights)
+    passed = passed and (resumed.weights == first.weights if is_equal else after <= max(10 * again, 1e-3))
+    summary = (
+        f"the same job twice: weights {'equal' if is_equal else 'DIFFER'}, losses within {again:.1e}; resumed at step "
+        f"{len(first.losses) - len(resumed.losses)}: weights "
+        f"{'equal' if resumed.weights == first.weights else 'DIFFER'}, losses within {after:.1e}"
+    )
+    digests = {"first": first.weights, "second": second.weights, "resumed": resumed.weights}
+    return Finding(passed, summary, figures={"digests": digests})
+
+
+@dataclass(frozen=True)
+class Terminated:
+    seconds: float
+    """From the signal to the end of the process."""
+    interrupted: Outcome
+    resumed: Outcome | None
+    """None: there was no checkpoint to resume from."""
+
+
+def sigterm(setting: Setting) -> Finding:
+    """Decides whether SIGTERM in the middle of a step ends a job at once, and its checkpoint can be resumed from."""
+    path = model(setting, DEEP if setting.is_dry_run else HALF_B)
+    sizes = (
+        {"steps": 400, "save_steps": 2}
+        if setting.is_dry_run
+        else {"steps": 60, "save_steps": 4, "tokens": 1024, "lora": True}
+    )
+    job = spec(setting, "terminated", path, **sizes)
+    running = Job(setting, job)
+    if not running.until(lambda events: any(one.type == "checkpoint" for one in events)):
+        return Finding(False, f"the job ended before a step checkpoint: {running.wait().problem}")
+    os.kill(_trainer(running), signal.SIGTERM)
+    began = time.monotonic()
+    interrupted = running.wait()
+    seconds = time.monotonic() - began
+    resumed = None
+    if interrupted.checkpoints:
+        resumed = _resume_for_a_step(setting, job, interrupted.checkpoints[-1])
+    return judge_sigterm(Terminated(seconds, interrupted, resumed))
+
+
+def _resume_for_a_step(setting: Setting, job: object, checkpoint: str) -> Outcome:
+    """Resume, wait for one more metric point, and cancel the rest."""
+    from dataclasses import replace
+
+    resumed = Job(setting, job, resume_from=checkpoint)  # type: ignore[arg-type]
+    is_there = resumed.until(lambda events: any(one.type == "progress" for one in events))
+    resumed.cancel()
+    ended = resumed.wait()
+    return replace(ended, finished=is_there)
+
+
+def judge_sigterm(found: Terminated) -> Finding:
+    exit_code = found.interrupted.exit_code
+    resumes = found.resumed is not None and found.resumed.finished and bool(found.resumed.steps)
+    passed = exit_code == -signal.SIGTERM and found.seconds < END_SECONDS and resumes
+    first = found.resumed.steps[0].step if found.resumed and found.resumed.steps else None
+    problem = found.resumed.problem if found.resumed else "no checkpoint"
+    summary = (
+        f"ended after {found.seconds:.1f} s with exit code {exit_code} (expected {-signal.SIGTERM}); "
+        f"{f'resumed at step {first}' if resumes else f'not resumed: {problem}'}"
+    )
+    return Finding(passed, summary)
+
+
+@dataclass(frozen=True)
+class Hung:
+    outcome: Outcome
+    seconds: float
+    """From SIGSTOP to the end of the job."""
+    timeout: float
+    stacks: str
+
+
+def hang(setting: Setting) -> Finding:
+    """Decides whether a job whose rank 1 is stopped counts as hung, although rank 0 waits in NCCL at full CPU load."""
+    timeout = 40.0 if setting.is_dry_run else 20.0  # a rank imports for 5 to 15 s without progress
+    job = spec(setting, "hang", model(setting, DEEP), ranks=2, batch_size=1, sharding=_full(), steps=400)
+    running = Job(setting, job, hang_timeout=timeout)
+    if not running.until(lambda events: any(one.type == "progress" for one in events)):
+        return Finding(False, f"the job ended before its first step: {running.wait().problem}")
+    os.kill(_other_rank(running), signal.SIGSTOP)
+    began = time.monotonic()
+    found = running.wait()
+    return judge_hang(Hung(found, time.monotonic() - began, timeout, running.stacks()))
+
+
+def judge_hang(found: Hung) -> Finding:
+    is_found = found.outcome.ended == "hung" and found.seconds < 2 * found.timeout
+    if found.outcome.ended != "hung":
+        return Finding(False, f"the job ended otherwise after {found.seconds:.0f} s: {found.outcome.problem}")
+    summary = f"found {found.seconds:.0f} s after SIGSTOP (timeout {found.timeout:.0f} s), stacks of rank 0: "
+    summary += "recorded" if found.stacks else "MISSING"
+    return Finding(is_found and bool(found.stacks), summary)
+
+
+def _full() -> object:
+    from llama_stack_provider_trl.specs.job import ShardingSpec
+
+    return ShardingSpec()
+
+
+def _trainer(job: Job) -> int:
+    """Pid of the training process that the runner started."""
+    from llama_stack_provider_trl.launch.runner import RunnerStatus
+
+    status = RunnerStatus.read(job.paths.runner_status)
+    if status is None or status.trainer is None:
+        raise RuntimeError("the runner has reported no training process")
+    return status.trainer.pid
+
+
+def _other_rank(job: Job) -> int:
+    """Pid of rank 1: each rank has a file in `stacks`, and rank 0 reports its pid."""
+    first = next(event.pid for event in job.events() if event.type == "started")
+    return next(int(path.name) for path in job.paths.stacks.iterdir() if int(path.name) != first)

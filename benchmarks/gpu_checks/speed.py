@@ -1,0 +1,242 @@
+"""Speed: the clock of the metrics, attention with and without a mask, and ours against stock TRL and a bare loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .inputs import HALF_B, ONE_B, TINY, Shape, model, random_model
+from .jobs import WARMUP_STEPS, Outcome, problems, run, spec
+from .report import Finding
+from .setting import BENCHMARKS, Setting
+from .sharding import SAME_SPEED
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "4090": 165e12,
+}
+"""Dense bf16 operations per second by the makers' data sheets; the first name that a GPU's own name contains."""
+
+
+# --- The clock of the metrics -----------------------------------------------------------------------------------------
+
+
+def clock(setting: Setting) -> Finding:
+    """Decides whether `tokens_per_second` is real: a GPU computes after Python has returned from a step.
+
+    A metric point is written after the loss has been read, so after all queued work: the time between two points is a
+    synchronized clock.
+    """
+    sizes: dict[str, Any] = {"steps": 12} if setting.is_dry_run else {"steps": 12, "tokens": 1024, "batch_size": 4}
+    return judge_clock(run(setting, spec(setting, "clock", model(setting, HALF_B), **sizes)))
+
+
+def judge_clock(found: Outcome) -> Finding:
+    if failed := problems({"job": found}):
+        return Finding(False, failed)
+    first, last, later = found.steps[WARMUP_STEPS - 1], found.steps[-1], found.steps[WARMUP_STEPS:]
+    tokens = last.tokens_seen - first.tokens_seen
+    actual = tokens / (last.time - first.time)
+    # Each step's tokens over its reported speed is the time that the report counts.
+    before = [first, *later]
+    counted = sum(
+        (step.tokens_seen - prior.tokens_seen) / max(step.metrics["tokens_per_second"], 1e-9)
+        for prior, step in zip(before, later, strict=False)
+    )
+    ratio = tokens / counted / actual
+    summary = f"reported {tokens / counted:.0f} tokens/s, synchronized clock {actual:.0f}: {ratio:.2f} times"
+    return Finding(0.8 < ratio < 1.25, summary, figures={"reported": tokens / counted, "actual": actual})
+
+
+# --- Attention: mask, no mask, packed ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward and backward pass over the same tokens."""
+
+    seconds: float
+    loss: float
+    gradient_norm: float
+    peak_gib: float
+
+
+def masks(setting: Setting) -> Finding:
+    """Decides what an attention mask costs on right-padded batches, and what packing costs or saves.
+
+    A causal model needs no mask there: loss and gradients must be equal. With a mask no flash kernel can be used;
+    packed rows get a mask of tokens x tokens, unless attention separates them by their positions.
+    """
+    shape, lengths = (TINY, (64, 128)) if setting.is_dry_run else (replace(ONE_B, layers=4), (2048, 8192))
+    found = {tokens: _forwards(setting, shape, tokens) for tokens in lengths}
+    return judge_masks(found, is_measured=not setting.is_dry_run)
+
+
+def judge_masks(found: Mapping[int, Mapping[str, Forward]], is_measured: bool) -> Finding:
+    rows, wrong = {}, []
+    for tokens, cases in found.items():
+        masked, plain = cases["mask"], cases["no mask"]
+        if _differs(plain.loss, masked.loss) or _differs(plain.gradient_norm, masked.gradient_norm):
+            wrong.append(
+                f"{tokens} tokens: loss {plain.loss:.6f} and {masked.loss:.6f}, gradient norm "
+                f"{plain.gradient_norm:.6f} and {masked.gradient_norm:.6f}"
+            )
+        if is_measured and plain.seconds > SAME_SPEED * masked.seconds:
+            wrong.append(f"{tokens} tokens: slower without a mask")
+        for name, one in cases.items():
+            rows[f"{tokens} tokens, {name}"] = (
+                f"{1000 * one.seconds:.1f} ms, {masked.seconds / one.seconds:.2f} times the speed with a mask, "
+                f"peak {one.peak_gib:.2f} GiB"
+            )
+    return Finding(not wrong, "; ".join(wrong) or "loss and gradients are equal with and without a mask", rows)
+
+
+def _differs(one: float, other: float) -> bool:
+    return not abs(one - other) <= 5e-3 * abs(other)
+
+
+def _forwards(setting: Setting, shape: Shape, tokens: int) -> dict[str, Forward]:
+    import torch
+
+    from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        network = random_model(shape)
+    network.to(torch.float32 if setting.is_dry_run else torch.bfloat16).train()
+    fuse_head(network, outputs=("log_probs",))
+    inputs = _inputs(setting.device, tokens, shape.vocabulary)
+    return {name: _timed(network, given, repeats=1 if setting.is_dry_run else 5) for name, given in inputs.items()}
+
+
+def _inputs(device: str, tokens: int, vocabulary: int) -> dict[str, dict[str, Any]]:
+    """Two sequences: one of all tokens, one that is padded after three quarters; packed ones hold four rows each."""
+    import torch
+
+    ids = torch.randint(1, min(vocabulary, 256), (2, tokens), device=device)
+    mask = torch.ones_like(ids)
+    mask[1, tokens * 3 // 4 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    positions = (torch.arange(tokens, device=device) % (tokens // 4)).repeat(2, 1)
+    return {
+        "mask": {"input_ids": ids, "labels": labels, "attention_mask": mask},
+        "no mask": {"input_ids": ids, "labels": labels},
+        "packed": {"input_ids": ids, "labels": ids, "position_ids": positions},
+    }
+
+
+def _timed(network: Any, inputs: dict[str, Any], repeats: int) -> Forward:
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+
+    def step() -> Any:
+        network.zero_grad(set_to_none=True)
+        outputs = network(**inputs, use_cache=False, fused_lm_head=True)
+        loss = -outputs.log_probs.sum() / outputs.label_mask.sum()
+        loss.backward()
+        return loss
+
+    step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    took = []
+    for _ in range(repeats):
+        took.append(_seconds(step, on_gpu))
+    loss = step()
+    gradients = [weight.grad.float().norm() for weight in network.parameters() if weight.grad is not None]
+    peak = torch.cuda.max_memory_allocated() / (1 << 30) if on_gpu else 0.0
+    return Forward(sorted(took)[len(took) // 2], float(loss), float(torch.stack(gradients).norm()), peak)
+
+
+def _seconds(work: Callable[[], object], on_gpu: bool) -> float:
+    import torch
+
+    if on_gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+# --- Ours, stock TRL, a bare loop -------------------------------------------------------------------------------------
+
+
+def throughput(setting: Setting) -> Finding:
+    """Decides whether the recipe costs anything on top of TRL at a 1B shape, and which part of the GPU's peak it uses.
+
+    `recipe_throughput.py` measures: SFT and DPO, all weights, full rows, variants in turn, medians over rounds.
+    """
+    out = setting.folder / "throughput.json"
+    sizes = {"rounds": 1, "steps": 3, "batch": 2, "max-length": 64}
+    if not setting.is_dry_run:
+        sizes = {"rounds": 3, "steps": 8, "batch": 4, "max-length": 1024}
+    path, shape = model(setting, ONE_B), TINY if setting.is_dry_run else ONE_B
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", str(BENCHMARKS / "recipe_throughput.py"), f"--model={path}"),
+            *(f"--device={setting.device}", f"--dtype={setting.dtype}", "--full-rows", f"--json={out}", *options),
+        ],
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # children are forked: CUDA may not be open before
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0 or not out.exists():
+        return Finding(False, " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[-600:])
+    summaries = {
+        name: found["summary"] for name, found in json.loads(out.read_text()).items() if name in ("sft", "dpo")
+    }
+    return judge_throughput(summaries, shape, _peak_flops(), is_measured=not setting.is_dry_run)
+
+
+def judge_throughput(
+    found: Mapping[str, Mapping[str, Any]], shape: Shape, peak_flops: float | None, is_measured: bool
+) -> Finding:
+    rows, ratios = {}, {}
+    for algorithm, variants in found.items():
+        for variant, values in variants.items():
+            speed = values["steady_tokens_per_s"]
+            ratio = values["speed_against_stock"]["steady_wall_s"]["median"]
+            used = 100 * speed * operations_per_token(shape, algorithm) / peak_flops if peak_flops else None
+            ratios[f"{algorithm} {variant}"] = ratio
+            rows[f"{algorithm.upper()}, {variant}"] = (
+                f"{speed:.0f} tokens/s, {ratio:.2f} times stock TRL{f', MFU {used:.1f} %' if used is not None else ''}"
+            )
+    ours = {name: ratio for name, ratio in ratios.items() if name.endswith("our recipe")}
+    passed = len(ours) == 2 and (not is_measured or all(ratio > 1 / SAME_SPEED for ratio in ours.values()))
+    summary = (
+        ", ".join(f"{name} {ratio:.2f} times stock TRL" for name, ratio in ours.items()) or "our recipe is missing"
+    )
+    return Finding(passed, summary, rows, {"against_stock": ratios})
+
+
+def operations_per_token(shape: Shape, algorithm: str, tokens: int = 1024) -> float:
+    """Floating-point operations: 6 per weight and token, with causal attention; DPO's reference adds a forward."""
+    forward = 2 * shape.parameters + 2 * shape.layers * shape.hidden * tokens
+    return forward * (4 if algorithm == "dpo" else 3)
+
+
+def _peak_flops() -> float | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0)
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)

@@ -1,0 +1,108 @@
+"""One training process with settings that no request has: FSDP2 in a world of one, its output dtype, no export.
+
+    python -m gpu_checks.trainer [--world-of-one] [--output-dtype none|fp32] [--measure] SPEC...
+
+Runs `recipes.train` itself, and writes `recorded.json` beside each spec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .jobs import free_port
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--world-of-one", action="store_true", help="shard although there is one rank")
+    parser.add_argument("--output-dtype", choices=("none", "fp32"), help="of FSDP2's mixed precision, for every unit")
+    parser.add_argument("--measure", action="store_true", help="record peak memory, and export nothing")
+    parser.add_argument("specs", nargs="+", type=Path)
+    options = parser.parse_args()
+    sharded = watch_sharding(options.output_dtype)
+    if options.world_of_one:
+        enter_world_of_one()
+    if options.measure:
+        without_export()
+    for path in options.specs:
+        status, recorded = train(path, options.measure)
+        if status:
+            return status
+        (path.parent / "recorded.json").write_text(json.dumps(recorded | sharded))
+    return 0
+
+
+def train(path: Path, measure: bool) -> tuple[int, dict[str, Any]]:
+    """Run one attempt; returns its exit status and what was measured."""
+    from llama_stack_provider_trl.recipes.train import main as train_main
+
+    if not measure:
+        return train_main(["train", str(path)]), {}
+    from .peaks import Peak
+
+    gc.collect()
+    peak = Peak()
+    status = train_main(["train", str(path)])
+    return status, peak.measured()
+
+
+def watch_sharding(output_dtype: str | None) -> dict[str, Any]:
+    """Count FSDP2's units, record the output dtype that the recipe gives them, and replace it on request."""
+    import torch
+    from torch.distributed import fsdp
+
+    original: Callable[..., Any] = fsdp.fully_shard
+    recorded: dict[str, Any] = {"units": 0, "recipe_output_dtype": None}
+
+    def fully_shard(module: Any, *arguments: Any, **named: Any) -> Any:
+        policy = named.get("mp_policy") or fsdp.MixedPrecisionPolicy()
+        recorded["units"] += 1
+        recorded["recipe_output_dtype"] = str(policy.output_dtype)
+        if output_dtype:
+            wanted = {"none": None, "fp32": torch.float32}[output_dtype]
+            named["mp_policy"] = dataclasses.replace(policy, output_dtype=wanted)
+        return original(module, *arguments, **named)
+
+    fsdp.fully_shard = fully_shard  # before the recipes and accelerate import the name
+    return recorded
+
+
+def enter_world_of_one() -> None:
+    """Open a process group of one rank, and have the recipes shard over it as over several."""
+    import torch
+    import torch.distributed as dist
+
+    from llama_stack_provider_trl.recipes.model import fsdp
+
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    fsdp.is_sharded = lambda spec: spec.sharding is not None  # before other modules import the name
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+
+
+def without_export() -> None:
+    """End attempts with their last step: writing and reading gigabytes is no part of what is measured."""
+    from llama_stack_provider_trl.recipes import session
+
+    for name in ("_check_export", "_export"):
+        if not hasattr(session, name):
+            raise AttributeError(f"recipes.session has no {name}, which this benchmark replaces: adapt it")
+        setattr(session, name, lambda *arguments: None)
+
+
+if __name__ == "__main__":
+    ended = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # as recipes.train: destructors of process groups sometimes hang
