@@ -27,7 +27,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from gpu_checks.registry import CHECKS, Check
+from gpu_checks.registry import CHECKS, Check, load
 from gpu_checks.report import Finding, Result, Skipped, Status, append, read, table
 from gpu_checks.setting import BENCHMARKS, REPOSITORY, Setting
 from gpu_checks.wheels import download, install
@@ -69,7 +69,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--download", type=Path, metavar="DIR", help="fetch the wheels for --wheels, and end")
     parser.add_argument("--with", dest="more", nargs="+", default=[], metavar="PACKAGE", help="further wheels to fetch")
     parser.add_argument("--python-version", default="3.12", help="of the machine with the GPU, for --download")
-    parser.add_argument("--child", metavar="CHECK", help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="PLACE", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.total = options.total or TOTAL_SECONDS * (DRY_RUN_PATIENCE if options.dry_run else 1)
@@ -144,7 +144,16 @@ def run_check(
     """Run one check in a child within its time limit. None: the total time ended it."""
     folder = work / check.place.replace(":", "-")
     folder.mkdir(parents=True)
-    argv = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--child", check.name, "--work", str(folder)]
+    argv = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).resolve()),
+        "--child",
+        check.place,
+        "--work",
+        str(folder),
+    ]
     argv += ["--dry-run"] if options.dry_run else ["--gpus", str(options.gpus)]
     limit = check.seconds * (DRY_RUN_PATIENCE if options.dry_run else 1)
     began = time.monotonic()
@@ -201,11 +210,10 @@ def run_child(options: argparse.Namespace) -> int:
     from llama_stack_provider_trl.system.process import die_with_parent
 
     die_with_parent(os.getppid())
-    check = next(check for check in CHECKS if check.name == options.child)
     setting = Setting(options.work / "jobs", options.work.parent / "models", options.dry_run)
     setting.folder.mkdir()
     try:
-        finding = check.load()(setting)
+        finding = load(options.child)(setting)
         status = Status.passed if finding.passed else Status.failed
     except Skipped as reason:
         finding, status = Finding(True, str(reason)), Status.skipped

@@ -14,35 +14,37 @@ from .setting import Setting
 class Check:
     name: str
     place: str
-    """`module:function` in this package."""
+    """`module:function`."""
     seconds: float
     """Time limit."""
     gpus: int = 1
 
-    def load(self) -> Callable[[Setting], Finding]:
-        module, _, function = self.place.partition(":")
-        found: Callable[[Setting], Finding] = getattr(importlib.import_module(f"gpu_checks.{module}"), function)
-        return found
+
+def load(place: str) -> Callable[[Setting], Finding]:
+    """The function of a check."""
+    module, _, function = place.partition(":")
+    found: Callable[[Setting], Finding] = getattr(importlib.import_module(module), function)
+    return found
 
 
 CHECKS = (
-    Check("environment", "environment:environment", 60),
-    Check("tests/gpu", "environment:tests_gpu", 180),
-    Check("FSDP2 output dtype", "sharding:output_dtype", 120),
-    Check("cpu_offload", "sharding:cpu_offload", 90),
-    Check("tokens per second", "speed:clock", 90),
-    Check("attention mask", "speed:masks", 90),
-    Check("activation offloading", "peak_memory:offloading", 90),
-    Check("repeat and resume", "recovery:repeat_and_resume", 120),
-    Check("memory estimate", "peak_memory:estimate", 150),
-    Check("export", "numerics:export", 150),
-    Check("fp16", "numerics:fp16", 90),
-    Check("SIGTERM", "recovery:sigterm", 120),
-    Check("QLoRA", "numerics:qlora", 90),
-    Check("QAT", "numerics:qat", 60),
-    Check("speed at 1B", "speed:throughput", 240),
-    Check("NCCL hang", "recovery:hang", 120, gpus=2),
-    Check("contexts", "peak_memory:contexts", 90, gpus=2),
-    Check("NCCL memory", "peak_memory:nccl_memory", 90, gpus=2),
-    Check("HYBRID_SHARD", "sharding:hybrid", 120, gpus=2),
+    Check("environment", "gpu_checks.environment:environment", 60),
+    Check("tests/gpu", "gpu_checks.environment:tests_gpu", 180),
+    Check("FSDP2 output dtype", "gpu_checks.sharding:output_dtype", 120),
+    Check("cpu_offload", "gpu_checks.sharding:cpu_offload", 90),
+    Check("tokens per second", "gpu_checks.speed:clock", 90),
+    Check("attention mask", "gpu_checks.speed:masks", 90),
+    Check("activation offloading", "gpu_checks.peak_memory:offloading", 90),
+    Check("repeat and resume", "gpu_checks.recovery:repeat_and_resume", 120),
+    Check("memory estimate", "gpu_checks.peak_memory:estimate", 150),
+    Check("export", "gpu_checks.numerics:export", 150),
+    Check("fp16", "gpu_checks.numerics:fp16", 90),
+    Check("SIGTERM", "gpu_checks.recovery:sigterm", 120),
+    Check("QLoRA", "gpu_checks.numerics:qlora", 90),
+    Check("QAT", "gpu_checks.numerics:qat", 60),
+    Check("speed at 1B", "gpu_checks.speed:throughput", 240),
+    Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),
+    Check("contexts", "gpu_checks.peak_memory:contexts", 90, gpus=2),
+    Check("NCCL memory", "gpu_checks.peak_memory:nccl_memory", 90, gpus=2),
+    Check("HYBRID_SHARD", "gpu_checks.sharding:hybrid", 120, gpus=2),
 )

@@ -1,0 +1,146 @@
+"""benchmarks/gpu.py on the CPU: every check runs on real jobs, a second call repeats none, and limits end children."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llama_stack_provider_trl.system.process import tasks_below
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCHMARKS = REPOSITORY / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import gpu  # noqa: E402
+from gpu_checks.registry import CHECKS, Check  # noqa: E402
+from gpu_checks.report import read  # noqa: E402
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+NEEDS_GPU = {"tests/gpu", "activation offloading", "fp16", "contexts", "NCCL memory"}
+
+
+def benchmark(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", f"--scratch={folder}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
+
+
+def test_the_dry_run_passes_every_check_and_a_second_call_repeats_none(tmp_path: Path) -> None:
+    done = benchmark(tmp_path)
+    found = {line["check"]: line for line in lines(tmp_path)}
+    assert {name for name, line in found.items() if line["status"] == "skipped"} == NEEDS_GPU
+    assert all(found[name]["summary"] for name in NEEDS_GPU)
+    assert [line for line in found.values() if line["status"] not in ("passed", "skipped")] == []
+    assert done.returncode == 0, done.stderr
+    assert set(found) == {check.name for check in CHECKS}
+    assert all(f"| {check.name} | " in done.stdout for check in CHECKS)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.jsonl"]
+    assert tasks_below(tmp_path) == {}
+
+    again = benchmark(tmp_path)
+    assert again.stdout.count("recorded before") == len(CHECKS)
+    assert len(lines(tmp_path)) == len(CHECKS)
+    assert again.returncode == 0
+
+
+CHECKS_THAT_END = """
+import os, subprocess, time
+from pathlib import Path
+from gpu_checks.report import Finding, Skipped
+def right(setting): return Finding(True, f"{setting.device} {setting.folder.is_dir()}")
+def wrong(setting): return Finding(False, "2 is not 3", rows={"case": "1 s"})
+def absent(setting): raise Skipped("no such library")
+def raises(setting): raise ValueError("a bug")
+def dies(setting): os.write(2, b"corrupted"); os._exit(9)
+def sleeps(setting):
+    child = subprocess.Popen(["sleep", "300"])
+    Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(300)
+def imports(setting):
+    import from_a_wheel
+    return Finding(True, from_a_wheel.__file__)
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a module of checks, each of which ends in another way."""
+    (tmp_path / "ends.py").write_text(CHECKS_THAT_END)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    return tmp_path
+
+
+def run(work: Path, names: str, *arguments: str, seconds: float = 60.0) -> dict[str, Any]:
+    """Run checks of the module; returns their results by name."""
+    options = gpu.parse_options([f"--results={work / 'gpu.jsonl'}", *arguments])
+    checks = [Check(name, f"ends:{name}", seconds) for name in names.split()]
+    gpu.run_checks(checks, options, work, gpu.child_environment(options, work))
+    return read(options.results, gpu.mode(options))
+
+
+def test_a_check_has_its_line_however_it_ends(work: Path) -> None:
+    found = run(work, "right wrong absent raises dies")
+    assert {name: (one.status, one.summary) for name, one in found.items()} == {
+        "right": ("passed", "cuda True"),
+        "wrong": ("failed", "2 is not 3"),
+        "absent": ("skipped", "no such library"),
+        "raises": ("failed", "ValueError: a bug"),
+        "dies": ("failed", "the check crashed: corrupted"),
+    }
+    assert found["wrong"].rows == {"case": "1 s"}
+
+
+def test_a_check_at_its_limit_is_killed_with_its_children_and_counts_as_timed_out(work: Path) -> None:
+    began = time.monotonic()
+    found = run(work, "sleeps right", seconds=3.0)
+    assert found["sleeps"].status == "timed out"
+    assert found["right"].status == "passed"
+    assert time.monotonic() - began < 30
+    for pid in (work / "pids").read_text().split():
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_the_total_time_cuts_off_gets_no_line_and_is_repeated(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.5)
+    assert set(run(work, "sleeps right", "--total=3")) == set()
+    assert set(run(work, "right")) == {"right"}
+
+
+def test_a_failed_check_is_repeated_only_on_request(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(work, "right wrong")
+    run(work, "right wrong")
+    assert len(lines(work)) == 2
+    run(work, "right wrong", "--again")
+    assert [line["check"] for line in lines(work)] == ["right", "wrong", "wrong"]
+    assert "right: passed, recorded before" in capfd.readouterr().out
+
+
+def test_libraries_come_from_a_directory_of_wheels(work: Path) -> None:
+    folder = work / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "from_a_wheel-1-py3-none-any.whl", "w") as wheel:
+        info = "from_a_wheel-1.dist-info"
+        wheel.writestr("from_a_wheel.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: from_a_wheel\nVersion: 1\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"from_a_wheel.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    found = run(work, "imports", f"--wheels={folder}")
+    assert found["imports"].summary == str(work / "site" / "from_a_wheel.py")

@@ -1,0 +1,331 @@
+"""Each check of benchmarks/gpu.py passes on what a right training does, and fails on what each fault would do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "benchmarks"))
+
+from gpu_checks import environment, numerics, peak_memory, recovery, registry, report, sharding, speed, wheels  # noqa: E402
+from gpu_checks.inputs import ONE_B  # noqa: E402
+from gpu_checks.jobs import Outcome, Step  # noqa: E402
+from gpu_checks.report import Finding, Result, Status  # noqa: E402
+
+GIB = 1 << 30
+METRICS = {"tokens_per_second": 100.0, "grad_norm": 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0}
+
+
+def job(**changes: Any) -> Outcome:
+    """A job of 8 steps, a second and 100 tokens each, whose loss falls from 8 to 1."""
+    steps = tuple(Step(n, float(n), 9.0 - n, METRICS, 100 * n, 4 * GIB) for n in range(1, 9))
+    right = Outcome(True, steps=steps, checkpoints=("a",), weights="bits", verified="logits", logits_difference=0.0)
+    return replace(right, **changes)
+
+
+def with_metrics(**metrics: float) -> Outcome:
+    return job(steps=tuple(replace(step, metrics={**METRICS, **metrics}) for step in job().steps))
+
+
+FAILED = job(finished=False, problem="out of memory", steps=())
+DIVERGED = job(steps=tuple(replace(step, loss=9.0 + step.step) for step in job().steps))
+SHORT = job(steps=job().steps[:3])
+LAST = job(steps=job().steps[4:])
+SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units": 8}}
+SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
+MACHINE = environment.Machine(
+    versions=dict.fromkeys(environment.LIBRARIES, "2.11.0"),
+    python="3.12.3",
+    cuda="13.0",
+    nccl="2.29.7",
+    driver="580",
+    gpus=("H100, 80 GiB",),
+    counted={"torch": 1, "the provider": 1, "nvidia-smi": 1, "/proc": None},
+    bf16=True,
+    compiler="/usr/bin/gcc",
+    python_headers=True,
+    triton="compiles",
+    shared_memory_mib=64,
+    cores=16,
+    memory_gib=128,
+)
+MEASURED = peak_memory.Measured("SFT", estimate=10 * GIB, peak=10 * GIB, context=GIB, slack=0.05)
+FORWARD = speed.Forward(seconds=1.0, loss=2.0, gradient_norm=3.0, peak_gib=1.0)
+MASKS = {"mask": FORWARD, "no mask": FORWARD, "packed": FORWARD}
+SPEEDS = {
+    name: {"steady_tokens_per_s": 1000.0, "speed_against_stock": {"steady_wall_s": {"median": 1.0}}}
+    for name in ("stock TRL", "our recipe", "bare loop")
+}
+HUNG = recovery.Hung(job(ended="hung"), seconds=25.0, timeout=20.0, stacks="Current thread")
+TERMINATED = recovery.Terminated(0.5, job(exit_code=-signal.SIGTERM), job())
+
+
+def slowed(algorithm: str, ratio: float) -> dict[str, Any]:
+    slower = {**SPEEDS["our recipe"], "speed_against_stock": {"steady_wall_s": {"median": ratio}}}
+    return {"sft": SPEEDS, "dpo": SPEEDS, algorithm: {**SPEEDS, "our recipe": slower}}
+
+
+Judge = Callable[..., Finding]
+FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
+    "environment": (
+        environment.judge_environment,
+        (MACHINE, False),
+        {
+            "torch is too old": (replace(MACHINE, versions={**MACHINE.versions, "torch": "2.10.1"}), False),
+            "trl is missing": (replace(MACHINE, versions={**MACHINE.versions, "trl": ""}), False),
+            "no compiler": (replace(MACHINE, triton="Failed to find C compiler"), False),
+            "/proc lists the host's GPUs": (replace(MACHINE, counted={**MACHINE.counted, "/proc": 8}), False),
+            "no bf16": (replace(MACHINE, bf16=False), False),
+            "no GPU": (replace(MACHINE, gpus=()), False),
+        },
+    ),
+    "tests/gpu": (
+        environment.judge_tests,
+        (0, "3 passed in 12.1s"),
+        {"a test fails": (1, "FAILED tests/gpu/test_gpu_memory.py::test_x - assert\n1 failed, 2 passed")},
+    ),
+    "FSDP2 output dtype": (
+        sharding.judge_output_dtype,
+        ({"none": job(), "fp32": SLOW}, SHARDED, True),
+        {
+            "a job fails": ({"none": FAILED, "fp32": job()}, SHARDED, True),
+            "the policy differs from itself": (
+                {"none": with_metrics(**{"rewards/chosen": 1e-6}), "fp32": SLOW},
+                SHARDED,
+                True,
+            ),
+            "bf16 is slower": ({"none": SLOW, "fp32": job()}, SHARDED, True),
+            "nothing was sharded": ({"none": job(), "fp32": SLOW}, {**SHARDED, "none": {"units": 0}}, True),
+        },
+    ),
+    "cpu_offload": (
+        sharding.judge_cpu_offload,
+        (job(), {"units": 4}),
+        {
+            "the clip fails": (FAILED, {"units": 4}),
+            "no checkpoint": (job(checkpoints=()), {"units": 4}),
+            "gradients are not clipped": (with_metrics(grad_norm=0.0), {"units": 4}),
+            "nothing was sharded": (job(), {"units": 0}),
+        },
+    ),
+    "tokens per second": (
+        speed.judge_clock,
+        (job(),),
+        {"the clock stops too early": (with_metrics(tokens_per_second=300.0),), "the job fails": (FAILED,)},
+    ),
+    "attention mask": (
+        speed.judge_masks,
+        ({2048: MASKS}, True),
+        {
+            "another loss": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=2.1)}}, True),
+            "other gradients": ({2048: {**MASKS, "no mask": replace(FORWARD, gradient_norm=3.3)}}, True),
+            "not a number": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=float("nan"))}}, True),
+            "slower without": ({2048: {**MASKS, "no mask": replace(FORWARD, seconds=1.2)}}, True),
+        },
+    ),
+    "activation offloading": (
+        peak_memory.judge_offloading,
+        (SLOW, replace(SLOW, steps=tuple(replace(step, peak_bytes=GIB) for step in SLOW.steps))),
+        {
+            "it saves nothing": (SLOW, SLOW),
+            "other gradients": (
+                job(),
+                job(steps=tuple(replace(one, metrics={"grad_norm": 1.1}, peak_bytes=GIB) for one in job().steps)),
+            ),
+            "the job fails": (job(), FAILED),
+        },
+    ),
+    "repeat and resume": (
+        recovery.judge_resume,
+        (job(), job(), LAST),
+        {
+            "the resumed job has other weights": (job(), job(), replace(LAST, weights="other")),
+            "it began again": (job(), job(), job()),
+            "it fails": (job(), job(), FAILED),
+            "the rest differs more than twice the same job": (
+                job(),
+                job(weights="other"),
+                job(weights="third", steps=tuple(replace(one, loss=one.loss + 1) for one in LAST.steps)),
+            ),
+        },
+    ),
+    "memory estimate": (
+        peak_memory.judge_estimate,
+        ([MEASURED, MEASURED],),
+        {"a peak is above the margin": ([MEASURED, replace(MEASURED, peak=12 * GIB)],)},
+    ),
+    "export": (
+        numerics.judge_export,
+        ({"full": job(), "LoRA": job()},),
+        {
+            "only weights were compared": ({"full": job(), "LoRA": job(verified="weights")},),
+            "the export fails": ({"full": FAILED, "LoRA": job()},),
+        },
+    ),
+    "fp16": (
+        numerics.judge_falling,
+        ({"one process": job(), "FSDP2": job()}, 0.05),
+        {
+            "the loss rises": ({"one process": job(), "FSDP2": DIVERGED}, 0.05),
+            "FSDP2 has other losses": ({"one process": job(), "FSDP2": SHORT}, 0.05),
+            "it fails": ({"one process": job(), "FSDP2": FAILED}, 0.05),
+        },
+    ),
+    "SIGTERM": (
+        recovery.judge_sigterm,
+        (TERMINATED,),
+        {
+            "it is killed": (replace(TERMINATED, interrupted=job(exit_code=-signal.SIGKILL)),),
+            "it is slow": (replace(TERMINATED, seconds=11.0),),
+            "its checkpoint is damaged": (replace(TERMINATED, resumed=FAILED),),
+            "there is no checkpoint": (replace(TERMINATED, resumed=None),),
+        },
+    ),
+    "QLoRA": (
+        numerics.judge_falling,
+        ({"one process": job()}, 0.05),
+        {"not sharded": ({"a": job(), "b": SHORT}, 0.05)},
+    ),
+    "QAT": (numerics.judge_falling, ({"QAT": job()}, 0.05), {"the loss rises": ({"QAT": DIVERGED}, 0.05)}),
+    "speed at 1B": (
+        speed.judge_throughput,
+        ({"sft": SPEEDS, "dpo": SPEEDS}, ONE_B, 989e12, True),
+        {
+            "SFT is slower than stock TRL": (slowed("sft", 0.9), ONE_B, 989e12, True),
+            "DPO is slower than stock TRL": (slowed("dpo", 0.9), ONE_B, None, True),
+            "DPO is missing": ({"sft": SPEEDS}, ONE_B, None, True),
+        },
+    ),
+    "NCCL hang": (
+        recovery.judge_hang,
+        (HUNG,),
+        {
+            "it is not found": (replace(HUNG, outcome=FAILED),),
+            "it is found late": (replace(HUNG, seconds=50.0),),
+            "there are no stacks": (replace(HUNG, stacks=""),),
+        },
+    ),
+    "contexts": (
+        peak_memory.judge_contexts,
+        (job(), {1: {"GPU-a"}, 2: {"GPU-b"}}),
+        {
+            "rank 1 is on both GPUs": (job(), {1: {"GPU-a"}, 2: {"GPU-a", "GPU-b"}}),
+            "no process is listed": (job(), {}),
+            "the job fails": (FAILED, {1: {"GPU-a"}, 2: {"GPU-b"}}),
+        },
+    ),
+    "NCCL memory": (
+        peak_memory.judge_nccl_memory,
+        ({"NVLS": GIB // 2, "no NVLS": GIB // 4},),
+        {"it takes more": ({"NVLS": 2 * GIB, "no NVLS": 0},), "the ranks fail": ({"NVLS": -1, "no NVLS": 0},)},
+    ),
+    "HYBRID_SHARD": (
+        sharding.judge_hybrid,
+        (job(), job()),
+        {"other losses": (job(), DIVERGED), "it fails": (job(), FAILED)},
+    ),
+}
+"""Check -> how it judges, what a right training gives, and fault -> what that fault gives."""
+
+
+def test_every_check_has_its_faults_here() -> None:
+    assert list(FAULTS) == [check.name for check in registry.CHECKS]
+    assert all((registry.load(check.place).__doc__ or "").startswith("Decides") for check in registry.CHECKS)
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_check_passes_on_a_right_training(check: str) -> None:
+    judge, right, _ = FAULTS[check]
+    assert judge(*right).passed, judge(*right).summary
+
+
+@pytest.mark.parametrize(("check", "fault"), [(check, fault) for check in FAULTS for fault in FAULTS[check][2]])
+def test_a_check_fails_on_each_fault(check: str, fault: str) -> None:
+    judge, _, faults = FAULTS[check]
+    found = judge(*faults[fault])
+    assert not found.passed
+    assert found.summary
+
+
+def test_tests_that_are_all_skipped_are_no_success() -> None:
+    with pytest.raises(report.Skipped, match="needs an NVIDIA GPU"):
+        environment.judge_tests(0, "SKIPPED [3] tests/gpu/test_gpu_memory.py: needs an NVIDIA GPU\n3 skipped in 2s")
+
+
+def test_a_machine_without_a_gpu_passes_in_a_dry_run_only() -> None:
+    found = replace(MACHINE, gpus=(), bf16=False, triton="no GPU to compile for", counted={"torch": 0, "/proc": None})
+    assert environment.judge_environment(found, is_dry_run=True).passed
+    assert not environment.judge_environment(found, is_dry_run=False).passed
+
+
+def test_the_self_ratio_is_compared_before_the_first_update_only() -> None:
+    later = (job().steps[0], *(replace(step, metrics={**METRICS, "rewards/chosen": 0.5}) for step in job().steps[1:]))
+    found = sharding.judge_output_dtype({"none": job(steps=later), "fp32": SLOW}, SHARDED, is_measured=True)
+    assert found.passed
+
+
+def test_a_gpu_that_adds_in_another_order_may_resume_with_other_bits() -> None:
+    steps = tuple(replace(step, loss=step.loss * 1.0001) for step in job().steps)
+    again = job(weights="other", steps=steps)
+    assert recovery.judge_resume(job(), again, job(weights="third", steps=steps[4:])).passed
+
+
+def test_the_operations_of_a_step_are_those_of_its_weights_and_attention() -> None:
+    assert ONE_B.parameters == pytest.approx(1.236e9, rel=1e-3)
+    # 6 x parameters, and 6 x layers x hidden x tokens for causal attention; DPO's reference adds a third.
+    sft = 6 * ONE_B.parameters + 6 * 16 * 2048 * 1024
+    assert speed.operations_per_token(ONE_B, "sft") == pytest.approx(sft)
+    assert speed.operations_per_token(ONE_B, "dpo") == pytest.approx(4 / 3 * sft)
+
+
+def test_processes_on_gpus_are_read_from_nvidia_smi() -> None:
+    listed = "4711, GPU-a\n4712, GPU-b\n[N/A], GPU-a\n\n"
+    assert peak_memory.parse_processes(listed) == [(4711, "GPU-a"), (4712, "GPU-b")]
+
+
+def test_results_are_read_by_mode_and_the_last_line_of_a_check_counts(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    report.append(path, Result("1 GPU", "export", Status.failed, 3.0, "first"))
+    report.append(path, Result("1 GPU", "export", Status.passed, 4.0, "second", {"full": "1 s"}))
+    report.append(path, Result("2 GPUs", "NCCL hang", Status.passed, 5.0, ""))
+    with path.open("a") as file:
+        file.write('{"mode": "1 GPU", "chec')  # the machine was taken away
+    found = report.read(path, "1 GPU")
+    assert found == {"export": Result("1 GPU", "export", Status.passed, 4.0, "second", {"full": "1 s"})}
+    assert report.read(tmp_path / "none", "1 GPU") == {}
+
+
+def test_the_table_is_markdown_whatever_a_check_found() -> None:
+    results = [Result("1 GPU", "export", Status.failed, 3.4, "a | b\nc", {"full": "1 s"})]
+    lines = report.table(results, "    python gpu.py").splitlines()
+    assert lines[:2] == ["    python gpu.py", ""]
+    assert lines[4:] == ["| export | failed | 3 | a \\| b c |", "| export: full | | | 1 s |"]
+
+
+def test_wheels_have_the_versions_of_this_environment_and_install_without_a_network(tmp_path: Path) -> None:
+    argv = wheels.download_command(tmp_path, "3.12", ["pyarrow"], installed=lambda name: f"1-{name}")
+    assert "pydantic-core==1-pydantic-core" in argv
+    assert argv[-1] == "pyarrow==1-pyarrow"
+    assert {"--no-deps", "--python-version=3.12", f"--dest={tmp_path}"} < set(argv)
+    with pytest.raises(SystemExit, match="expected wheels there"):
+        wheels.install_command(tmp_path, tmp_path / "site")
+    (tmp_path / "a-1-py3-none-any.whl").touch()
+    argv = wheels.install_command(tmp_path, tmp_path / "site")
+    assert {"--no-index", "--no-deps", str(tmp_path / "a-1-py3-none-any.whl")} < set(argv)
+
+
+def test_the_program_starts_without_a_single_library() -> None:
+    """Before the wheels are installed there is no pydantic, and perhaps no torch."""
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import gpu; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "pydantic", "psutil", "llama_stack_provider_trl"} & set(done.stdout.split())
