@@ -145,11 +145,17 @@ class Job:
 
         return list(iter_events(self.paths.events))
 
-    def until(self, condition: Callable[[list[Event]], bool]) -> bool:
-        """Wait until the events meet a condition. Returns False where the job ends before they do."""
+    def until(self, condition: Callable[[list[Event]], bool], keeps_alive: bool = False) -> bool:
+        """Wait until the events meet a condition. Returns False where the job ends before they do.
+
+        Args:
+            keeps_alive: touch the event file, so that the job does not count as hung while it imports its libraries.
+        """
         while not condition(self.events()):
             if self.is_over():
                 return condition(self.events())
+            if keeps_alive:
+                self.paths.events.touch(0o600)
             time.sleep(POLL_SECONDS)
         return True
 

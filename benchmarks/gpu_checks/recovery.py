@@ -14,6 +14,8 @@ from .setting import Setting
 
 END_SECONDS = 10.0
 """From SIGTERM to the end of the process, which nothing in it delays."""
+ENDING_SECONDS = 30.0
+"""From the verdict to the end of a hung job: stacks are collected, then SIGTERM and SIGKILL follow."""
 
 
 def repeat_and_resume(setting: Setting) -> Finding:
@@ -119,10 +121,10 @@ class Hung:
 
 def hang(setting: Setting) -> Finding:
     """Decides whether a job whose rank 1 is stopped counts as hung, although rank 0 waits in NCCL at full CPU load."""
-    timeout = 40.0 if setting.is_dry_run else 20.0  # a rank imports for 5 to 15 s without progress
+    timeout = 10.0
     job = spec(setting, "hang", model(setting, DEEP), ranks=2, batch_size=1, sharding=_full(), steps=400)
     running = Job(setting, job, hang_timeout=timeout)
-    if not running.until(lambda events: any(one.type == "progress" for one in events)):
+    if not running.until(lambda events: any(one.type == "progress" for one in events), keeps_alive=True):
         return Finding(False, f"the job ended before its first step: {running.wait().problem}")
     os.kill(_other_rank(running), signal.SIGSTOP)
     began = time.monotonic()
@@ -131,7 +133,7 @@ def hang(setting: Setting) -> Finding:
 
 
 def judge_hang(found: Hung) -> Finding:
-    is_found = found.outcome.ended == "hung" and found.seconds < 2 * found.timeout
+    is_found = found.outcome.ended == "hung" and found.seconds < found.timeout + ENDING_SECONDS
     if found.outcome.ended != "hung":
         return Finding(False, f"the job ended otherwise after {found.seconds:.0f} s: {found.outcome.problem}")
     summary = f"found {found.seconds:.0f} s after SIGSTOP (timeout {found.timeout:.0f} s), stacks of rank 0: "

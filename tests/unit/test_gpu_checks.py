@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -239,6 +240,12 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
 def test_every_check_has_its_faults_here() -> None:
     assert list(FAULTS) == [check.name for check in registry.CHECKS]
     assert all((registry.load(check.place).__doc__ or "").startswith("Decides") for check in registry.CHECKS)
+
+
+def test_the_readme_names_every_check_in_its_order() -> None:
+    page = (REPOSITORY / "benchmarks" / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page.partition("## gpu.py")[2], re.MULTILINE)
+    assert rows[1:] == [check.name for check in registry.CHECKS]
 
 
 @pytest.mark.parametrize("check", FAULTS)
