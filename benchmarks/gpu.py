@@ -92,6 +92,7 @@ def child_environment(options: argparse.Namespace, work: Path) -> dict[str, str]
     if options.wheels:
         install(options.wheels.resolve(), work / "site")
         paths.insert(0, str(work / "site"))
+        sys.path.insert(0, str(work / "site"))
     added = {
         "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1",
@@ -232,6 +233,7 @@ def print_table(options: argparse.Namespace) -> int:
     done = read(options.results, mode(options))
     results = [done[check.name] for check in CHECKS if check.name in done]
     heading = f"    {command()}\n\n{mode(options)}, {date.today()} at {commit()}."
+    heading += " Of a dry run only the results count: its numbers mean nothing." if options.dry_run else ""
     print(f"\n{table(results, heading)}")
     return 1 if any(is_bad(result) for result in results) else 0
 

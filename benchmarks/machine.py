@@ -48,7 +48,10 @@ def cpu_name() -> str:
 
 def commit() -> str:
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        except OSError:  # no git, as on a machine that got a copy of the tree
+            return ""
         return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--", "llama_stack_provider_trl")

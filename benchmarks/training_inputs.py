@@ -113,7 +113,8 @@ def lengthened(row: dict[str, Any], max_length: int) -> dict[str, Any]:
     """The row with a short prompt and answers that fill `max_length` tokens, so that no batch is padded."""
 
     def fill(turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        return [*turns[:-1], {**turns[-1], "content": (turns[-1]["content"] + " ") * max_length}]
+        repeated = (turns[-1]["content"] + " ") * max_length
+        return [*turns[:-1], {**turns[-1], "content": repeated[: 8 * max_length]}]  # a token has 4 to 5 characters
 
     short = [{**row["prompt"][-1], "content": row["prompt"][-1]["content"][:8]}]
     return {name: short if name == "prompt" else fill(turns) for name, turns in row.items()}

@@ -17,7 +17,8 @@ from .report import Finding, Skipped
 from .setting import REPOSITORY, Setting
 
 LIBRARIES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes", "torchao")
-OLDEST_TORCH = (2, 11)
+OLDEST = {"torch": (2, 11), "transformers": (5, 23)}
+"""transformers 5.17 has no training argument `activation_checkpointing`, which the recipes set."""
 _PROC = Path("/proc/driver/nvidia/gpus")
 
 
@@ -53,9 +54,9 @@ def environment(setting: Setting) -> Finding:
 
 def judge_environment(found: Machine, is_dry_run: bool) -> Finding:
     problems = []
-    torch_version = tuple(int(part) for part in re.findall(r"\d+", found.versions["torch"])[:2])
-    if torch_version < OLDEST_TORCH:
-        problems.append(f"torch {found.versions['torch']} is older than 2.11")
+    for name, oldest in OLDEST.items():
+        if _release(found.versions[name]) < oldest:
+            problems.append(f"{name} {found.versions[name]} is older than {'.'.join(map(str, oldest))}")
     if missing := [
         name for name in ("transformers", "trl", "peft", "accelerate", "datasets") if not found.versions[name]
     ]:
@@ -78,6 +79,10 @@ def judge_environment(found: Machine, is_dry_run: bool) -> Finding:
     )
     summary = "; ".join([*problems, described])
     return Finding(not problems, summary, figures=asdict(found))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def tests_gpu(setting: Setting) -> Finding:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,7 @@ TINY = Shape("tiny", 64, 2, 4, 2, 128, 512)
 DEEP = Shape("deep", 256, 8, 4, 2, 1024, 1024)
 HALF_B = Shape("0.5B", 896, 24, 14, 2, 4864, 151_936)
 ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128_256)
+SHAPES = {shape.name: shape for shape in (TINY, DEEP, HALF_B, ONE_B)}
 
 
 def model(setting: Setting, shape: Shape) -> Path:
@@ -50,7 +54,9 @@ def model(setting: Setting, shape: Shape) -> Path:
         return path
     setting.models.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=setting.models))
-    save_model(scratch, shape, setting.device)
+    # In a process of its own: one that had used CUDA would keep its context beside the jobs that are measured.
+    argv = [f"--folder={scratch}", f"--shape={shape.name}", f"--device={setting.device}"]
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *argv], check=True)
     try:
         scratch.rename(path)
     except OSError:  # another process was first
@@ -110,3 +116,12 @@ def rows(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
         else:
             found.append({"prompt": f"{number}?", "chosen": answer, "rejected": f"no {answer[: len(answer) // 2]}"})
     return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--device")
+    given = parser.parse_args()
+    save_model(given.folder, SHAPES[given.shape], given.device)

@@ -194,18 +194,8 @@ def run_all(
 
 def run_alone(setting: Setting, job: JobSpec, *options: str) -> tuple[Outcome, dict[str, Any]]:
     """Run one job in `gpu_checks.trainer`, which changes what no request can. Returns what it recorded, too."""
-    process = train_in_one_process(setting, [job], *options)
-    try:
-        (recorded,) = process.wait()
-    except ProcessFailed:
-        recorded = {}
-    (run_dir,) = process.run_dirs
-    exit_code = process.popen.returncode
-    return outcome(run_dir, time.monotonic() - process.began, exit_code, f"exit code {exit_code}"), recorded
-
-
-class ProcessFailed(RuntimeError):
-    """Raised where `gpu_checks.trainer` ended before its last job did."""
+    ((ended, recorded),) = train_in_one_process(setting, [job], *options).wait()
+    return ended, recorded
 
 
 @dataclass(frozen=True)
@@ -216,18 +206,16 @@ class TrainerProcess:
     run_dirs: tuple[Path, ...]
     began: float
 
-    def wait(self) -> list[dict[str, Any]]:
-        """What was recorded of each job.
+    def wait(self) -> list[tuple[Outcome, dict[str, Any]]]:
+        """How each job ended, and what was recorded of it: nothing where it failed."""
+        exit_code = self.popen.wait()
+        seconds = time.monotonic() - self.began
+        return [(outcome(one, seconds, exit_code, f"exit code {exit_code}"), _recorded(one)) for one in self.run_dirs]
 
-        Raises:
-            ProcessFailed: a job failed; the message names it.
-        """
-        self.popen.wait()
-        for run_dir in self.run_dirs:
-            if not (run_dir / "recorded.json").exists():
-                ended = outcome(run_dir, 0.0, self.popen.returncode, f"exit code {self.popen.returncode}")
-                raise ProcessFailed(f"{run_dir.parent.name}: {ended.problem or _last_lines(self.run_dirs[0])}")
-        return [json.loads((run_dir / "recorded.json").read_text()) for run_dir in self.run_dirs]
+
+def _recorded(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "recorded.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def train_in_one_process(setting: Setting, jobs: Sequence[JobSpec], *options: str) -> TrainerProcess:

@@ -56,11 +56,13 @@ DRY_CASES = (Case("SFT full", TINY, 4, 256), Case("DPO LoRA", TINY, 4, 128, "dpo
 class Measured:
     name: str
     estimate: int
-    peak: int
-    context: int
+    peak: int = 0
+    context: int = 0
     """Of the peak: what the driver counts beyond torch's reserved memory."""
-    slack: float
+    slack: float = 0.0
     """Reserved memory above allocated memory, as a fraction."""
+    problem: str = ""
+    """Why the job failed; nothing was measured then."""
 
 
 def estimate(setting: Setting) -> Finding:
@@ -72,18 +74,27 @@ def estimate(setting: Setting) -> Finding:
     jobs = [_job(setting, number, case) for number, case in enumerate(cases)]
     process = train_in_one_process(setting, jobs, "--measure")
     estimates = [_estimated(job, case, setting) for job, case in zip(jobs, cases, strict=True)]
-    peaks = process.wait()
     found = [
-        Measured(
-            f"{case.name}, {TINY.name if setting.is_dry_run else case.shape.name}, {case.batch} x {case.tokens}",
-            estimated,
-            peak["peak"],
-            peak["context"],
-            peak["reserved"] / peak["allocated"] - 1 if peak["allocated"] else 0.0,
-        )
-        for case, estimated, peak in zip(cases, estimates, peaks, strict=True)
+        _measured(case, TINY if setting.is_dry_run else case.shape, estimated, *ended)
+        for case, estimated, ended in zip(cases, estimates, process.wait(), strict=True)
     ]
-    return judge_estimate(found, SPARE if setting.is_dry_run else 0)
+    return judge_estimate(found, _gpu_bytes(), SPARE if setting.is_dry_run else 0)
+
+
+def _measured(case: Case, shape: Shape, estimated: int, ended: Outcome, recorded: Mapping[str, Any]) -> Measured:
+    name = f"{case.name}, {shape.name}, {case.batch} x {case.tokens}"
+    if not ended.finished or not recorded:
+        return Measured(name, estimated, problem=ended.problem or "nothing was recorded")
+    slack = recorded["reserved"] / recorded["allocated"] - 1 if recorded["allocated"] else 0.0
+    return Measured(name, estimated, recorded["peak"], recorded["context"], slack)
+
+
+def _gpu_bytes() -> float:
+    """Memory of the first GPU, from the driver: torch would open a context in this process."""
+    from llama_stack_provider_trl.launch.gpus import gpus
+
+    found = gpus()
+    return float(found[0].memory_bytes or math.inf) if found else math.inf
 
 
 def _job(setting: Setting, number: int, case: Case) -> JobSpec:
@@ -107,16 +118,29 @@ def _estimated(job: JobSpec, case: Case, setting: Setting) -> int:
     return estimated(job, Batch(sequences, case.tokens), setting.device).total
 
 
-def judge_estimate(found: Sequence[Measured], spare: int = 0) -> Finding:
-    over = [one.name for one in found if one.peak > MARGIN * one.estimate + spare]
-    errors = [100 * (one.estimate / one.peak - 1) for one in found]
-    rows = {
-        one.name: f"estimate {one.estimate / GIB:.2f} GiB, peak {one.peak / GIB:.2f} ({error:+.0f} %), of it context "
-        f"{one.context / GIB:.2f}; reserved above allocated {100 * one.slack:.0f} %"
-        for one, error in zip(found, errors, strict=True)
-    }
-    summary = f"error {min(errors):+.0f} % to {max(errors):+.0f} %; peaks above estimate x {MARGIN}: {over or 'none'}"
-    return Finding(not over, summary, rows, {"cases": [asdict(one) for one in found]})
+def judge_estimate(found: Sequence[Measured], limit: float = math.inf, spare: int = 0) -> Finding:
+    """Fails where a peak exceeds its margin, or a job failed that the preflight would have let through.
+
+    Args:
+        limit: bytes of the GPU.
+        spare: bytes that a peak may be higher.
+    """
+    measured = [one for one in found if not one.problem]
+    over = [one.name for one in measured if one.peak > MARGIN * one.estimate + spare]
+    over += [one.name for one in found if one.problem and MARGIN * one.estimate <= limit]
+    errors = [100 * (one.estimate / one.peak - 1) for one in measured]
+    rows = {one.name: f"estimate {one.estimate / GIB:.2f} GiB, {_described(one)}" for one in found}
+    spread = f"error {min(errors):+.0f} % to {max(errors):+.0f} %" if errors else "nothing was measured"
+    summary = f"{spread}; above estimate x {MARGIN}, or failed: {over or 'none'}"
+    return Finding(not over and bool(measured), summary, rows, {"cases": [asdict(one) for one in found]})
+
+
+def _described(one: Measured) -> str:
+    if one.problem:
+        return f"failed: {one.problem[:200]}"
+    error = 100 * (one.estimate / one.peak - 1)
+    parts = f"of it context {one.context / GIB:.2f}; reserved above allocated {100 * one.slack:.0f} %"
+    return f"peak {one.peak / GIB:.2f} ({error:+.0f} %), {parts}"
 
 
 def offloading(setting: Setting) -> Finding:

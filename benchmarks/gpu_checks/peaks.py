@@ -24,13 +24,16 @@ class Peak:
         self.before = status("VmRSS")
 
     def measured(self) -> dict[str, Any]:
-        """Bytes. `context`: what the driver counts beyond torch's reserved memory; alone on the GPU it is this
-        process's context, with the libraries' workspaces."""
+        """Bytes beyond what was allocated before.
+
+        `context` is what the driver counts beyond torch's reserved memory: alone on the GPU, this process's context
+        with the workspaces of its libraries.
+        """
         if not self.on_gpu:
             return {"peak": status("VmHWM") - self.before, "allocated": 0, "reserved": 0, "context": 0}
         free, total = torch.cuda.mem_get_info()
         context = total - free - torch.cuda.memory_reserved()
-        reserved = torch.cuda.max_memory_reserved()
+        reserved = torch.cuda.max_memory_reserved() - self.before
         allocated = torch.cuda.max_memory_allocated() - self.before
         return {"peak": reserved + context, "allocated": allocated, "reserved": reserved, "context": context}
 

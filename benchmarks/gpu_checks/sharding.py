@@ -32,12 +32,7 @@ def output_dtype(setting: Setting) -> Finding:
 
     def run_one(setting: Setting, job: Any) -> Outcome:
         ended, recorded[job.job_uuid] = run_alone(
-            setting,
-            job,
-            "--world-of-one",
-            "--output-dtype",
-            job.job_uuid,
-            *(() if setting.is_dry_run else ("--measure",)),
+            setting, job, "--world-of-one", "--measure", "--output-dtype", job.job_uuid
         )
         return ended
 

@@ -185,7 +185,7 @@ def throughput(setting: Setting) -> Finding:
     out = setting.folder / "throughput.json"
     sizes = {"rounds": 1, "steps": 3, "batch": 2, "max-length": 64}
     if not setting.is_dry_run:
-        sizes = {"rounds": 3, "steps": 8, "batch": 4, "max-length": 1024}
+        sizes = {"rounds": 3, "steps": 6, "batch": 4, "max-length": 1024, "threads": 8}
     path, shape = model(setting, ONE_B), TINY if setting.is_dry_run else ONE_B
     options = [f"--{name}={value}" for name, value in sizes.items()]
     done = subprocess.run(

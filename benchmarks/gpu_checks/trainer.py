@@ -32,12 +32,13 @@ def main() -> int:
         enter_world_of_one()
     if options.measure:
         without_export()
+    failed = 0
     for path in options.specs:
         status, recorded = train(path, options.measure)
-        if status:
-            return status
-        (path.parent / "recorded.json").write_text(json.dumps(recorded | sharded))
-    return 0
+        failed = failed or status
+        if not status:
+            (path.parent / "recorded.json").write_text(json.dumps(recorded | sharded))
+    return failed
 
 
 def train(path: Path, measure: bool) -> tuple[int, dict[str, Any]]:

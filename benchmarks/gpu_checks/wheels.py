@@ -1,4 +1,4 @@
-"""The libraries that a machine with torch, transformers and peft may lack, as wheels. Standard library only.
+"""The libraries that a machine with torch may lack, or have in other releases, as wheels. Standard library only.
 
 `download` is for a machine with a network and this project's environment, `install` for the one with the GPU.
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 
 MISSING = (
     "trl",
+    "transformers",
+    "accelerate",
+    "peft",
     "datasets",
     "dill",
     "multiprocess",
@@ -25,7 +28,8 @@ MISSING = (
     "psutil",
     "pytest-timeout",
 )
-"""About 5 MB. pyarrow (50 MB) and pandas (11 MB), which `datasets` imports, are not among them: `--with` adds them."""
+"""19 MB, of which transformers is 12: the recipes need 5.23, and an image may have an earlier one. pyarrow (53 MB) and
+pandas (12 MB), which `datasets` imports, are not among them: `--with` adds them."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 

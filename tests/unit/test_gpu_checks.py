@@ -43,7 +43,7 @@ LAST = job(steps=job().steps[4:])
 SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units": 8}}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 MACHINE = environment.Machine(
-    versions=dict.fromkeys(environment.LIBRARIES, "2.11.0"),
+    versions={**dict.fromkeys(environment.LIBRARIES, "1.0"), "torch": "2.11.0+cu130", "transformers": "5.23.0"},
     python="3.12.3",
     cuda="13.0",
     nccl="2.29.7",
@@ -81,6 +81,10 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
         (MACHINE, False),
         {
             "torch is too old": (replace(MACHINE, versions={**MACHINE.versions, "torch": "2.10.1"}), False),
+            "transformers is too old": (
+                replace(MACHINE, versions={**MACHINE.versions, "transformers": "5.17.0"}),
+                False,
+            ),
             "trl is missing": (replace(MACHINE, versions={**MACHINE.versions, "trl": ""}), False),
             "no compiler": (replace(MACHINE, triton="Failed to find C compiler"), False),
             "/proc lists the host's GPUs": (replace(MACHINE, counted={**MACHINE.counted, "/proc": 8}), False),
@@ -161,7 +165,11 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     "memory estimate": (
         peak_memory.judge_estimate,
         ([MEASURED, MEASURED],),
-        {"a peak is above the margin": ([MEASURED, replace(MEASURED, peak=12 * GIB)],)},
+        {
+            "a peak is above the margin": ([MEASURED, replace(MEASURED, peak=12 * GIB)],),
+            "a job fails that should fit": ([MEASURED, replace(MEASURED, problem="out of memory")], 80.0 * GIB),
+            "every job fails": ([replace(MEASURED, problem="out of memory")], 8.0 * GIB),
+        },
     ),
     "export": (
         numerics.judge_export,
@@ -271,6 +279,13 @@ def test_a_machine_without_a_gpu_passes_in_a_dry_run_only() -> None:
     found = replace(MACHINE, gpus=(), bf16=False, triton="no GPU to compile for", counted={"torch": 0, "/proc": None})
     assert environment.judge_environment(found, is_dry_run=True).passed
     assert not environment.judge_environment(found, is_dry_run=False).passed
+
+
+def test_a_job_that_the_preflight_would_refuse_may_run_out_of_memory() -> None:
+    large = replace(MEASURED, name="large", estimate=90 * GIB, problem="out of memory")
+    found = peak_memory.judge_estimate([MEASURED, large], limit=80.0 * GIB)
+    assert found.passed
+    assert found.rows["large"] == "estimate 90.00 GiB, failed: out of memory"
 
 
 def test_the_self_ratio_is_compared_before_the_first_update_only() -> None:
