@@ -50,13 +50,13 @@ def judge_output_dtype(
     ratios = {name: _self_ratio(one) for name, one in found.items()}
     none, fp32 = found["none"], found["fp32"]
     faster = fp32.step_seconds / none.step_seconds
-    passed = ratios["none"] == 0.0 and (not is_measured or faster * SAME_SPEED >= 1.0)
+    default = recorded["none"].get("recipe_output_dtype")
+    passed = ratios["none"] == 0.0 and default == "None" and (not is_measured or faster * SAME_SPEED >= 1.0)
     rows = {
         name: f"step {one.step_seconds:.3f} s, peak {one.peak_gib:.2f} GiB, first reward against itself "
         f"{ratios[name]:.2e}"
         for name, one in found.items()
     }
-    default = recorded["none"].get("recipe_output_dtype")
     summary = f"bf16 outputs are {faster:.2f} times as fast as fp32; the recipe's own setting: {default}"
     if ratios["none"] != 0.0:
         summary = f"with bf16 outputs the policy differs from itself by a reward of {ratios['none']:.2e}; {summary}"

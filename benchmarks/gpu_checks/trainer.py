@@ -81,15 +81,16 @@ def enter_world_of_one() -> None:
     import torch
     import torch.distributed as dist
 
+    from llama_stack_provider_trl.recipes.distributed.peers import backend_of
     from llama_stack_provider_trl.recipes.model import fsdp
 
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     fsdp.is_sharded = lambda spec: spec.sharding is not None  # before other modules import the name
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend_of(device))
 
 
 def without_export() -> None:

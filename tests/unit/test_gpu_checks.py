@@ -109,6 +109,11 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             ),
             "bf16 is slower": ({"none": SLOW, "fp32": job()}, SHARDED, True),
             "nothing was sharded": ({"none": job(), "fp32": SLOW}, {**SHARDED, "none": {"units": 0}}, True),
+            "the recipe has fp32 outputs": (
+                {"none": job(), "fp32": SLOW},
+                {**SHARDED, "none": {"units": 8, "recipe_output_dtype": "torch.float32"}},
+                True,
+            ),
         },
     ),
     "cpu_offload": (
