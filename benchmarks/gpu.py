@@ -37,6 +37,8 @@ TOTAL_SECONDS = 590.0
 """Of all checks together; what is left over is for the next call."""
 LEAST_SECONDS = 20.0
 """A check is not started with less time left: importing the libraries takes up to half of it."""
+RUN_DIR_MARK = "TRL_RUN_DIR"
+"""`system.process.RUN_DIR_MARK`: the processes of a check are found by it, and jobs have directories below."""
 DRY_RUN_PATIENCE = 3
 """Factor of the time limits on a CPU, which other programs may share."""
 
@@ -154,6 +156,7 @@ def run_check(
         str(folder),
     ]
     argv += ["--dry-run"] if options.dry_run else ["--gpus", str(options.gpus)]
+    environment = {**environment, RUN_DIR_MARK: str(folder)}
     limit = check.seconds * (DRY_RUN_PATIENCE if options.dry_run else 1)
     began = time.monotonic()
     with (folder / "log").open("wb") as log:
@@ -189,7 +192,7 @@ def read_result(check: Check, options: argparse.Namespace, folder: Path, seconds
 
 
 def end_processes(child: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kill the check's process group, and the jobs that it started: their runners have sessions of their own."""
+    """Kill the check's process group, and what it started in sessions of their own, as runners and torchrun do."""
     sys.path.insert(0, str(REPOSITORY))
     from llama_stack_provider_trl.system.process import tasks_below, terminate
 

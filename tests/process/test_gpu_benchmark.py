@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl.system.process import tasks_below
+from llama_stack_provider_trl.system.process import RUN_DIR_MARK, tasks_below
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -70,7 +70,7 @@ def absent(setting): raise Skipped("no such library")
 def raises(setting): raise ValueError("a bug")
 def dies(setting): os.write(2, b"corrupted"); os._exit(9)
 def sleeps(setting):
-    child = subprocess.Popen(["sleep", "300"])
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(300)
 def imports(setting):
@@ -109,6 +109,7 @@ def test_a_check_has_its_line_however_it_ends(work: Path) -> None:
 
 
 def test_a_check_at_its_limit_is_killed_with_its_children_and_counts_as_timed_out(work: Path) -> None:
+    assert gpu.RUN_DIR_MARK == RUN_DIR_MARK
     began = time.monotonic()
     found = run(work, "sleeps right", seconds=3.0)
     assert found["sleeps"].status == "timed out"
