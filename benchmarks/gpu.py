@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ LEAST_SECONDS = 20.0
 """A check is not started with less time left: importing the libraries takes up to half of it."""
 RUN_DIR_MARK = "TRL_RUN_DIR"
 """`system.process.RUN_DIR_MARK`: the processes of a check are found by it, and jobs have directories below."""
+LOG_CHARACTERS = 4000
+"""Of each log of a failed check that its line holds."""
 DRY_RUN_PATIENCE = 3
 """Factor of the time limits on a CPU, which other programs may share."""
 
@@ -182,13 +184,15 @@ def run_check(
 
 def read_result(check: Check, options: argparse.Namespace, folder: Path, seconds: float, is_over: bool) -> Result:
     """What the child wrote, or how it ended."""
-    if not is_over:
-        summary = f"not over after {seconds:.0f} s: {log_end(folder)}"
-        return Result(mode(options), check.name, Status.timed_out, seconds, summary)
     written = folder / "result.json"
-    if not written.exists():
-        return Result(mode(options), check.name, Status.failed, seconds, f"the check crashed: {log_end(folder)}")
-    return Result(mode(options), check.name, seconds=seconds, **json.loads(written.read_text()))
+    if is_over and written.exists():
+        result = Result(mode(options), check.name, seconds=seconds, **json.loads(written.read_text()))
+    elif is_over:
+        result = Result(mode(options), check.name, Status.failed, seconds, f"the check crashed: {log_end(folder)}")
+    else:
+        summary = f"not over after {seconds:.0f} s: {log_end(folder)}"
+        result = Result(mode(options), check.name, Status.timed_out, seconds, summary)
+    return replace(result, figures={**result.figures, "logs": logs(folder)}) if is_bad(result) else result
 
 
 def end_processes(child: subprocess.Popen[bytes], folder: Path) -> None:
@@ -205,6 +209,12 @@ def end_processes(child: subprocess.Popen[bytes], folder: Path) -> None:
 def log_end(folder: Path) -> str:
     lines = (folder / "log").read_text(errors="replace").strip().splitlines()
     return " ".join(lines[-3:])[-600:] or "its log is empty"
+
+
+def logs(folder: Path) -> dict[str, str]:
+    """The ends of logs and events below a check's directory, which is removed: a machine may be gone by tomorrow."""
+    found = [path for path in sorted(folder.rglob("*")) if path.name.endswith("log") or path.name == "events.jsonl"]
+    return {str(path.relative_to(folder)): path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in found}
 
 
 def run_child(options: argparse.Namespace) -> int:

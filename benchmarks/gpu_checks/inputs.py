@@ -56,7 +56,10 @@ def model(setting: Setting, shape: Shape) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=setting.models))
     # In a process of its own: one that had used CUDA would keep its context beside the jobs that are measured.
     argv = [f"--folder={scratch}", f"--shape={shape.name}", f"--device={setting.device}"]
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *argv], check=True)
+    argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *argv]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the model {shape.name} was not made: {' '.join(done.stderr.strip().splitlines()[-1:])}")
     try:
         scratch.rename(path)
     except OSError:  # another process was first

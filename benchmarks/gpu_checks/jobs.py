@@ -131,7 +131,7 @@ class Job:
         from llama_stack_provider_trl.system.files import RunDir
 
         run_dir = write_attempt(setting, job, resume_from)
-        gpus = () if setting.is_dry_run else tuple(f"cuda:{number}" for number in range(job.ranks))
+        gpus = setting.gpus(job.ranks)
         port = free_port()
         ports = {"master_port": port, "last_port": port + 100} if job.ranks > 1 else {}
         self.task = TaskSpec(
@@ -226,8 +226,7 @@ def train_in_one_process(setting: Setting, jobs: Sequence[JobSpec], *options: st
     from llama_stack_provider_trl.launch.torchrun import training_environment
 
     run_dirs = tuple(write_attempt(setting, job) for job in jobs)
-    gpus = () if setting.is_dry_run else ("cuda:0",)
-    task = TaskSpec(jobs[0].job_uuid, run_dirs[0], gpus, env=_threads(setting))
+    task = TaskSpec(jobs[0].job_uuid, run_dirs[0], setting.gpus(1), env=_threads(setting))
     with (run_dirs[0] / "log").open("wb") as log:
         popen = subprocess.Popen(
             [

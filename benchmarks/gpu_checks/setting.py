@@ -22,6 +22,10 @@ class Setting:
     def device(self) -> str:
         return "cpu" if self.is_dry_run else "cuda"
 
+    def gpus(self, count: int) -> tuple[str, ...]:
+        """The first GPUs, as tasks name them; none in a dry run."""
+        return () if self.is_dry_run else tuple(f"cuda:{number}" for number in range(count))
+
     @property
     def dtype(self) -> str:
         """CPUs without bf16 instructions would take ten times as long."""

@@ -106,6 +106,8 @@ def test_a_check_has_its_line_however_it_ends(work: Path) -> None:
         "dies": ("failed", "the check crashed: corrupted"),
     }
     assert found["wrong"].rows == {"case": "1 s"}
+    assert 'raise ValueError("a bug")' in found["raises"].figures["logs"]["log"]
+    assert "logs" not in found["right"].figures
 
 
 def test_a_check_at_its_limit_is_killed_with_its_children_and_counts_as_timed_out(work: Path) -> None:
