@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .inputs import DEEP, ONE_B, model
 from .jobs import Outcome, largest_difference, problems, run, run_all, run_alone, spec
 from .report import Finding, Skipped
 from .setting import Setting
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.specs.job import JobSpec
 
 
 def export(setting: Setting) -> Finding:
@@ -41,15 +44,12 @@ def judge_export(found: Mapping[str, Outcome]) -> Finding:
 
 def fp16(setting: Setting) -> Finding:
     """Decides whether loss scaling trains in fp16, alone and under FSDP2 in a world of one."""
-    if setting.is_dry_run:
-        raise Skipped("fp16 needs a GPU: no CPU kernel of the recipe computes in it")
     from llama_stack_provider_trl.specs.job import ShardingSpec
 
-    path, sizes = model(setting, DEEP), {"steps": 8, "tokens": 256, "batch_size": 4}
-    alone = run(setting, spec(setting, "alone", path, dtype="fp16", **sizes))
-    sharded, _ = run_alone(
-        setting, spec(setting, "sharded", path, dtype="fp16", sharding=ShardingSpec(), **sizes), "--world-of-one"
-    )
+    sizes: dict[str, Any] = {"dtype": "fp16", "steps": 8, "tokens": 256, "batch_size": 4}
+    path = model(setting, DEEP)
+    jobs = [spec(setting, "alone", path, **sizes), spec(setting, "sharded", path, sharding=ShardingSpec(), **sizes)]
+    alone, sharded = run_all(setting, jobs, _run_here)
     return judge_falling({"one process": alone, "FSDP2": sharded}, agreement=5e-2)
 
 
@@ -65,11 +65,7 @@ def qlora(setting: Setting) -> Finding:
         spec(setting, "alone", path, **sizes),
         spec(setting, "sharded", path, sharding=ShardingSpec(), **sizes),
     ]
-
-    def run_one(setting: Setting, job: Any) -> Outcome:
-        return run_alone(setting, job, "--world-of-one")[0] if job.sharding else run(setting, job)
-
-    alone, sharded = run_all(setting, jobs, run_one)
+    alone, sharded = run_all(setting, jobs, _run_here)
     return judge_falling({"one process": alone, "FSDP2": sharded}, agreement=5e-2)
 
 
@@ -81,6 +77,11 @@ def qat(setting: Setting) -> Finding:
     quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
     found = run(setting, spec(setting, "qat", model(setting, DEEP), qat=quantizer, steps=5))
     return judge_falling({"QAT": found}, agreement=math.inf)
+
+
+def _run_here(setting: Setting, job: JobSpec) -> Outcome:
+    """Run a job on one GPU: one that shards, in a world of one."""
+    return run_alone(setting, job, "--world-of-one")[0] if job.sharding else run(setting, job)
 
 
 def judge_falling(found: Mapping[str, Outcome], agreement: float) -> Finding:

@@ -25,7 +25,7 @@ from gpu_checks.registry import CHECKS, Check  # noqa: E402
 from gpu_checks.report import read  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-NEEDS_GPU = {"tests/gpu", "activation offloading", "fp16", "contexts", "NCCL memory"}
+NEEDS_GPU = {"tests/gpu", "activation offloading", "contexts", "NCCL memory"}
 
 
 def benchmark(folder: Path) -> subprocess.CompletedProcess[str]:
