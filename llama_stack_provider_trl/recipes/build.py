@@ -20,6 +20,7 @@ from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
 from .model.attention import passes_padding_mask
+from .model.deferred import DeferredWeights
 from .model.loading import WeightStorage, adapter_config, check_length, load_model, load_tokenizer, quantize
 from .model.packing_check import check_isolation
 from .preflight import before_training
@@ -59,6 +60,8 @@ class Policy:
     quantization: dict[str, Any] | None
     """What was quantized, for the job's record."""
     adapters: PeftConfig | None
+    deferred: DeferredWeights | None = None
+    """Its weights, where they stay in their files until it is sharded."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def build_trainer(
         fencing_token=fencing_token or FencingToken(),
         require_space=require_space or partial(need_space, spec),
         model=policy.model,
+        deferred=policy.deferred,
         args=arguments(spec, device),
         train_dataset=data.train,
         eval_dataset=data.validation,
@@ -163,12 +167,14 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData
 
 def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     """Load the model to train, and check that it can do what the job asks for."""
-    model = load_model(spec.source, WeightStorage.of(spec), device)
+    storage = WeightStorage.of(spec)
+    model = load_model(spec.source, storage, device)
     check_length(model, spec.max_seq_length)
     if spec.packed:
         check_isolation(model)
     quantization = quantize(spec, model)
-    return Policy(model, quantization, adapter_config(model, spec.lora) if spec.lora else None)
+    adapters = adapter_config(model, spec.lora) if spec.lora else None
+    return Policy(model, quantization, adapters, DeferredWeights(model, storage.dtype) if storage.is_deferred else None)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

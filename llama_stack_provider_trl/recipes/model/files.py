@@ -1,6 +1,6 @@
-"""Checks, before weights are loaded, that a model's index names only files below the model's directory.
+"""The files of a model's weights: their dtype, and a check of the index that names them before they are loaded.
 
-An index maps weights to files, and transformers joins those names to the directory without a check: a name
+An index maps weights to files, and transformers joins those names to the model's directory without a check: a name
 with `..`, or an absolute one, reads a file elsewhere, whose content the exported model would then hold.
 """
 
@@ -10,10 +10,59 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
+"""Of buffers, such as position ids. U8 is not among them: packed weights have it."""
+
+
+def stored_dtype(model: str, revision: str | None, expected: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a model's weights in its safetensors files; None where they have several, or another kind of file.
+
+    Args:
+        expected: what is returned where no files of weights are here; none is downloaded.
+
+    Raises:
+        JobFailure: as `check_weights_index`.
+    """
+    check_weights_index(model, revision)
+    if _named_in_config(model, revision):
+        return None
+    if _found(model, SAFE_WEIGHTS_NAME, revision, local_only=True):
+        names = {SAFE_WEIGHTS_NAME}
+    elif index := _found(model, SAFE_WEIGHTS_INDEX_NAME, revision, local_only=True):
+        names = _names(model, index)
+    else:
+        others = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        return None if any(_found(model, name, revision, local_only=True) for name in others) else expected
+    return _common_dtype([_found(model, str(name), revision, local_only=True) for name in sorted(names)], expected)
+
+
+def _common_dtype(files: list[Path | None], expected: torch.dtype | None) -> torch.dtype | None:
+    found: set[str] = set()
+    for path in files:
+        if path is None:
+            return expected
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no iterator
+        except (OSError, SafetensorError):
+            return None  # loading reports the damage
+    floats = found - _INTEGERS
+    return _FLOATS.get(floats.pop()) if len(floats) == 1 else None
 
 
 def check_weights_index(model: str, revision: str | None = None) -> None:
@@ -38,19 +87,24 @@ def check_weights_index(model: str, revision: str | None = None) -> None:
 
 def _index_names(model: str, revision: str | None) -> set[str]:
     """The default names, and the one in the configuration."""
-    usual = {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
-    config = _found(model, CONFIG_NAME, revision)
-    try:
-        named = json.loads(config.read_text()).get("transformers_weights") if config else None
-    except (ValueError, AttributeError):
-        return usual  # loading reports the error
+    usual, named = {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}, _named_in_config(model, revision)
     return {*usual, named} if isinstance(named, str) and named.endswith(".index.json") else usual
 
 
-def _found(model: str, name: str, revision: str | None) -> Path | None:
-    """A file of the model; None where it is missing or unreachable, which loading reports."""
+def _named_in_config(model: str, revision: str | None) -> Any:
+    """The file of weights, or the index, that the configuration names; None: it names none."""
+    config = _found(model, CONFIG_NAME, revision)
     try:
-        found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return json.loads(config.read_text()).get("transformers_weights") if config else None
+    except (ValueError, AttributeError):
+        return None  # loading reports the error
+
+
+def _found(model: str, name: str, revision: str | None, *, local_only: bool = False) -> Path | None:
+    """A file of the model; None where it is missing or unreachable, which loading reports."""
+    where: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
+    try:
+        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False, **where)
     except (OSError, ValueError):
         return None
     return None if found is None else Path(found)

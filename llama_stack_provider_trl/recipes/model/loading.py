@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec, ModelSource
 from ..distributed import ranks
 from . import quantization
-from .files import check_weights_index
+from .files import check_weights_index, stored_dtype
 from .fsdp import is_sharded
 
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,6 +63,9 @@ class WeightStorage:
     is_quantized: bool
     """The job quantizes weights, in 4 bits or by QAT."""
     is_sharded: bool
+    is_deferred: bool = False
+    """The weights stay in their files until the model is sharded (`DeferredWeights`). Not under DoRA, which computes
+    its magnitudes from them, and not in 4 bits."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> WeightStorage:
@@ -72,6 +76,7 @@ class WeightStorage:
             in_4_bits=in_4_bits,
             is_quantized=in_4_bits or spec.qat is not None,
             is_sharded=is_sharded(spec),
+            is_deferred=is_sharded(spec) and not in_4_bits and not (spec.lora and spec.lora.use_dora),
         )
 
 
@@ -120,19 +125,26 @@ def commit_of(source: ModelSource) -> str | None:
 
 
 def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
-    """The causal LM to train. A model that is to be sharded stays in CPU memory.
+    """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
+    dtype, so that its weights are mapped and not copied.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
             files outside its directory.
     """
     check_weights_index(source.model, source.revision)
-    placing = quantization.base_arguments(storage.compute_dtype, device) if storage.in_4_bits else {}
+    # The whole model might not fit on the device of a rank that trains a part of it.
+    placed_on = "cpu" if storage.is_sharded else device
+    placing = quantization.base_arguments(storage.compute_dtype, placed_on) if storage.in_4_bits else {}
     try:
         config = AutoConfig.from_pretrained(source.model, **source_arguments(source))
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.model, dtype=storage.dtype, output_loading_info=True, **placing, **source_arguments(source)
+            source.model,
+            dtype=loading_dtype(source, storage, config),
+            output_loading_info=True,
+            **placing,
+            **source_arguments(source),
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -145,8 +157,35 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
             "missing; name a complete one.",
         )
-    # Sharding moves the parts to the device; the whole model might not fit there.
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
+
+
+def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any) -> torch.dtype:
+    """The dtype to load a model in: for deferred weights that of the files, where that changes no number later.
+
+    Raises:
+        JobFailure: as `check_weights_index`.
+    """
+    if not storage.is_deferred:
+        return storage.dtype
+    stored = stored_dtype(source.model, source.revision, getattr(config, "dtype", None) or torch.float32)
+    if stored is None or stored == storage.dtype:
+        return storage.dtype
+    as_stored, as_used = (_outline(source, config, dtype) for dtype in (stored, storage.dtype))
+    keeps_some = any(getattr(as_used, f"_keep_in_fp32_modules{ending}", None) for ending in ("", "_strict"))
+    is_uniform = all(weight.dtype == stored for weight in as_stored.parameters())
+    same_buffers = {name: buffer.dtype for name, buffer in as_stored.named_buffers()} == {
+        name: buffer.dtype for name, buffer in as_used.named_buffers()
+    }
+    return stored if is_uniform and same_buffers and not keeps_some else storage.dtype
+
+
+def _outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=source.trust_remote_code
+        )
 
 
 def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:

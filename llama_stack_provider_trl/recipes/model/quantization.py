@@ -22,7 +22,7 @@ from ...specs.events import Reason
 from ...specs.job import Dtype, QatSpec
 
 
-def base_arguments(dtype: Dtype, device: torch.device) -> dict[str, Any]:
+def base_arguments(dtype: Dtype, device: torch.device | str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that load the base in 4 bits, directly onto `device`.
 
     Weights are stored as numbers of type bf16: FSDP2 shards only floating-point parameters, and its bf16 mixed
@@ -80,6 +80,13 @@ def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:
         # On CPUs with bf16 instructions the first evaluation would repack the weights for a bf16 kernel, permanently.
         layer.support_avx512bf16_for_cpu = False
     return {"base": "nf4", "layers": len(layers), "bytes": model.get_memory_footprint(return_buffers=False)}
+
+
+def move_constants(model: torch.nn.Module, device: torch.device) -> None:
+    """Move the quantization constants of a base in 4 bits to the device that its sharded weights are used on. Modules
+    hold them, since FSDP2 replaces the weights that held them, and they are not sharded."""
+    for layer in (module for module in model.modules() if _is_4bit(module)):
+        layer.quant_state.to(device)
 
 
 def keep_adapters_in_fp32(model: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from ..data.lengths import row_lengths
 from ..data.packing import num_rows
 from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
-from ..model.fsdp import sharding_on_any_device
-from ..model.quantization import keep_adapters_in_fp32
+from ..model.deferred import DeferredWeights
+from ..model.fsdp import is_sharded, sharding_on_any_device
+from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
 from .trl_patches import fuse_head
 
@@ -46,6 +47,7 @@ class RecipeTrainer(Trainer):
         batch_plan: the batches of each optimizer step.
         require_space: called with the bytes of a checkpoint before it is written; raises where they do not fit.
         fencing_token: whether this attempt may write into the job's checkpoint directory.
+        deferred: the model's weights, where they stay in their files until it is sharded.
         arguments: of the TRL trainer.
     """
 
@@ -67,6 +69,7 @@ class RecipeTrainer(Trainer):
         writer: EventWriter,
         require_space: Callable[[int], None],
         fencing_token: FencingToken,
+        deferred: DeferredWeights | None = None,
         **arguments: Any,
     ) -> None:
         with sharding_on_any_device():
@@ -75,6 +78,7 @@ class RecipeTrainer(Trainer):
         if spec.lora and spec.lora.quantize_base:
             keep_adapters_in_fp32(self.model)
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
+        self._deferred = deferred
         self.notes: dict[str, Any] = {}
         """Further state of the job that step checkpoints hold, as JSON values; a resumed job finds it here."""
         self._saver = Saver(spec, self.args.device, writer, fencing_token)
@@ -87,6 +91,15 @@ class RecipeTrainer(Trainer):
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         fuse_head(policy, outputs=self.head_outputs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""
+        deferred, self._deferred = self._deferred, None
+        with deferred.returned_to_accelerate() if deferred else nullcontext():
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        if is_sharded(self.spec):
+            move_constants(self.model, self.args.device)
+        return prepared
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create Trainer's scheduler, with the arguments that depend on the number of steps.

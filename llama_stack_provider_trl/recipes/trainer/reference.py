@@ -21,8 +21,10 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..distributed import ranks
+from ..model.deferred import DeferredWeights
 from ..model.fsdp import describe, is_sharded, shard_frozen
 from ..model.loading import WeightStorage, check_length, commit_of, load_model, load_tokenizer, vocabulary_size
+from ..model.quantization import move_constants
 from .reference_cache import LogProbCache, pair_lengths, row_bytes
 from .trl_patches import fuse_head
 
@@ -74,10 +76,17 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     Raises:
         JobFailure: invalid_model or invalid_request, as for the policy.
     """
-    model = load_model(spec.reference_source, WeightStorage.of(spec), device).requires_grad_(False).eval()
+    storage = WeightStorage.of(spec)
+    model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     check_length(model, spec.max_seq_length)
     fuse_head(model, outputs=("log_probs",))
-    return shard_frozen(model, accelerator) if is_sharded(spec) else model
+    if not is_sharded(spec):
+        return model
+    if storage.is_deferred:
+        return DeferredWeights(model, storage.dtype).sharded(lambda: shard_frozen(model, accelerator))
+    sharded = shard_frozen(model, accelerator)
+    move_constants(sharded, device)
+    return sharded
 
 
 def precomputes(spec: JobSpec) -> bool:

@@ -26,6 +26,7 @@ OVERRIDDEN = (
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_load_scaler",
+    "_prepare_for_training",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
     "_save_rng_state",

@@ -1,0 +1,109 @@
+"""Weights that stay in their files until the model is sharded, so that no rank has a copy of the whole model.
+
+transformers maps safetensors files, whose pages the ranks of a machine share, and copies a weight only to give it
+another dtype. So a model that is to be sharded is loaded in the dtype of its files, FSDP2 copies this rank's rows, and
+the rows are cast. Until then each weight is a placeholder without memory, of the dtype that the rows will have: PEFT
+creates adapters in the dtype of their base, and accelerate would cast whole weights to fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import accelerate.accelerator
+import torch
+import torch.distributed.fsdp
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass
+class _Weight:
+    module: torch.nn.Module
+    name: str
+    dtype: torch.dtype
+    values: torch.Tensor | None
+    """As loading left them; None once the model has them back."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        parameter: torch.nn.Parameter = getattr(self.module, self.name)
+        return parameter
+
+
+class DeferredWeights:
+    """Takes the values out of a model, and returns them while the model is sharded.
+
+    Args:
+        model: as loading left it; every parameter becomes a placeholder whose elements are NaN.
+        dtype: of the weights once they are sharded. Those that were not loaded in the model's dtype keep theirs.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        loaded, known = model.config.dtype, set[int]()
+        self._weights: list[_Weight] = []
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in known or not parameter.is_floating_point():  # tied; packed, which is never cast
+                    continue
+                known.add(id(parameter))
+                becomes = dtype if parameter.dtype == loaded else parameter.dtype
+                self._weights.append(_Weight(module, name, becomes, parameter.data))
+                # One element for each: accelerate recognizes the optimizer's parameters by their addresses.
+                parameter.data = torch.tensor(float("nan")).to(becomes).expand(parameter.shape)
+        _set_dtype(model.config, dtype)
+
+    def sharded(self, shard: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """The model as `shard` shards it, with its values."""
+        self._return()
+        model = shard()
+        self._cast(model)
+        return model
+
+    @contextmanager
+    def returned_to_accelerate(self) -> Iterator[None]:
+        """While this is open, accelerate shards the values instead of the placeholders. Once is enough.
+
+        They are returned when it shards the first unit: before, it casts trained weights to fp32, and keeps references.
+        """
+        prepare, shard = accelerate.accelerator.fsdp2_prepare_model, torch.distributed.fsdp.fully_shard
+
+        def shard_values(unit: torch.nn.Module | list[torch.nn.Module], **options: Any) -> Any:
+            self._return()
+            sharded = shard(unit, **options)
+            for module in unit if isinstance(unit, list) else [unit]:
+                self._cast(module)
+            return sharded
+
+        def prepare_values(*args: Any, **kwargs: Any) -> Any:
+            with patch.object(torch.distributed.fsdp, "fully_shard", shard_values):
+                return prepare(*args, **kwargs)
+
+        with patch.object(accelerate.accelerator, "fsdp2_prepare_model", prepare_values):
+            yield
+        if any(weight.values is not None for weight in self._weights):
+            raise AssertionError("the model was not sharded: its weights are placeholders")
+
+    def _return(self) -> None:
+        for weight in self._weights:
+            if weight.values is not None:
+                weight.parameter.data = weight.values
+                weight.values = None
+
+    def _cast(self, model: torch.nn.Module) -> None:
+        """Cast this rank's rows where their dtype is still that of the files; parameters stay the same objects."""
+        sharded = (weight for weight in self._weights if isinstance(weight.parameter, DTensor))
+        dtypes = {id(one.parameter): one.dtype for one in sharded if one.parameter.dtype != one.dtype}
+        if dtypes:  # as `Module.to` does, after which FSDP2 takes the new rows
+            model._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+
+
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Set what `from_pretrained` sets where it loads a model in this dtype."""
+    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if one is not None:
+            one.dtype = dtype
