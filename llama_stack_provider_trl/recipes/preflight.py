@@ -27,6 +27,7 @@ from .distributed import ranks
 from .memory.estimate import disk_bytes, estimate
 from .memory.proposals import MARGIN, Proposal, fits, nearest
 from .memory.trace import Batch, trace
+from .model.fsdp import ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
 
 
@@ -93,23 +94,39 @@ def device_limit(device: torch.device, ranks: int) -> int:
 
 
 def check(
-    spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
+    spec: JobSpec,
+    batch: Batch,
+    device: str,
+    limit: int,
+    *,
+    baseline: int = 0,
+    max_ranks: int | None = None,
+    machine_limit: int | None = None,
 ) -> dict[str, Any]:
-    """Compare the estimated memory with `limit`; where it does not fit, the result has the nearest job that does."""
+    """Compare the estimated memory with `limit`; where it does not fit, the result has the nearest job that does.
+
+    Args:
+        machine_limit: bytes of CPU memory of each machine that trains; None: unknown, and not compared.
+    """
     memory = estimate(spec, batch, device, baseline)
     verdict: dict[str, Any] = {
-        "fits": fits(memory, limit),
+        "fits": fits(memory, limit, machine_limit),
         "device": device.partition(":")[0],
         "devices": spec.ranks,
         "estimate_bytes": memory.total,
         "limit_bytes": limit,
         "largest_batch": asdict(batch),
         **memory.shown(),
+        "ranks_per_machine": ranks_per_machine(spec),
+        "machine_limit_bytes": machine_limit,
     }
     if not verdict["fits"]:
-        found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks)
+        found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks, machine_limit=machine_limit)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
-        verdict["message"] = _misfit_message(memory, limit, verdict["device"], found)
+        if fits(memory, limit):  # so it is the CPU memory that is not enough
+            verdict["message"] = _machine_message(spec, memory, machine_limit or 0, found)
+        else:
+            verdict["message"] = _misfit_message(memory, limit, verdict["device"], found)
     return verdict
 
 
@@ -135,7 +152,10 @@ def before_training(
     batch = plan_steps(spec, row_lengths(dataset), batch_plan).batch
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
-        verdict = check(spec, batch, device.type, device_limit(device, here), baseline=_baseline(device.type))
+        limit = device_limit(device, here)
+        verdict = check(
+            spec, batch, device.type, limit, baseline=_baseline(device.type), machine_limit=machine_memory()
+        )
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may still be trained
@@ -182,7 +202,13 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
     limit = request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks
     memory = check(
-        spec, planned.batch, request.device, limit, baseline=_baseline(request.device), max_ranks=request.max_ranks
+        spec,
+        planned.batch,
+        request.device,
+        limit,
+        baseline=_baseline(request.device),
+        max_ranks=request.max_ranks,
+        machine_limit=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),
     )
     disk = _disk(spec, planned, request)
     writer.write(
@@ -252,8 +278,35 @@ def _misfit_message(memory: MemoryEstimate, limit: int, device: str, found: Prop
     )
     if found is None:
         return f"{text} No setting makes it fit: use a smaller model, or more or larger devices."
-    changes = ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
-    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {changes}."
+    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {_changes(found)}."
+
+
+def _machine_message(spec: JobSpec, memory: MemoryEstimate, machine_limit: int, found: Proposal | None) -> str:
+    here = ranks_per_machine(spec)
+    parts = {
+        "checkpoints, offloaded parts and activations": memory.host * here,
+        "copies while loading": memory.host_loading * here,
+    }
+    largest = ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value >= memory.machine // 50)
+    text = (
+        f"the job needs about {_gib(memory.machine)} of CPU memory on each machine, for {here} of its ranks"
+        f"{f' ({largest})' if largest else ''}, which with a margin of {round(100 * MARGIN) - 100} % does not fit in "
+        f"{_gib(machine_limit)}."
+    )
+    if memory.host_loading > memory.host:
+        text += (
+            " Weights are copied while they are loaded where their files are no safetensors files of one dtype, under "
+            "quantize_base and use_dora, and of mixtures of experts."
+        )
+    if spec.sharding and spec.sharding.cpu_offload and memory.host >= memory.host_loading:
+        text += " Set fsdp_cpu_offload to false."
+    if found is not None:
+        return f"{text} The nearest that fits takes {_gib(found.memory.machine)} there: {_changes(found)}."
+    return f"{text} Use machines with more memory, or fewer ranks on each."
+
+
+def _changes(found: Proposal) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
 
 
 def _warn_not_estimated(error: Exception, writer: EventWriter | None) -> None:

@@ -373,6 +373,8 @@ class PreflightSpec(_Frozen):
     device: Literal["cpu", "cuda", "mps"]
     memory_bytes: int | None = Field(None, gt=0)
     """Of each device; None: this machine's memory, shared by the job's ranks."""
+    machine_memory_bytes: int | None = Field(None, gt=0)
+    """CPU memory of each machine with such devices; None: unknown for GPUs, else this machine's."""
     max_ranks: int = Field(1, gt=0)
     """The most that the job could ask for."""
     free_bytes: int | None = Field(None, ge=0)

@@ -29,6 +29,13 @@ class MemoryEstimate:
     host: int = field(default=0, metadata={"beside": True})
     """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
     offloaded parts."""
+    host_loading: int = field(default=0, metadata={"beside": True})
+    """CPU memory of such a rank while it loads the model: copies of weights that are not mapped."""
+    page_cache: int = field(default=0, metadata={"beside": True})
+    """The files of weights in a machine's page cache, in no total: its ranks read the same pages, which the kernel can
+    free."""
+    machine: int = field(default=0, metadata={"beside": True})
+    """CPU memory of a machine: of all its ranks, while they load or while they train, whichever is more."""
 
     @property
     def parts(self) -> dict[str, int]:

@@ -105,10 +105,21 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
         f"memory  {gib(memory['estimate_bytes'])} of {gib(memory['limit_bytes'])} on {per}: "
         + ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
         + beside,
+        *_machine_lines(memory),
         f"disk    {gib(disk['needed_bytes'])} of {gib(disk['free_bytes'])} free",
         *(f"note    {warning}" for warning in found["warnings"]),
         f"verdict {found['message']}",
     ]
+
+
+def _machine_lines(memory: dict[str, Any]) -> list[str]:
+    if "machine_limit_bytes" not in memory:  # an older service
+        return []
+    limit, count = memory["machine_limit_bytes"], memory["ranks_per_machine"]
+    of = f" of {gib(limit)}" if limit else ""
+    ranks = f"{count} ranks" if count > 1 else "1 rank"
+    taken, files = gib(memory["machine_bytes"]), gib(memory["page_cache_bytes"])
+    return [f"host    {taken}{of} for {ranks} of a machine; files of weights in its page cache: {files}"]
 
 
 def how_to_add_a_node(url: str) -> str:

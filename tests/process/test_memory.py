@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Llama 2's (arXiv:2307.09288)."""
 GIB = 2**30
+NO_SHARD = ShardingSpec(strategy="NO_SHARD")
 
 
 def shaped(root: Path, layers: int, **more: Any) -> Path:
@@ -236,9 +238,8 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
     assert of(precompute=True).optimizer > 0
     # Ranks share it out block by block.
     assert size // 8 < of(model=str(larger), ranks=8).reference < size // 2
-    # The policy is not sharded yet.
-    policy = 4 * trace(job_spec(tmp_path, model), batch, "cpu").trainable
-    assert of("cpu", ranks=8, model=str(larger), precompute=True).weights == policy
+    # The policy is not sharded yet: its weights are in the files.
+    assert of("cpu", ranks=8, model=str(larger), precompute=True).weights == 0
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
@@ -288,9 +289,91 @@ def depth(shape: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None:
     spec, limit, max_ranks = recipe(name, tmp_path)
-    found = check(spec, Batch(spec.batch_size, spec.max_seq_length), "cuda", limit, max_ranks=max_ranks)
+    batch = Batch(spec.batch_size, spec.max_seq_length)
+    found = check(spec, batch, "cuda", limit, max_ranks=max_ranks, machine_limit=32 * GIB)
     assert found["fits"], found["message"]
-    assert found["devices"] == max_ranks
+    assert found["devices"] == found["ranks_per_machine"] == max_ranks
+    assert 0 < found["machine_bytes"] < 32 * GIB == found["machine_limit_bytes"]
+    assert found["host_loading_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_is_refused_where_the_cpu_memory_is_too_small_on_either_device(name: str, tmp_path: Path) -> None:
+    spec, limit, _ = recipe(name, tmp_path)
+    batch = Batch(spec.batch_size, spec.max_seq_length)
+    on_gpus = check(spec, batch, "cuda", limit, machine_limit=GIB)
+    assert not on_gpus["fits"]
+    assert f"of CPU memory on each machine, for {spec.ranks} of its ranks" in on_gpus["message"]
+    assert "does not fit in 1.00 GiB. Use machines with more memory, or fewer ranks on each." in on_gpus["message"]
+    on_cpu = check(spec, batch, "cpu", 10**15, machine_limit=GIB)
+    assert on_cpu["machine_bytes"] == spec.ranks * on_cpu["estimate_bytes"]
+    assert not on_cpu["fits"]
+
+
+def stored_as(root: Path, model: Path, name: str, dtype: str) -> Path:
+    """A copy of a model that consists of its configuration, with the dtype of files that are not there."""
+    config = json.loads((model / "config.json").read_text())
+    (root / name).mkdir()
+    (root / name / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    return root / name
+
+
+def test_eight_ranks_load_a_model_of_70_billion_parameters_in_its_size_of_cpu_memory(tmp_path: Path) -> None:
+    """Every rank maps the files, which are in memory once: 138 GB, where eight copies in fp32 were 2.2 TB."""
+    spec, _, _ = recipe("70b-8gpu", tmp_path, algorithm_config=None)
+    model = stored_as(tmp_path, Path(spec.model), "bf16", "bfloat16")
+    batch = Batch(1, 128)
+    full = estimate(spec.model_copy(update={"model": str(model)}), batch, "cuda")
+    size = 2 * 68_976_648_192
+    assert full.page_cache == size
+    assert full.host_loading == 0
+    whole = estimate(spec.model_copy(update={"model": str(model), "sharding": NO_SHARD}), batch, "cuda")
+    assert whole.host_loading == 2 * size
+    assert whole.machine > 16 * size
+
+
+def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) -> None:
+    model, batch = stored_as(tmp_path, shaped(tmp_path / "model", 4), "bf16", "bfloat16"), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec())
+
+    def of(**changes: Any) -> MemoryEstimate:
+        return estimate(spec.model_copy(update=changes), batch, "cuda")
+
+    in_fp32 = 2 * of().page_cache
+    assert of().host_loading == 0
+    assert of(lora=LORA).host_loading == 0
+    dora = of(lora=LORA.model_copy(update={"use_dora": True}))
+    assert in_fp32 < dora.host_loading < 1.5 * in_fp32
+    qlora = of(lora=LORA.model_copy(update={"quantize_base": True}))
+    assert 0 < qlora.host_loading < in_fp32
+    assert dora.machine - of(lora=LORA).machine == 4 * (dora.host_loading - of(lora=LORA).host)
+    assert of(sharding=NO_SHARD).host_loading == in_fp32
+    mixture(tmp_path / "experts")
+    experts = of(model=str(tmp_path / "experts"))
+    assert 0 < experts.host_loading < experts.page_cache
+    named = {"model": str(model), "algorithm": "dpo", "dpo": DpoSpec()}
+    assert of(**named).page_cache == of().page_cache  # the reference is in the same files
+
+
+def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Path) -> None:
+    model = shaped(tmp_path / "model", 8, hidden_size=1024, intermediate_size=4096)
+    spec = job_spec(tmp_path, model, ranks=2, sharding=ShardingSpec(), gradient_checkpointing=True, batch_size=1)
+    batch = Batch(1, 16)
+    offloaded = spec.model_copy(update={"sharding": ShardingSpec(cpu_offload=True)})
+    there = estimate(offloaded, batch, "cuda")
+    limit = int(there.total * 1.2)
+    assert not proposals.fits(estimate(spec, batch, "cuda"), limit)
+    field = "training_config.efficiency_config.fsdp_cpu_offload"
+    found = nearest(spec, batch, "cuda", limit, max_ranks=2, machine_limit=int(1.2 * there.machine))
+    assert found is not None
+    assert found.changes == {field: True}
+    small = {"max_ranks": 2, "machine_limit": there.machine}
+    other = nearest(spec, batch, "cuda", limit, **small)
+    assert other is not None
+    assert field not in other.changes
+    refused = check(offloaded, batch, "cuda", limit, **small)
+    assert not refused["fits"]
+    assert "Set fsdp_cpu_offload to false." in refused["message"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -300,6 +383,7 @@ def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_n
     found = check(spec, batch, "cuda", limit, max_ranks=max_ranks)
     assert not found["fits"]
     assert "does not fit in" in found["message"]
+    assert found["machine_limit_bytes"] is None
     proposal = nearest(spec, batch, "cuda", limit, max_ranks=max_ranks)
     assert proposal is not None
     share = batch.sequences * proposal.spec.batch_size // spec.batch_size

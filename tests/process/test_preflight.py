@@ -163,3 +163,30 @@ def test_a_full_disk_does_not_fit_either(tmp_path: Path) -> None:
     assert found.memory["fits"]
     assert not found.fits
     assert "free some, or keep fewer checkpoints" in found.message
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 1 << 20), ("cuda", 1 << 20), ("cuda", None)])
+def test_a_preflight_names_the_cpu_memory_of_a_machine_and_refuses_what_exceeds_it(
+    tmp_path: Path, device: str, limit: int | None
+) -> None:
+    spec = job_spec(tmp_path, tiny_model())
+    (found,) = of_kind(
+        ask(tmp_path, spec, device=device, memory_bytes=1 << 40, machine_memory_bytes=limit), Preflighted
+    )
+    assert (found.memory["machine_limit_bytes"], found.memory["ranks_per_machine"]) == (limit, 1)
+    assert found.memory["machine_bytes"] > 0
+    assert found.memory["page_cache_bytes"] > 0
+    assert found.fits == (limit is None)
+    assert ("does not fit in 0.00 GiB" in found.message) == (limit is not None)
+
+
+def test_a_job_whose_machine_has_too_little_memory_fails_before_its_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "device_limit", lambda *_: 1 << 40)
+    monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
+    monkeypatch.setattr("llama_stack_provider_trl.recipes.build.load_model", lambda *_: pytest.fail("it was read"))
+    _, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason == Reason.does_not_fit
+    assert "of CPU memory on each machine, for 1 of its ranks" in failed.message

@@ -8,6 +8,7 @@ import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.specs.memory import PARTS, MemoryEstimate
+from llama_stack_provider_trl.system.process import machine_memory
 from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from llama_stack_provider_trl_remote.service.http.bodies import MemoryVerdict
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -40,12 +41,19 @@ def test_a_preflight_which_sees_no_gpu_gets_the_memory_of_the_one_that_its_job_w
     settings = ServiceSettings(data_dir=tmp_path, device_memory_gb=configured)
     requested = Preflights(settings, FakeLauncher(), device, 1)._requested(job_spec(checkpoint_dir=tmp_path))
     assert (requested.memory_bytes, requested.device) == (expected, device.partition(":")[0])
+    assert requested.machine_memory_bytes == machine_memory()
+
+
+def test_the_cpu_memory_of_machines_elsewhere_is_not_taken_to_be_that_of_the_service(tmp_path: Path) -> None:
+    preflights = Preflights(ServiceSettings(data_dir=tmp_path), FakeLauncher(), "cuda", 1)
+    assert preflights._requested(job_spec(checkpoint_dir=tmp_path)).machine_memory_bytes is None
 
 
 def test_the_answer_of_a_preflight_has_every_part_of_the_estimate() -> None:
     estimate = MemoryEstimate(*range(1, 11))
     assert sum(getattr(estimate, part) for part in PARTS) == estimate.total == sum(range(1, 10))
     beside = {"fits", "device", "devices", "estimate_bytes", "limit_bytes", "largest_batch", "nearest", "message"}
+    beside |= {"ranks_per_machine", "machine_limit_bytes"}
     assert [name for name in MemoryVerdict.model_fields if name not in beside] == list(estimate.shown())
 
 
@@ -70,3 +78,19 @@ def test_a_preflight_shows_every_part_that_has_memory_and_the_rest_beside_them()
         if "memory" in text
     ]
     assert "loading" not in line
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(64 << 30, "48.00 GiB of 64.00 GiB for 8"), (None, "48.00 GiB for 8")])
+def test_a_preflight_shows_the_cpu_memory_of_a_machine(limit: int | None, expected: str) -> None:
+    estimate = MemoryEstimate(*[0] * 9, machine=48 << 30, page_cache=130 << 30)
+    memory = {"device": "cuda", "devices": 8, "estimate_bytes": 0, "limit_bytes": 1, **estimate.shown()}
+    counts = dict.fromkeys(("trained", "num_rows", "truncated", "dropped", "median_tokens", "max_tokens"), 1)
+    found = {
+        **{"message": "The job fits.", "warnings": [], "data": {**counts, "histogram": []}},
+        "steps": dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1),
+        "disk": {"needed_bytes": 0, "free_bytes": 0},
+    }
+    of_older_service = preflight_lines({**found, "memory": {k: v for k, v in memory.items() if "machine" not in k}})
+    lines = preflight_lines({**found, "memory": {**memory, "ranks_per_machine": 8, "machine_limit_bytes": limit}})
+    (line,) = [line for line in lines if line not in of_older_service]
+    assert line == f"host    {expected} ranks of a machine; files of weights in its page cache: 130.00 GiB"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
-from ..model.fsdp import num_shards
+from ..model.fsdp import num_shards, ranks_per_machine
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
 
@@ -24,6 +24,11 @@ _CPU_PROCESS = 96 << 20
 
 _CPU_SLACK = 0.02
 """Fraction of everything else: pages, and glibc's heap, which holds the blocks below 1 MiB (`malloc.FRUGAL`)."""
+
+
+_HOST_PROCESS = 1 << 30
+"""Bytes of CPU memory of a rank that trains on another device, beyond its weights: the libraries as imported (measured
+on a CPU: 0.8 GiB)."""
 
 
 _FOUR_BIT = 0.5 + 4 / 64
@@ -54,7 +59,17 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
-    return replace(peak, overhead=overhead, loading=loading, host=max(memory.host for memory in moments))
+    host, host_loading = max(memory.host for memory in moments), placed.host_loading
+    rank = used + overhead + loading if kind == "cpu" else max(host, host_loading) + _HOST_PROCESS
+    return replace(
+        peak,
+        overhead=overhead,
+        loading=loading,
+        host=host,
+        host_loading=host_loading,
+        page_cache=placed.page_cache,
+        machine=rank * ranks_per_machine(spec),
+    )
 
 
 def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
@@ -92,10 +107,47 @@ class _Placed:
             return 0
         return model.experts * (self.compute if self.spec.lora else 4)
 
+    def copied(self, model: Traced) -> int:
+        """Bytes of a model's weights that loading copies out of the files, on every rank; mapped ones are not."""
+        if self.quantized or not model.is_mapped:
+            return self.whole(model)
+        return model.experts * model.bytes_in_files
+
+    def loading_shards(self, model: Traced) -> int:
+        """CPU: bytes of a rank while it loads a model and copies its rows, with the pages of files that it reads."""
+        rows = self.in_files(model) if model.is_mapped else 0
+        return self.copied(model) + (self.whole(model) + rows) // self.shards
+
+    def in_files(self, model: Traced) -> int:
+        """Bytes of a model's files."""
+        return (model.frozen if self.spec.lora else model.trainable + model.frozen) * model.bytes_in_files
+
+    @property
+    def host_loading(self) -> int:
+        """Bytes of CPU memory while a rank loads for another device. Without sharding a model is moved there before the
+        next is loaded, and one in 4 bits is quantized there."""
+        if self.on_cpu:
+            return 0
+        copies = [self.copied(model) for model in (self.model, self.reference) if model is not None]
+        if self.shards > 1:
+            return sum(copies)
+        return 0 if self.quantized else max(copies)
+
+    @property
+    def page_cache(self) -> int:
+        """Bytes of the files of all models."""
+        other = self.model.reference if self.reference is not None else None
+        return self.in_files(self.model) + (self.in_files(other) if other else 0)
+
     @property
     def loading(self) -> int:
         """CPU: weights of the files' own dtype are mapped and never copied, but for experts; others are copied while
-        the files stay mapped. A reference is loaded after the model."""
+        the files stay mapped. A reference is loaded after the model, and sharded before it."""
+        if self.shards > 1:
+            if self.reference is None:
+                return self.loading_shards(self.model)
+            of_reference = self.copied(self.model) + self.loading_shards(self.reference)
+            return max(of_reference, self.whole(self.reference) // self.shards + self.loading_shards(self.model))
 
         def needed(model: Traced) -> int:
             files = self.mapped(model) if model.stored_alike else (model.trainable + model.frozen) * 4
@@ -136,11 +188,15 @@ class _Placed:
         )
 
     def reference_scoring(self, window: Window) -> MemoryEstimate:
-        """The memory while the reference scores rows before training. A policy to be sharded is in CPU memory then."""
+        """The memory while the reference scores rows before training. A policy to be sharded is not sharded yet: what
+        loading copied of it is in CPU memory."""
         reference, _ = self._reference()
-        here = self.on_cpu or self.shards == 1
+        if self.shards == 1:
+            weights = self.whole(self.model) + self.mapped(self.model)
+        else:
+            weights = self.copied(self.model) if self.on_cpu else 0
         return MemoryEstimate(
-            weights=self.whole(self.model) + self.mapped(self.model) if here else 0,
+            weights=weights,
             gradients=0,
             optimizer=0,
             activations=int(window.activations),

@@ -28,12 +28,24 @@ class Proposal:
     memory: MemoryEstimate
 
 
-def fits(memory: MemoryEstimate, limit: int) -> bool:
-    return memory.total * MARGIN <= limit
+def fits(memory: MemoryEstimate, limit: int, machine_limit: int | None = None) -> bool:
+    """Whether each device has enough memory, and each machine enough CPU memory (None: unknown)."""
+    return memory.total * MARGIN <= limit and fits_machine(memory, machine_limit)
+
+
+def fits_machine(memory: MemoryEstimate, machine_limit: int | None) -> bool:
+    return machine_limit is None or memory.machine * MARGIN <= machine_limit
 
 
 def nearest(
-    spec: JobSpec, batch: Batch, device: str, limit: int, *, baseline: int = 0, max_ranks: int | None = None
+    spec: JobSpec,
+    batch: Batch,
+    device: str,
+    limit: int,
+    *,
+    baseline: int = 0,
+    max_ranks: int | None = None,
+    machine_limit: int | None = None,
 ) -> Proposal | None:
     """The first job that fits, with changes in the order of their cost; None where no change is sufficient.
 
@@ -42,28 +54,26 @@ def nearest(
 
     Args:
         max_ranks: the most ranks that the job may request; None: no more than it has.
+        machine_limit: bytes of CPU memory of each machine; None: unknown.
     """
     shards = spec.lora is None or spec.lora.method != "vera"  # VeRA's shared matrices cannot be sharded
-    for family in _families(spec, max_ranks if max_ranks and shards else spec.ranks):
-        candidates = list(family)
+    most_ranks = max_ranks if max_ranks and shards else spec.ranks
+
+    def proposed(candidate: _Changes) -> Proposal:
+        changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
+        tokens = min(batch.tokens, changed.max_seq_length)
+        sequences = max(batch.sequences * changed.batch_size // spec.batch_size, 2 if spec.algorithm == "dpo" else 1)
+        changes = {name: value for change in candidate for name, value in change.request}
+        return Proposal(changed, changes, estimate(changed, Batch(sequences, tokens), device, baseline))
+
+    families = (_families(spec, most_ranks, may_offload) for may_offload in (True, False))
+    for candidates, without_offloading in zip(*families, strict=True):
+        if candidates and not fits_machine(proposed(candidates[-1]).memory, machine_limit):
+            candidates = without_offloading
         # The last one saves the most: where it does not fit, none of its family fits.
-        found: Proposal | None = None
-        for candidate in (candidates[-1], *candidates[:-1]):
-            changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
-            tokens = min(batch.tokens, changed.max_seq_length)
-            sequences = batch.sequences * changed.batch_size // spec.batch_size
-            memory = estimate(
-                changed, Batch(max(sequences, 2 if spec.algorithm == "dpo" else 1), tokens), device, baseline
-            )
-            if fits(memory, limit):
-                changes = {name: value for change in candidate for name, value in change.request}
-                found = Proposal(changed, changes, memory)
-                if candidate is not candidates[-1]:
-                    return found
-            elif candidate is candidates[-1]:
-                break
-        if found:
-            return found
+        if candidates and fits((last := proposed(candidates[-1])).memory, limit, machine_limit):
+            others = (proposed(candidate) for candidate in candidates[:-1])
+            return next((one for one in others if fits(one.memory, limit, machine_limit)), last)
     return None
 
 
@@ -78,11 +88,13 @@ class _Change:
 _Changes = tuple[_Change, ...]
 
 
-def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
-    """Lists of combined changes; within each list, every entry saves more than the previous one."""
-    same = list(_same_result(spec, max_ranks))
-    if same:
-        yield same
+def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list[_Changes]]:
+    """Lists of combined changes; within each list, every entry saves more than the previous one.
+
+    As many lists whether or not `may_offload`; some are empty.
+    """
+    same = list(_same_result(spec, max_ranks, may_offload))
+    yield same
     adapters: _Changes = ()
     if spec.lora is None and spec.qat is None:  # QAT trains every weight
         adapters = (_with_lora(spec),)
@@ -96,11 +108,10 @@ def _families(spec: JobSpec, max_ranks: int) -> Iterator[list[_Changes]]:
         length //= 2
         cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
         shorter.append((*most, cut))
-    if shorter:
-        yield shorter
+    yield shorter
 
 
-def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
+def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_Changes]:
     made: _Changes = ()
     if not spec.gradient_checkpointing or spec.checkpoint_every > 1:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
@@ -132,7 +143,7 @@ def _same_result(spec: JobSpec, max_ranks: int) -> Iterator[_Changes]:
     if many > 2 * spec.ranks:
         made = (*made, last)
     shared = next((value for change in made for name, value in change.fields if name == "sharding"), spec.sharding)
-    if shared and shared.strategy != "NO_SHARD" and not shared.cpu_offload and many > 2:
+    if may_offload and shared and shared.strategy != "NO_SHARD" and not shared.cpu_offload and many > 2:
         offloaded = shared.model_copy(update={"cpu_offload": True})
         field = "training_config.efficiency_config.fsdp_cpu_offload"
         yield (*made, _Change((("sharding", offloaded),), ((field, True),)))

@@ -25,14 +25,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec, ModelSource
 from ..model.attention import passes_padding_mask
+from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
-    DTYPES,
+    WeightStorage,
     adapter_config,
     expert_parameters,
     invalid_model,
     linear_modules,
     load_config,
+    loading_dtype,
     quantize,
 )
 from ..trainer.dpo import no_recomputation
@@ -89,6 +91,10 @@ class Traced:
     """Of all blocks together: those of mixtures of experts, each in one tensor, which the files hold one by one."""
     stored_alike: bool
     """Whether the files hold the weights in the dtype in which they are loaded."""
+    bytes_in_files: int
+    """Of each parameter in the files."""
+    is_mapped: bool
+    """Whether the weights are loaded without a copy, but for experts."""
     windows: tuple[Window, ...]
     """Of the step; empty for a model that only scores."""
     reference_scoring: Window | None = None
@@ -260,11 +266,21 @@ def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
         model = _built(config, source, spec)
     total = sum(weight.numel() for weight in model.parameters())
     numbers = _numbers(model, _blocks(model))
-    return Traced(trainable=0, frozen=total, stored_alike=_stored_alike(config, spec), windows=(), **numbers)
+    return Traced(trainable=0, frozen=total, **_files(config, source, spec), windows=(), **numbers)
 
 
-def _stored_alike(config: Any, spec: JobSpec) -> bool:
-    return getattr(config, "dtype", None) == (DTYPES[spec.dtype] if spec.lora else torch.float32)
+def _files(config: Any, source: ModelSource, spec: JobSpec) -> dict[str, Any]:
+    storage, configured = WeightStorage.of(spec), getattr(config, "dtype", None)
+    # Where there are neither files nor a dtype: transformers takes that for fp32.
+    stored = stored_dtype(source.model, source.revision, configured or torch.float32)
+    return {
+        "stored_alike": configured == storage.dtype,
+        "bytes_in_files": (stored or torch.float32).itemsize,
+        "is_mapped": stored is not None and stored == loading_dtype(source, storage, config),
+    }
+
+
+_OF_ANY_DEPTH = {"windows", "stored_alike", "bytes_in_files", "is_mapped", "reference_scoring", "reference"}
 
 
 def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
@@ -281,12 +297,13 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
     numbers: dict[str, Any] = {
         field.name: round(line(getattr(one, field.name), getattr(other, field.name)))
         for field in fields(Traced)
-        if field.name not in ("windows", "stored_alike", "reference_scoring", "reference")
+        if field.name not in _OF_ANY_DEPTH
     }
     scoring = None
     if one.reference_scoring and other.reference_scoring:
         scoring = between(one.reference_scoring, other.reference_scoring)
-    return Traced(**numbers, stored_alike=one.stored_alike, windows=windows, reference_scoring=scoring)
+    same = {name: getattr(one, name) for name in ("stored_alike", "bytes_in_files", "is_mapped")}
+    return Traced(**numbers, **same, windows=windows, reference_scoring=scoring)
 
 
 def _with_depth(config: Any, layers: int) -> Any:
@@ -313,6 +330,7 @@ def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
 def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     # fp16 takes the memory of bf16, which every CPU kernel supports.
     dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
+    config = copy.deepcopy(config)  # its dtype is set, and the given one has that of the files
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -382,7 +400,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     return Traced(
         trainable=trainable,
         frozen=total - trainable,
-        stored_alike=_stored_alike(config, spec),
+        **_files(config, spec.source, spec),
         windows=windows,
         reference_scoring=reference_scoring,
         **numbers,

@@ -42,6 +42,13 @@ def num_shards(spec: JobSpec) -> int:
     return spec.ranks * ranks.local_world_size() // ranks.world_size() if within_node else spec.ranks
 
 
+def ranks_per_machine(spec: JobSpec) -> int:
+    """Number of the job's ranks on each machine: as they run, else as the job requests its nodes."""
+    if ranks.world_size() > 1:
+        return spec.ranks * ranks.local_world_size() // ranks.world_size()
+    return max(1, spec.ranks_per_node)
+
+
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     """Trainer's arguments for sharding; none where nothing is sharded.
 

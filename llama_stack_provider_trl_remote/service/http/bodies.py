@@ -99,7 +99,7 @@ class Nearest(BaseModel):
 
 class MemoryVerdict(BaseModel):
     fits: bool
-    """estimate x 1.1 <= limit."""
+    """estimate x 1.1 <= limit, and machine x 1.1 <= machine_limit."""
     device: str
     devices: int
     """Ranks of the job; the numbers are those of each."""
@@ -119,6 +119,15 @@ class MemoryVerdict(BaseModel):
     loading_bytes: int
     host_bytes: int
     """Of CPU memory, for each device; not in the estimate."""
+    host_loading_bytes: int
+    """The same while the model is loaded: copies of weights that are not mapped."""
+    page_cache_bytes: int
+    """The files of weights, once for each machine, in memory that the kernel can free; not in the estimate."""
+    machine_bytes: int
+    """Of CPU memory, for all ranks of a machine: while they load or while they train, whichever is more."""
+    ranks_per_machine: int
+    machine_limit_bytes: int | None
+    """CPU memory of the machine; null: the devices are on other machines."""
     nearest: Nearest | None = None
     """Changes after which a job fits that does not; null: there are none."""
     message: str | None = None

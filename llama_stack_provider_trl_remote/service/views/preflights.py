@@ -15,6 +15,7 @@ from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
+from llama_stack_provider_trl.system.process import machine_memory
 
 from ..settings import ServiceSettings
 
@@ -70,6 +71,8 @@ class Preflights:
         return PreflightSpec(
             device=self._device.partition(":")[0],  # type: ignore[arg-type]
             memory_bytes=self._gpu_memory() if gigabytes is None else int(gigabytes * 2**30),
+            # Without a number the GPUs are those of other machines.
+            machine_memory_bytes=None if self._device == "cuda" else machine_memory(),
             max_ranks=max(self._max_ranks, spec.ranks),
             own_memory_bytes=self._settings.preflight_memory_mb << 20,
             free_bytes=free_bytes(spec.checkpoint_dir),
