@@ -19,7 +19,7 @@ from .checkpoint.step import need_space
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
-from .model.attention import passes_padding_mask
+from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights
 from .model.loading import WeightStorage, adapter_config, check_length, load_model, load_tokenizer, quantize
 from .model.packing_check import check_isolation
@@ -169,9 +169,10 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     """Load the model to train, and check that it can do what the job asks for."""
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device)
+    set_attention(spec, model)
     check_length(model, spec.max_seq_length)
     if spec.packed:
-        check_isolation(model)
+        check_isolation(model, 1 if spec.uses_flash_kernels else 2)
     quantization = quantize(spec, model)
     adapters = adapter_config(model, spec.lora) if spec.lora else None
     return Policy(model, quantization, adapters, DeferredWeights(model, storage.dtype) if storage.is_deferred else None)

@@ -38,6 +38,7 @@ def resolve_training(
         "dtype": resolve_dtype(training, device, hint),
         **resolve_activations(training, settings, device, hint),
         "attention_mask": options.attention_mask,
+        "attn_implementation": resolve_attention(training, options, device),
         "group_by_length": options.group_by_length,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
         "seed": options.seed,
@@ -73,6 +74,18 @@ def resolve_activations(
         "checkpoint_every": settings.checkpoint_every if given is None else 1,
         "activation_offloading": bool(savers.enable_activation_offloading),
     }
+
+
+def resolve_attention(training: TrainingConfig, options: ProviderOptions, device: str) -> str | None:
+    name = options.attn_implementation
+    if name is not None and name.startswith("flash"):
+        if not device.startswith("cuda"):
+            hint = f"flash kernels are for cuda, and this job trains on {device}; send 'sdpa', or leave it out"
+            raise InvalidRequest("provider_options.attn_implementation", name, hint)
+        if training.dtype in ("fp32", "float32"):
+            hint = "flash kernels compute in bf16 or fp16, and training_config.dtype is fp32; send 'sdpa'"
+            raise InvalidRequest("provider_options.attn_implementation", name, hint)
+    return name
 
 
 def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:

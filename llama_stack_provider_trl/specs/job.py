@@ -23,6 +23,7 @@ TruncationSide = Literal["right", "left"]
 Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
+AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 AttentionMask = Literal["auto", "always"]
 PeftMethod = Literal["lora", "ia3", "vera"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
@@ -262,6 +263,8 @@ class JobSpec(_Frozen):
     attention_mask: AttentionMask = "always"
     """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
     but in packed sequences."""
+    attn_implementation: AttnImplementation | None = None
+    """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
     activation_offloading: bool = False
     """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
     optimizer: OptimizerSpec
@@ -340,6 +343,11 @@ class JobSpec(_Frozen):
     def nodes(self) -> int:
         """Machines that train together."""
         return self.resources.nodes if self.resources else 1
+
+    @property
+    def uses_flash_kernels(self) -> bool:
+        """Whether attention is a kernel that takes several rows in one sequence, with their lengths and no mask."""
+        return self.attn_implementation in ("flash_attention_2", "flash_attention_3")
 
     @property
     def ranks_per_node(self) -> int:

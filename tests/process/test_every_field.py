@@ -224,6 +224,14 @@ CASES: dict[str, Case] = {
         ),
         around={TRAINING + "gradient_accumulation_steps": 2},
     ),
+    OPTION + "attn_implementation": Case(
+        "eager",
+        ("attn_implementation",),
+        lambda base, changed: (
+            [base.effective["attention"], changed.effective["attention"]] == ["sdpa", "eager"]
+            and base.losses == pytest.approx(changed.losses, rel=1e-5)
+        ),
+    ),
     OPTION + "attention_mask": Case(
         "always",
         ("attention_mask",),

@@ -15,13 +15,15 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint.step import Saver
 from llama_stack_provider_trl.recipes.distributed import ranks
 from llama_stack_provider_trl.recipes.distributed.peers import backend_of
-from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask
+from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask, set_attention
 from llama_stack_provider_trl.recipes.model.fsdp import mixed_precision
 from llama_stack_provider_trl.recipes.trainer import callbacks
+from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
 from llama_stack_provider_trl.specs.job import JobSpec
@@ -179,3 +181,26 @@ def test_adapters_compute_the_same_without_casts_of_their_inputs() -> None:
         assert casts == {not active}
         found.append((output, *(w.grad for w in model.parameters() if w.requires_grad)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_kernel_that_is_not_installed_is_refused_and_not_fetched(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tmp_path, attn_implementation="flash_attention_2")
+    with pytest.raises(JobFailure, match="flash-attn is not installed"):
+        set_attention(spec, small_llama())
+
+
+def test_packed_sequences_give_the_same_loss_as_one_sequence(tmp_path: Path) -> None:
+    model = small_llama()
+    positions = torch.arange(6).repeat(2, 4)  # two sequences of four rows
+    ids = torch.arange(48).view(2, 24)
+    inputs = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    losses = [model(**found, use_cache=False).loss for found in (inputs, in_one_sequence(inputs))]
+    assert in_one_sequence(inputs)["input_ids"].shape == (1, 48)
+    assert torch.allclose(losses[0], losses[1], rtol=1e-6)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused_another(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    spec = job_spec(tmp_path, tmp_path, attn_implementation="sdpa")
+    with pytest.raises(JobFailure, match="cannot use it here"):
+        set_attention(spec, AutoModelForCausalLM.from_config(config))

@@ -284,6 +284,16 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
     assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
 
 
+def test_flash_kernels_are_for_gpus_in_half_precision(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match="flash kernels are for cuda, and this job trains on cpu"):
+        spec_of(sft(), settings, attn_implementation="flash_attention_2")
+    gpus = settings.model_copy(update={"devices": ("cuda:0",)})
+    assert spec_of(sft(), gpus, attn_implementation="flash_attention_2").uses_flash_kernels
+    with pytest.raises(InvalidRequest, match="dtype is fp32; send 'sdpa'"):
+        spec_of(with_training(dtype="fp32"), gpus, attn_implementation="flash_attention_3")
+    assert not spec_of(sft(), settings, attn_implementation="eager").uses_flash_kernels
+
+
 def test_activations_are_not_offloaded_where_ranks_shard_the_model(settings: Settings) -> None:
     offloading = with_training(efficiency_config={"enable_activation_offloading": True})
     gpus = {"devices": ("cuda:0", "cuda:1"), "ranks": 2, "max_ranks": 2}

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec, ModelSource
-from ..model.attention import passes_padding_mask
+from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
@@ -202,7 +202,7 @@ class _LiveMemory(TorchDispatchMode):
 def _key(spec: JobSpec) -> str:
     """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
-    relevant |= {"checkpoint_every", "activation_offloading", "attention_mask", "packed", "qat"}
+    relevant |= {"checkpoint_every", "activation_offloading", "attention_mask", "attn_implementation", "packed", "qat"}
     accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
@@ -352,6 +352,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     with ExitStack() as stack:
         with torch.device("meta"):
             model = _built(config, spec.source, spec)
+            if not spec.uses_flash_kernels:  # which hold what torch's own flash kernel holds
+                set_attention(spec, model)
             fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
@@ -359,7 +361,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                 quantize(spec, model)
             trained: Any = get_peft_model(model, adapter_config(model, spec.lora)) if spec.lora else model
             reference = _shallow_reference(spec) if _has_other_reference(spec) else None
-        stack.enter_context(traced_attention(packed=spec.packed))
+        stack.enter_context(traced_attention(packed=spec.packed and not spec.uses_flash_kernels))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()

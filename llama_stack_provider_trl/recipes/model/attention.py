@@ -1,12 +1,48 @@
-"""Whether a model needs the padding mask of a batch whose rows are padded on the right."""
+"""The implementation of attention, and whether it needs the padding mask of a batch that is padded on the right."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from ...errors import JobFailure
+from ...specs.events import Reason
 from ...specs.job import JobSpec
+
+_PACKAGES = {
+    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+}
+
+
+def set_attention(spec: JobSpec, model: PreTrainedModel) -> None:
+    """Set the implementation of attention that the job names.
+
+    Raises:
+        JobFailure: invalid_request, where it is not installed, or the model does not support it.
+    """
+    name = spec.attn_implementation
+    if name is None:
+        return
+    if name in _PACKAGES and not _PACKAGES[name][1]():
+        # transformers would fetch a kernel from a hub, which is code that the operator has not chosen.
+        problem = f"{_PACKAGES[name][0]} is not installed for this GPU in the environment that trains"
+    else:
+        try:
+            model.set_attn_implementation(name)
+            if model.config._attn_implementation == name:
+                return
+            problem = "its code has an attention of its own"
+        except (ValueError, ImportError, RuntimeError) as error:
+            problem = " ".join(str(error).split())[:300]
+    raise JobFailure(
+        Reason.invalid_request,
+        f"attn_implementation is {name!r}, and {type(model).__name__} cannot use it here: {problem}. Leave the option "
+        "out, or send 'sdpa'.",
+    )
 
 
 def passes_padding_mask(spec: JobSpec, model: torch.nn.Module) -> bool:

@@ -14,19 +14,22 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 
 
-def check_isolation(model: PreTrainedModel) -> None:
+def check_isolation(model: PreTrainedModel, sequences: int = 2) -> None:
     """Refuse a model in which the rows of a sequence see each other, or count their positions through.
 
     Runs it on two rows of a few tokens. What comes out for the second must have no gradient at all in the first (a
     masked score is exactly 0 in every dtype, however small a leak is), and must be what comes out for that row alone.
 
+    Args:
+        sequences: of a batch. Flash kernels separate rows by their positions only in a batch of one.
+
     Raises:
         JobFailure: invalid_request.
     """
     first, second = _probes(model)
-    together, embedded = _logits(model, first, second)
+    together, embedded = _logits(model, sequences, first, second)
     (gradient,) = torch.autograd.grad(together.float().sum(), embedded)
-    together, alone = together.detach(), _logits(model, second)[0].detach()
+    together, alone = together.detach(), _logits(model, sequences, second)[0].detach()
     error = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-6))
     if gradient[:, : len(first)].any() or not gradient[:, len(first) :].any():
         problem = "a row sees the one before it"
@@ -48,8 +51,8 @@ def _probes(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:12], ids[12:]
 
 
-def _logits(model: PreTrainedModel, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the last of several rows in a sequence, (2, its tokens, vocabulary), and the sequence's embeddings."""
+def _logits(model: PreTrainedModel, sequences: int, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the last of several rows in a sequence, (sequences, its tokens, vocabulary), and the embeddings."""
     embedded: list[torch.Tensor] = []
 
     def cut_off(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -60,8 +63,7 @@ def _logits(model: PreTrainedModel, *rows: torch.Tensor) -> tuple[torch.Tensor, 
     training = model.training
     hook = model.get_input_embeddings().register_forward_hook(cut_off)
     try:
-        # Two equal sequences: flash attention uses position ids only in a batch of one.
-        batch = {"input_ids": torch.cat(rows).repeat(2, 1), "position_ids": positions.repeat(2, 1)}
+        batch = {"input_ids": torch.cat(rows).repeat(sequences, 1), "position_ids": positions.repeat(sequences, 1)}
         outputs = model.eval()(**batch, use_cache=False)
     finally:
         hook.remove()

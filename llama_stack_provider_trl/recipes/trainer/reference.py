@@ -21,6 +21,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..distributed import ranks
+from ..model.attention import set_attention
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import describe, is_sharded, shard_frozen
 from ..model.loading import WeightStorage, check_length, commit_of, load_model, load_tokenizer, vocabulary_size
@@ -78,6 +79,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     """
     storage = WeightStorage.of(spec)
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
+    set_attention(spec, model)
     check_length(model, spec.max_seq_length)
     fuse_head(model, outputs=("log_probs",))
     if not is_sharded(spec):

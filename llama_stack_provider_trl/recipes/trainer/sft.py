@@ -12,6 +12,14 @@ from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 
 
+def in_one_sequence(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Packed sequences, each tensor of shape (sequences, tokens), as one of shape (1, sequences * tokens).
+
+    Position ids restart in every row, also of the next sequence, and the first token of a row has no label.
+    """
+    return {name: value.reshape(1, -1) if value.dim() == 2 else value for name, value in inputs.items()}
+
+
 class SftRecipe(RecipeTrainer, SFTTrainer):
     """Computes the token-level cross entropy over the whole (accumulated) batch: TRL's loss and numbers.
 
@@ -38,6 +46,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         # each padding token for a row.
         if self.spec.packed or not passes_padding_mask(self.spec, self.model):
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        if self.spec.packed and self.spec.uses_flash_kernels:
+            inputs = in_one_sequence(inputs)
         outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
