@@ -31,7 +31,10 @@ def test_the_expected_releases_are_accepted(libraries: SimpleNamespace) -> None:
     require_releases()
 
 
-@pytest.mark.parametrize(("library", "version"), [("trl", "1.17.0"), ("trl", "1.160.0"), ("transformers", "6.0.0")])
+@pytest.mark.parametrize(
+    ("library", "version"),
+    [("trl", "1.17.0"), ("trl", "1.160.0"), ("transformers", "6.0.0"), ("transformers", "5.17.1")],
+)
 def test_another_release_is_refused_with_the_expected_one(
     libraries: SimpleNamespace, library: str, version: str
 ) -> None:

@@ -12,12 +12,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from packaging.specifiers import SpecifierSet
+
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...system.compiler import ADVICE, missing_compiler
 
-RELEASES = {"trl": "1.16", "transformers": "5"}
-"""Library -> the beginning of the versions that the names below were verified with, as in pyproject.toml."""
+RELEASES = {"trl": "==1.16.*", "transformers": ">=5.23,<6"}
+"""Library -> the versions with the names below, as in pyproject.toml. Arguments of transformers before 5.23 lack
+activation_checkpointing."""
 OVERRIDDEN = (
     "_get_eval_sampler",
     "_get_output_dir",
@@ -48,7 +51,7 @@ def require_releases() -> None:
 
     for library, expected in RELEASES.items():
         found = {"trl": trl, "transformers": transformers}[library].__version__
-        if not f"{found}.".startswith(f"{expected}."):
+        if not SpecifierSet(expected).contains(found, prereleases=True):
             raise _mismatch(f"{library} {found} is installed, and the recipes are written for {library} {expected}")
     overridden = ((transformers.Trainer, OVERRIDDEN), (trl.DPOTrainer, OVERRIDDEN_DPO))
     for owner, names in overridden:
