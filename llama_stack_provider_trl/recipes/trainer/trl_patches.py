@@ -12,15 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from packaging.specifiers import SpecifierSet
-
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...system.compiler import ADVICE, missing_compiler
 
-RELEASES = {"trl": "==1.16.*", "transformers": ">=5.23,<6"}
-"""Library -> the versions with the names below, as in pyproject.toml. Arguments of transformers before 5.23 lack
-activation_checkpointing."""
+RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
+"""Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments of
+transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
     "_get_eval_sampler",
     "_get_output_dir",
@@ -49,14 +47,19 @@ def require_releases() -> None:
     import transformers
     import trl
 
-    for library, expected in RELEASES.items():
+    for library, (first, end) in RELEASES.items():
         found = {"trl": trl, "transformers": transformers}[library].__version__
-        if not SpecifierSet(expected).contains(found, prereleases=True):
+        if not first <= _minor(found) < end:
+            expected = f"{'.'.join(map(str, first))} and later, before {'.'.join(map(str, end))}"
             raise _mismatch(f"{library} {found} is installed, and the recipes are written for {library} {expected}")
     overridden = ((transformers.Trainer, OVERRIDDEN), (trl.DPOTrainer, OVERRIDDEN_DPO))
     for owner, names in overridden:
         if missing := [name for name in names if not hasattr(owner, name)]:
             raise _mismatch(f"{owner.__name__} has no {', '.join(missing)}, which the recipes override")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _mismatch(found: str) -> JobFailure:
