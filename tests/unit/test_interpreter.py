@@ -107,4 +107,4 @@ def test_the_probe_checks_for_what_the_extra_installs() -> None:
     extra = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {re.split(r"[<>=]", line)[0] for line in extra} == {*NEEDED}
     assert "trl>=1.16,<1.17" in extra
-    assert "transformers>=5" in extra
+    assert "transformers>=5.23,<6" in extra

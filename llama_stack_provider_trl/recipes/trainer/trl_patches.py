@@ -17,8 +17,8 @@ from ...specs.events import Reason
 from ...system.compiler import ADVICE, missing_compiler
 
 RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
-"""Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments of
-transformers 5.17 lack activation_checkpointing."""
+"""Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
+of transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
     "_get_eval_sampler",
     "_get_output_dir",
