@@ -422,6 +422,8 @@ def _auto(job: Queued, nodes: Sequence[Node]) -> str:
     # One that was tried with `auto` in its record is of an earlier release, which used the service's own kind.
     if own == "cuda" or job.device != "auto" or job.tried or demand(job.demand).home:
         return own
+    if demand(job.demand).resources.gpu_memory_gb:
+        return "cuda"
     for kind in _KINDS:
         suited = [node for node in nodes if not unsuited(job, node, kind)]
         if suited and len({node.where for node in suited}) >= _fewest(job, suited, kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from ..system.process import child_environment
 
 NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
 """Distribution -> prefix of its version, for the releases that `recipes` is written for."""
+_MINORS = {"transformers": 23}
+"""Distribution -> its first minor release within that."""
 INSTALL = f"pip install 'llama_stack_provider_trl[train]=={__version__}'"
 _OLDEST = (3, 12)
 _TIMEOUT = 60.0
@@ -76,11 +79,17 @@ def _problem(python: str) -> str | None:
             f"{python} has no {', '.join(missing)}; run there: {INSTALL}, or set train_python to an interpreter "
             "that has them (in the shipped run files, TRL_TRAIN_PYTHON)"
         )
-    others = [f"{name} {found[name]}" for name, prefix in NEEDED.items() if not found[name].startswith(prefix)]
+    others = [f"{name} {found[name]}" for name in NEEDED if not _is_fitting(name, found[name])]
     if others:
-        fitting = ", ".join(f"{name} {prefix}*" for name, prefix in NEEDED.items() if prefix)
+        since = {name: f" (5.{minor} and later)" for name, minor in _MINORS.items()}
+        fitting = ", ".join(f"{name} {prefix}*{since.get(name, '')}" for name, prefix in NEEDED.items() if prefix)
         return (
             f"{python} has {', '.join(others)}, and training needs {fitting}; set train_python to the Python of an "
             f"environment of its own, made with {INSTALL}"
         )
     return None
+
+
+def _is_fitting(name: str, version: str) -> bool:
+    minor = re.match(r"\d+\.(\d+)", version)
+    return version.startswith(NEEDED[name]) and (name not in _MINORS or int(minor[1] if minor else 0) >= _MINORS[name])

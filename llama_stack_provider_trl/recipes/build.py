@@ -21,7 +21,16 @@ from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
 from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights
-from .model.loading import WeightStorage, adapter_config, check_length, load_model, load_tokenizer, quantize
+from .model.loading import (
+    DTYPES,
+    WeightStorage,
+    adapter_config,
+    check_length,
+    load_model,
+    load_tokenizer,
+    quantize,
+    shallow_model,
+)
 from .model.packing_check import check_isolation
 from .preflight import before_training
 from .trainer.arguments import dpo_arguments, sft_arguments
@@ -80,7 +89,7 @@ class BuiltTrainer:
     def passes_mask(self) -> bool:
         """Whether the model gets an attention mask."""
         spec = self.trainer.spec
-        return not spec.packed and passes_padding_mask(spec, self.policy.model)
+        return not spec.packed and passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
 
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""
@@ -171,8 +180,13 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     model = load_model(spec.source, storage, device)
     set_attention(spec, model)
     check_length(model, spec.max_seq_length)
-    if spec.packed:
-        check_isolation(model, 1 if spec.uses_flash_kernels else 2)
+    if spec.packed and spec.uses_flash_kernels:
+        # These kernels compute on GPUs in half precision. The model may be in CPU memory, and in fp32.
+        shallow = shallow_model(spec.source, DTYPES[spec.dtype], device)
+        set_attention(spec, shallow)
+        check_isolation(shallow, sequences=1)
+    elif spec.packed:
+        check_isolation(model)
     quantization = quantize(spec, model)
     adapters = adapter_config(model, spec.lora) if spec.lora else None
     return Policy(model, quantization, adapters, DeferredWeights(model, storage.dtype) if storage.is_deferred else None)

@@ -38,7 +38,7 @@ def resolve_training(
         "dtype": resolve_dtype(training, device, hint),
         **resolve_activations(training, settings, device, hint),
         "attention_mask": options.attention_mask,
-        "attn_implementation": resolve_attention(training, options, device),
+        "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
         "seed": options.seed,
@@ -76,11 +76,14 @@ def resolve_activations(
     }
 
 
-def resolve_attention(training: TrainingConfig, options: ProviderOptions, device: str) -> str | None:
+def resolve_attention(
+    training: TrainingConfig, options: ProviderOptions, device: str, other_device: str = ""
+) -> str | None:
     name = options.attn_implementation
     if name is not None and name.startswith("flash"):
         if not device.startswith("cuda"):
             hint = f"flash kernels are for cuda, and this job trains on {device}; send 'sdpa', or leave it out"
+            hint += other_device
             raise InvalidRequest("provider_options.attn_implementation", name, hint)
         if training.dtype in ("fp32", "float32"):
             hint = "flash kernels compute in bf16 or fp16, and training_config.dtype is fp32; send 'sdpa'"

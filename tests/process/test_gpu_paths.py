@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,17 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes import session
+from llama_stack_provider_trl.recipes import build, session
 from llama_stack_provider_trl.recipes.checkpoint.step import Saver
 from llama_stack_provider_trl.recipes.distributed import ranks
 from llama_stack_provider_trl.recipes.distributed.peers import backend_of
 from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask, set_attention
-from llama_stack_provider_trl.recipes.model.fsdp import mixed_precision
+from llama_stack_provider_trl.recipes.model.fsdp import fsdp_arguments, mixed_precision
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
-from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keep_allocator_cache
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
 from tests.process.test_export import ARCHITECTURES
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
@@ -120,8 +121,8 @@ def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp
     spec = job_spec(tmp_path, tmp_path)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]), dtype=torch.float32)
-    assert passes_padding_mask(JobSpec.model_validate(spec.model_dump(exclude={"attention_mask"})), model)
-    assert not passes_padding_mask(spec, model)
+    assert passes_padding_mask(JobSpec.model_validate(spec.model_dump(exclude={"attention_mask"})), model, "cpu")
+    assert not passes_padding_mask(spec, model, "cpu")
     ids = torch.arange(3, 27).view(2, 12)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
@@ -146,13 +147,21 @@ def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp
 )
 def test_a_model_whose_attention_is_not_known_to_be_causal_gets_the_mask(config: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
-    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model)
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model, "cpu")
+
+
+def test_grouped_queries_get_the_mask_on_gpus_in_fp32_where_torch_would_hold_all_scores(tmp_path: Path) -> None:
+    grouped, spec = small_llama(), job_spec(tmp_path, tmp_path)
+    assert passes_padding_mask(spec, grouped, "cuda")
+    assert not passes_padding_mask(spec.model_copy(update={"dtype": "bf16"}), grouped, "cuda")
+    plain = LlamaConfig(**SIZES, intermediate_size=48)
+    assert not passes_padding_mask(spec, AutoModelForCausalLM.from_config(plain), "cuda")
 
 
 def test_experts_whose_load_is_balanced_over_tokens_get_the_mask(tmp_path: Path) -> None:
     model = small_llama()
     model.config.output_router_logits = True
-    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model)
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model, "cpu")
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
@@ -184,7 +193,7 @@ def test_adapters_compute_the_same_without_casts_of_their_inputs() -> None:
 
 
 def test_a_kernel_that_is_not_installed_is_refused_and_not_fetched(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tmp_path, attn_implementation="flash_attention_2")
+    spec = job_spec(tmp_path, tmp_path, attn_implementation="flash_attention_2", dtype="bf16")
     with pytest.raises(JobFailure, match="flash-attn is not installed"):
         set_attention(spec, small_llama())
 
@@ -195,7 +204,10 @@ def test_packed_sequences_give_the_same_loss_as_one_sequence(tmp_path: Path) -> 
     ids = torch.arange(48).view(2, 24)
     inputs = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
     losses = [model(**found, use_cache=False).loss for found in (inputs, in_one_sequence(inputs))]
-    assert in_one_sequence(inputs)["input_ids"].shape == (1, 48)
+    together = in_one_sequence(inputs)
+    assert together["input_ids"].shape == (1, 48)
+    assert together["cu_seq_lens_q"].tolist() == list(range(0, 49, 6))
+    assert together["max_length_k"] == 6
     assert torch.allclose(losses[0], losses[1], rtol=1e-6)
 
 
@@ -204,3 +216,36 @@ def test_a_model_with_an_attention_of_its_own_is_refused_another(tmp_path: Path)
     spec = job_spec(tmp_path, tmp_path, attn_implementation="sdpa")
     with pytest.raises(JobFailure, match="cannot use it here"):
         set_attention(spec, AutoModelForCausalLM.from_config(config))
+
+
+def test_the_isolation_of_flash_kernels_is_checked_on_the_device_in_the_jobs_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[tuple[Any, int]] = []
+    monkeypatch.setattr(build, "set_attention", lambda *_: None)
+    monkeypatch.setattr(build, "check_isolation", lambda model, sequences=2: checked.append((model, sequences)))
+    flash = {"packed": True, "dtype": "bf16", "attn_implementation": "flash_attention_2", "lora": None}
+    state = torch.random.get_rng_state()
+    spec = job_spec(tmp_path, tiny_model(), **flash)
+    policy = build.load_policy(spec, torch.device("cpu"))
+    (model, sequences), *others = checked
+    assert (others, sequences, model.dtype, policy.model.dtype) == ([], 1, torch.bfloat16, torch.float32)
+    assert len(model.model.layers) <= 2
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_offloading_leaves_the_allocators_cache_alone() -> None:
+    emptied: list[int] = []
+    module = SimpleNamespace(empty_cache=lambda: emptied.append(1), Stream="stream")
+    trainer = SimpleNamespace(maybe_activation_offload_context=SimpleNamespace(device_module=module))
+    keep_allocator_cache(trainer)
+    device_module: Any = trainer.maybe_activation_offload_context.device_module
+    device_module.empty_cache()
+    assert (emptied, device_module.Stream) == ([], "stream")
+    keep_allocator_cache(SimpleNamespace(maybe_activation_offload_context=nullcontext()))
+
+
+def test_offloading_of_an_older_job_that_is_sharded_is_refused(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tmp_path, ranks=2, sharding=ShardingSpec(), activation_offloading=True)
+    with pytest.raises(JobFailure, match="enable_activation_offloading is true, and 2 ranks shard"):
+        fsdp_arguments(spec)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from llama_stack_provider_trl.recipes.model import loading, quantization
+from llama_stack_provider_trl.recipes.model import files, loading, quantization
 from llama_stack_provider_trl.recipes.model.deferred import DeferredWeights
 from llama_stack_provider_trl.recipes.model.files import stored_dtype
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, loading_dtype
@@ -103,7 +103,8 @@ def test_the_dtype_of_the_files_changes_no_bit(
 
 
 def dtype_of(spec: JobSpec) -> torch.dtype:
-    return loading_dtype(spec.source, WeightStorage.of(spec), load_config(spec.source))
+    stored = stored_dtype(spec.model, None, fetch=True)
+    return loading_dtype(spec.source, WeightStorage.of(spec), load_config(spec.source), stored)
 
 
 def test_a_model_that_is_sharded_is_loaded_in_the_dtype_of_its_files(models: dict[str, Path], tmp_path: Path) -> None:
@@ -127,7 +128,29 @@ def test_files_that_do_not_hold_one_dtype_are_cast_while_they_are_loaded(
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert stored_dtype(str(model), None, torch.bfloat16) is None
     (model / "pytorch_model.bin").unlink()
-    assert stored_dtype(str(model), None, torch.bfloat16) == torch.bfloat16  # not here yet: as the configuration has it
+    assert stored_dtype(str(model), None, torch.bfloat16) == torch.bfloat16  # not here yet: what the estimate expects
+
+
+def test_files_that_are_not_here_yet_are_fetched_before_their_dtype_decides(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration names bf16, the files hold fp32: weights loaded in bf16 would be rounded."""
+    cache = shutil.copytree(models["float32"], tmp_path / "cache")
+    (cache / "config.json").write_text((cache / "config.json").read_text().replace('"float32"', '"bfloat16"'))
+    hidden = cache / "model.safetensors"
+    fetched: list[str] = []
+
+    def cached_file(model: str, name: str, *, local_files_only: bool = False, **_: Any) -> str | None:
+        if name == hidden.name:
+            if local_files_only:
+                return None
+            fetched.append(name)
+        return str(cache / name) if (cache / name).exists() else None
+
+    monkeypatch.setattr(files, "cached_file", cached_file)
+    assert dtype_of(sharded(tmp_path, cache, lora=LORA, dtype="bf16")) == torch.float32
+    assert fetched
+    assert stored_dtype(str(cache), None, torch.bfloat16) == torch.bfloat16
 
 
 def test_a_model_that_keeps_weights_in_fp32_is_cast_while_it_is_loaded(

@@ -132,7 +132,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
     with memory._head_of("cpu", live, config), live:
-        memory._step(model, spec, batch)
+        memory._step(model, spec, batch, "cpu")
     return live.windows
 
 

@@ -36,6 +36,7 @@ from ..model.loading import (
     load_config,
     loading_dtype,
     quantize,
+    with_depth,
 )
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, precomputes
@@ -230,7 +231,7 @@ def trace(spec: JobSpec, batch: Batch, device: str) -> Traced:
 def attention_modules(spec: JobSpec) -> list[str]:
     """Names of the linear layers of the model's attention, such as q_proj. Raises what `trace` raises."""
     with torch.device("meta"):
-        attention, _ = linear_modules(_built(_with_depth(load_config(spec.source), 1), spec.source, spec))
+        attention, _ = linear_modules(_built(with_depth(load_config(spec.source), 1), spec.source, spec))
     return sorted({name.rpartition(".")[2] for name in attention})
 
 
@@ -241,7 +242,7 @@ def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec.source, spec):
         traced = _trace(config, spec, batch, kind)
     else:
-        one, other = (_trace(_with_depth(config, layers), spec, batch, kind) for layers in shallow)
+        one, other = (_trace(with_depth(config, layers), spec, batch, kind) for layers in shallow)
         traced = _extrapolated(one, other, depth)
     return replace(traced, reference=_sizes(spec.reference_source, spec)) if _has_other_reference(spec) else traced
 
@@ -276,7 +277,7 @@ def _files(config: Any, source: ModelSource, spec: JobSpec) -> dict[str, Any]:
     return {
         "stored_alike": configured == storage.dtype,
         "bytes_in_files": (stored or torch.float32).itemsize,
-        "is_mapped": stored is not None and stored == loading_dtype(source, storage, config),
+        "is_mapped": stored is not None and stored == loading_dtype(source, storage, config, stored),
     }
 
 
@@ -304,15 +305,6 @@ def _extrapolated(one: Traced, other: Traced, depth: int) -> Traced:
         scoring = between(one.reference_scoring, other.reference_scoring)
     same = {name: getattr(one, name) for name in ("stored_alike", "bytes_in_files", "is_mapped")}
     return Traced(**numbers, **same, windows=windows, reference_scoring=scoring)
-
-
-def _with_depth(config: Any, layers: int) -> Any:
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-    return config
 
 
 def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
@@ -394,7 +386,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         stack.enter_context(live)
         if spec.activation_offloading:
             stack.enter_context(_offloading(live))
-        _step(trained, spec, batch, reference)
+        _step(trained, spec, batch, kind, reference)
     trainable = sum(weight.numel() for weight in trained.parameters() if weight.requires_grad)
     total = sum(weight.numel() for weight in trained.parameters())
     scale = 4 / (2 if spec.dtype != "fp32" and is_sharded(spec) and not spec.lora else 4)
@@ -414,7 +406,7 @@ def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
     source = spec.reference_source
     config = load_config(source)
     is_shallow = _blocks_are_alike(config, source, spec)
-    model = _built(_with_depth(config, 2) if is_shallow else config, source, spec)
+    model = _built(with_depth(config, 2) if is_shallow else config, source, spec)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
@@ -427,7 +419,7 @@ def _trace_reference_scoring(
     for weight in weights:
         live.ignore(weight)
     with _head_of(kind, live, model.config), live:
-        _score_reference(model, spec, batch, reference)
+        _score_reference(model, spec, batch, kind, reference)
     return live.windows[0]
 
 
@@ -478,37 +470,37 @@ def _make_fake(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _step(model: Any, spec: JobSpec, batch: Batch, reference: Any = None) -> None:
+def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
-    loss = _score(model, spec, batch)
+    loss = _score(model, spec, batch, kind)
     if spec.algorithm == "dpo" and not precomputes(spec):
-        loss = loss - _score_reference(model, spec, batch, reference)
+        loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 
 
-def _inputs(model: Any, spec: JobSpec, batch: Batch) -> dict[str, torch.Tensor]:
+def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, torch.Tensor]:
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
     if spec.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
         return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
-    if not passes_padding_mask(spec, model):
+    if not passes_padding_mask(spec, model, kind):
         return {"input_ids": ids, "labels": ids.clone()}
     mask = torch.ones_like(ids)
     mask[-1, -1] = 0  # some row is padded: attention gets a mask, and grouped keys and values are repeated for it
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
-def _score(model: Any, spec: JobSpec, batch: Batch) -> torch.Tensor:
-    inputs = _inputs(model, spec, batch)
+def _score(model: Any, spec: JobSpec, batch: Batch, kind: str) -> torch.Tensor:
+    inputs = _inputs(model, spec, batch, kind)
     with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
         log_probs: torch.Tensor = model(**inputs, use_cache=False, fused_lm_head=True).log_probs
         return log_probs.sum()
 
 
-def _score_reference(model: Any, spec: JobSpec, batch: Batch, reference: Any) -> torch.Tensor:
+def _score_reference(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any) -> torch.Tensor:
     """Score a batch with the reference: another model, or the policy without a graph."""
     with torch.no_grad(), no_recomputation(model):
-        return _score(reference or model, spec, batch)
+        return _score(reference or model, spec, batch, kind)
 
 
 def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) -> dict[str, Any]:

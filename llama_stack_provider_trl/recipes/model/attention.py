@@ -27,7 +27,9 @@ def set_attention(spec: JobSpec, model: PreTrainedModel) -> None:
     name = spec.attn_implementation
     if name is None:
         return
-    if name in _PACKAGES and not _PACKAGES[name][1]():
+    if spec.uses_flash_kernels and spec.dtype == "fp32":
+        problem = "flash kernels compute in bf16 or fp16, and the job's dtype is fp32"
+    elif name in _PACKAGES and not _PACKAGES[name][1]():
         # transformers would fetch a kernel from a hub, which is code that the operator has not chosen.
         problem = f"{_PACKAGES[name][0]} is not installed for this GPU in the environment that trains"
     else:
@@ -45,14 +47,21 @@ def set_attention(spec: JobSpec, model: PreTrainedModel) -> None:
     )
 
 
-def passes_padding_mask(spec: JobSpec, model: torch.nn.Module) -> bool:
+def passes_padding_mask(spec: JobSpec, model: torch.nn.Module, kind: str) -> bool:
     """Whether the padding mask is passed to the model.
 
-    With causal attention a token sees only those before it, so padding behind a row changes none of its numbers.
+    With causal attention a token attends only to those before it, so padding behind a row changes none of its numbers.
     Without a mask, attention skips the blocks above the diagonal, does not repeat grouped keys and values, and may use
     flash kernels.
+
+    Args:
+        kind: of the device: cuda, mps or cpu.
     """
-    return spec.attention_mask == "always" or not _is_causal_throughout(model) or _balances_experts(model)
+    if spec.attention_mask == "always" or not _is_causal_throughout(model) or _balances_experts(model):
+        return True
+    # Without a mask transformers leaves grouped keys and values to torch, whose kernels for them on cuda are flash, in
+    # bf16 (on older GPUs not in fp16), and one that holds all scores.
+    return kind == "cuda" and spec.dtype != "bf16" and not spec.uses_flash_kernels and _groups_queries(model)
 
 
 def _is_causal_throughout(model: torch.nn.Module) -> bool:
@@ -61,6 +70,13 @@ def _is_causal_throughout(model: torch.nn.Module) -> bool:
     attention = [module for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     known = all(module.is_causal and type(module).__module__.startswith("transformers.") for module in attention)
     return known and len(attention) == config.get_text_config().num_hidden_layers
+
+
+def _groups_queries(model: torch.nn.Module) -> bool:
+    """Whether several heads of queries share keys and values."""
+    text: Any = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    return getattr(text, "num_key_value_heads", None) not in (None, heads)
 
 
 def _balances_experts(model: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ with `..`, or an absolute one, reads a file elsewhere, whose content the exporte
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,11 +30,14 @@ _INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
 """Of buffers, such as position ids. U8 is not among them: packed weights have it."""
 
 
-def stored_dtype(model: str, revision: str | None, expected: torch.dtype | None) -> torch.dtype | None:
+def stored_dtype(
+    model: str, revision: str | None, expected: torch.dtype | None = None, *, fetch: bool = False
+) -> torch.dtype | None:
     """The dtype of a model's weights in its safetensors files; None where they have several, or another kind of file.
 
     Args:
-        expected: what is returned where no files of weights are here; none is downloaded.
+        expected: what is returned where files of weights are not here.
+        fetch: download them first, as loading does.
 
     Raises:
         JobFailure: as `check_weights_index`.
@@ -41,14 +45,15 @@ def stored_dtype(model: str, revision: str | None, expected: torch.dtype | None)
     check_weights_index(model, revision)
     if _named_in_config(model, revision):
         return None
-    if _found(model, SAFE_WEIGHTS_NAME, revision, local_only=True):
+    found = partial(_found, model, revision=revision, local_only=not fetch)
+    if found(SAFE_WEIGHTS_NAME):
         names = {SAFE_WEIGHTS_NAME}
-    elif index := _found(model, SAFE_WEIGHTS_INDEX_NAME, revision, local_only=True):
+    elif index := found(SAFE_WEIGHTS_INDEX_NAME):
         names = _names(model, index)
     else:
         others = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
         return None if any(_found(model, name, revision, local_only=True) for name in others) else expected
-    return _common_dtype([_found(model, str(name), revision, local_only=True) for name in sorted(names)], expected)
+    return _common_dtype([found(str(name)) for name in sorted(names)], expected)
 
 
 def _common_dtype(files: list[Path | None], expected: torch.dtype | None) -> torch.dtype | None:

@@ -53,10 +53,17 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     """Trainer's arguments for sharding; none where nothing is sharded.
 
     Raises:
-        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded.
+        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded;
+            for offloaded activations, in jobs of releases that did not refuse them.
     """
     if not is_sharded(spec) or spec.sharding is None:
         return {}
+    if spec.activation_offloading:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"enable_activation_offloading is true, and {spec.ranks} ranks shard the model: it would move gathered "
+            "weights to the CPU too. Submit the job again with enable_activation_checkpointing instead.",
+        )
     config = {
         "version": 2,
         "reshard_after_forward": spec.sharding.strategy != "SHARD_GRAD_OP",

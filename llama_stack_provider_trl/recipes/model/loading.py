@@ -139,9 +139,11 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     try:
         config = AutoConfig.from_pretrained(source.model, **source_arguments(source))
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
+        # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
+        stored = stored_dtype(source.model, source.revision, fetch=True) if storage.is_deferred else None
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source.model,
-            dtype=loading_dtype(source, storage, config),
+            dtype=loading_dtype(source, storage, config, stored),
             output_loading_info=True,
             **placing,
             **source_arguments(source),
@@ -160,16 +162,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
 
 
-def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any) -> torch.dtype:
+def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stored: torch.dtype | None) -> torch.dtype:
     """The dtype to load a model in: for deferred weights that of the files, where that changes no number later.
 
-    Raises:
-        JobFailure: as `check_weights_index`.
+    Args:
+        stored: as `stored_dtype` returns it.
     """
-    if not storage.is_deferred:
-        return storage.dtype
-    stored = stored_dtype(source.model, source.revision, getattr(config, "dtype", None) or torch.float32)
-    if stored is None or stored == storage.dtype:
+    if not storage.is_deferred or stored is None or stored == storage.dtype:
         return storage.dtype
     as_stored, as_used = (_outline(source, config, dtype) for dtype in (stored, storage.dtype))
     keeps_some = any(getattr(as_used, f"_keep_in_fp32_modules{ending}", None) for ending in ("", "_strict"))
@@ -185,6 +184,28 @@ def _outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrained
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, trust_remote_code=source.trust_remote_code
+        )
+
+
+def with_depth(config: Any, layers: int) -> Any:
+    """A copy of a configuration with another number of blocks."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def shallow_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The first two blocks of the model's architecture, with random weights; uses up no random numbers of the job.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    with torch.random.fork_rng(), torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            with_depth(load_config(source), 2), dtype=dtype, trust_remote_code=source.trust_remote_code
         )
 
 

@@ -30,7 +30,7 @@ from ..model.deferred import DeferredWeights
 from ..model.fsdp import is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
-from .trl_patches import fuse_head
+from .trl_patches import fuse_head, keep_allocator_cache
 
 _STATE = "recipe_state.json"
 """In a step checkpoint: the position in the data, and other state that Trainer's own files lack. `row`: rows of the
@@ -75,6 +75,7 @@ class RecipeTrainer(Trainer):
         with sharding_on_any_device():
             super().__init__(**arguments)
         ranks.extend_timeouts()
+        keep_allocator_cache(self)
         if spec.lora and spec.lora.quantize_base:
             keep_adapters_in_fp32(self.model)
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer

@@ -178,7 +178,8 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
     def _arguments(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Arguments of a forward of `model` that scores the completions of a collated batch."""
-        mask = {"attention_mask": inputs["attention_mask"]} if passes_padding_mask(self.spec, model) else {}
+        passes = passes_padding_mask(self.spec, model, self.args.device.type)
+        mask = {"attention_mask": inputs["attention_mask"]} if passes else {}
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         return {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False, "fused_lm_head": True, **mask}
 

@@ -163,6 +163,9 @@ class Precomputation:
             quantization=str(getattr(policy.config, "quantization_config", None)),
             attention=policy.config._attn_implementation,
             device=self._trainer.args.device.type,
+            # Where bf16 rounds depends on these; entries of earlier releases have none of them.
+            precision="mixed_precision" if is_sharded(self._spec) else "autocast",
+            attention_mask=self._spec.attention_mask,
         )
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:

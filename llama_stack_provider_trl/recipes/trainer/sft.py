@@ -12,12 +12,19 @@ from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 
 
-def in_one_sequence(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def in_one_sequence(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Packed sequences, each tensor of shape (sequences, tokens), as one of shape (1, sequences * tokens).
 
-    Position ids restart in every row, also of the next sequence, and the first token of a row has no label.
+    Position ids restart in every row, also of the next sequence, and the first token of a row has no label. Flash
+    kernels get the boundaries of rows; otherwise transformers finds them in each block, and waits for the GPU there.
     """
-    return {name: value.reshape(1, -1) if value.dim() == 2 else value for name, value in inputs.items()}
+    flat = {name: value.reshape(1, -1) if value.dim() == 2 else value for name, value in inputs.items()}
+    positions = flat["position_ids"][0]
+    starts = (positions == 0).nonzero().flatten()
+    boundaries = torch.cat([starts, starts.new_tensor([len(positions)])]).int()
+    longest = int(boundaries.diff().max())
+    lengths = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    return {**flat, **lengths, "max_length_q": longest, "max_length_k": longest}
 
 
 class SftRecipe(RecipeTrainer, SFTTrainer):
@@ -44,7 +51,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         mask = inputs["attention_mask"]
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
         # each padding token for a row.
-        if self.spec.packed or not passes_padding_mask(self.spec, self.model):
+        if self.spec.packed or not passes_padding_mask(self.spec, self.model, self.args.device.type):
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         if self.spec.packed and self.spec.uses_flash_kernels:
             inputs = in_one_sequence(inputs)

@@ -7,6 +7,7 @@ checks the installed releases first (`require_releases`), and other modules take
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -59,7 +60,7 @@ def require_releases() -> None:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _mismatch(found: str) -> JobFailure:
@@ -110,6 +111,27 @@ def fuse_head(model: Any, outputs: tuple[str, ...]) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(model, outputs=outputs)
+
+
+def keep_allocator_cache(trainer: Any) -> None:
+    """Have activation offloading leave the GPU allocator's cache alone. TRL empties it at each micro step where
+    bitsandbytes is imported, as under QLoRA."""
+    offloading = getattr(trainer, "maybe_activation_offload_context", None)
+    if offloading is not None and hasattr(offloading, "device_module"):
+        offloading.device_module = _WithCache(offloading.device_module)
+
+
+class _WithCache:
+    """A module such as torch.cuda whose `empty_cache` does nothing."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def empty_cache(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def without_adapter(model: Any) -> AbstractContextManager[Any]:
