@@ -69,6 +69,11 @@ def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  
             {"ours": __version__, **GOOD, "transformers": "4.57.6"},
             "has transformers 4.57.6, and training needs",
         ),
+        (
+            (3, 12),
+            {"ours": __version__, **GOOD, "transformers": "5.17.1"},
+            "has transformers 5.17.1, and training needs",
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(python, version, found, message) -> None:  # type: ignore[no-untyped-def]

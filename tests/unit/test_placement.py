@@ -258,6 +258,12 @@ def test_auto_on_a_service_without_gpus_means_the_gpus_of_the_nodes() -> None:
     assert why_waits(wants(), {}, silent) == "waiting for a node; b is silent since 12:00:00 UTC"
 
 
+def test_a_job_that_needs_gpu_memory_waits_for_such_a_gpu_and_does_not_move_to_a_cpu() -> None:
+    nodes = [HEAD, node("b", *GPUS, memory=dict.fromkeys(GPUS, 24 * GIB))]
+    assert place([wants(gpu_memory_gb=80)], nodes, []) == {}
+    assert place([wants(gpu_memory_gb=24)], nodes, []) == {"job-1": ("b/cuda:0",)}
+
+
 def test_all_nodes_of_a_job_on_auto_have_one_kind_of_device() -> None:
     mixed = [HEAD, node("b", *GPUS), node("c")]
     assert place([wants(nodes=2)], mixed, []) == {"job-1": ("cpu", "c/cpu")}, "one machine with GPUs is too few"
