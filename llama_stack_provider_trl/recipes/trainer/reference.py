@@ -163,9 +163,8 @@ class Precomputation:
             quantization=str(getattr(policy.config, "quantization_config", None)),
             attention=policy.config._attn_implementation,
             device=self._trainer.args.device.type,
-            # Where bf16 rounds depends on these; entries of earlier releases have none of them.
-            precision="mixed_precision" if is_sharded(self._spec) else "autocast",
-            attention_mask=self._spec.attention_mask,
+            # Where bf16 rounds depends on it; entries of earlier releases have none.
+            precision="units" if is_sharded(self._spec) and self._spec.dtype != "fp32" else "autocast",
         )
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
