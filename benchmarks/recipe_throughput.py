@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from machine import REPOSITORY, command, machine, print_header, spread
 from training_inputs import data_file, prepare_inputs
-from training_variants import AGAIN, BARE, OURS, STOCK, WARMUP_STEPS, Result, measure
+from training_variants import AGAIN, BARE, CAREFUL, OURS, STOCK, WARMUP_STEPS, Result, measure
 
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import Algorithm
@@ -79,6 +79,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--full-rows", action="store_true", help="every row is as long as --max-length")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned", help="glibc malloc's settings")
     parser.add_argument("--control", action="store_true", help="measure stock TRL twice: its ratio to itself is noise")
+    parser.add_argument(
+        "--careful", action="store_true", help="measure ours with the padding mask and the LoRA input casts too"
+    )
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters; no bare loop then")
     parser.add_argument("--seed", type=int, default=0, help="decides the order within rounds and the bootstrap")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
@@ -166,7 +170,8 @@ def _run_and_exit(work: Callable[[Path], None], result: Path, log: Path) -> NoRe
 
 def measure_rounds(folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> list[Result]:
     """Each round: every variant once, in an order drawn for this round."""
-    variants = [STOCK, OURS, BARE, *([AGAIN] if options.control else [])]
+    optional = {BARE: not options.lora, AGAIN: options.control, CAREFUL: options.careful}
+    variants = [STOCK, OURS, *(name for name, is_requested in optional.items() if is_requested)]
     runs = []
     for number in range(options.rounds):
         order = random.Random(f"{options.seed}-{number}").sample(variants, len(variants))
@@ -240,7 +245,7 @@ def print_summary(algorithm: Algorithm, runs: list[Result], summary: dict[str, A
     rounds = 1 + max(run["round"] for run in runs)
     print(f"\n{algorithm.upper()}: medians of {rounds} rounds, {runs[0]['steps']} steps, {runs[0]['tokens']} tokens")
     print(f"{'':13}{'cpu s':>8}{'wall s':>8}{'tokens/s':>10}{'per cpu s':>11}{'faults':>9}{'peak MB':>9}")
-    for variant in (STOCK, OURS, BARE, AGAIN):
+    for variant in (STOCK, OURS, CAREFUL, BARE, AGAIN):
         if row := summary.get(variant):
             print(
                 f"{variant:13}{row['cpu_s']:8.2f}{row['wall_s']:8.2f}{row['steady_tokens_per_s']:10.0f}"
@@ -254,7 +259,7 @@ def print_summary(algorithm: Algorithm, runs: list[Result], summary: dict[str, A
         "steady_cpu_s": f"cpu, after {WARMUP_STEPS} steps",
         "steady_wall_s": f"wall, after {WARMUP_STEPS} steps",
     }
-    for variant in (OURS, BARE, AGAIN):
+    for variant in (OURS, CAREFUL, BARE, AGAIN):
         for figure, title in titles.items() if variant in summary else ():
             row = summary[variant]["speed_against_stock"][figure]
             print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -20,7 +21,9 @@ from training_inputs import model_of, read_rows
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import Algorithm
 
-STOCK, OURS, BARE, AGAIN = "stock TRL", "our recipe", "bare loop", "stock again"
+STOCK, OURS, BARE, AGAIN, CAREFUL = "stock TRL", "our recipe", "bare loop", "stock again", "ours, plain"
+"""`CAREFUL` is our recipe without two of its defaults: it passes the mask of right-padded batches, and LoRA layers cast
+their inputs to fp32, both as stock TRL does."""
 WARMUP_STEPS = 2
 """Steps left out of the `steady` figures: they pay for first touches of memory and for kernels being set up."""
 
@@ -70,8 +73,8 @@ def measure(variant: str, folder: Path, algorithm: Algorithm, options: argparse.
         run_bare(folder, algorithm, options, out)
         return
     time_training(out)
-    if variant == OURS:
-        run_ours(folder, algorithm, options, out.parent)
+    if variant in (OURS, CAREFUL):
+        run_ours(folder, algorithm, options, out.parent, careful=variant == CAREFUL)
     else:
         run_stock(folder, algorithm, options, out.parent)
     raise RuntimeError("train() was never called")
@@ -118,13 +121,15 @@ def report_run(out: Path, clock: Clock, batches: Iterable[dict[str, Any]], losse
     out.write_text(json.dumps(result | {"losses": losses, "batches": digest.hexdigest()}))
 
 
-def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
+def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path, *, careful: bool) -> None:
     """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one device."""
-    from llama_stack_provider_trl.recipes.session import train_attempt
+    from llama_stack_provider_trl.recipes import session
     from llama_stack_provider_trl.specs.events import EventWriter
-    from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, OptimizerSpec
+    from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
     from llama_stack_provider_trl.system.files import RunDir, put_rows
 
+    if careful:
+        session._without_casts = lambda run: contextlib.nullcontext()
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     spec = JobSpec(
         job_uuid="benchmark",
@@ -140,18 +145,26 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
         dtype=options.dtype,
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
         dpo=DpoSpec() if algorithm == "dpo" else None,
+        lora=LoraSpec(**lora_fields(options)) if options.lora else None,
+        attention_mask="always" if careful else "auto",
         logging_steps=options.logging_steps,
         device=options.device,
         num_threads=options.threads,
     )
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir)
-    train_attempt(attempt, EventWriter(RunDir(run_dir).events))
+    session.train_attempt(attempt, EventWriter(RunDir(run_dir).events))
+
+
+def lora_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """For our LoraSpec and, under PEFT's names, for stock TRL."""
+    return {"rank": options.lora, "alpha": 2 * options.lora, "target_modules": ("q_proj", "v_proj")}
 
 
 def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
     """TRL as its documentation calls it, with what would change the work set as on our side."""
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -176,12 +189,17 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
         "report_to": "none",
         "disable_tqdm": True,
     }
+    lora = lora_fields(options)
+    adapter = LoraConfig(
+        r=lora["rank"], lora_alpha=lora["alpha"], target_modules=list(lora["target_modules"]), task_type="CAUSAL_LM"
+    )
     trainer_class, config_class = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[algorithm]
     trainer = trainer_class(
         model=model,
         args=config_class(**common),
         train_dataset=Dataset.from_list(read_rows(folder)),
         processing_class=AutoTokenizer.from_pretrained(model_of(folder)),
+        peft_config=adapter if options.lora else None,
     )
     trainer.train()
 
