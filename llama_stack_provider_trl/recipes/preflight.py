@@ -16,7 +16,6 @@ from datasets import Dataset
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
-from ..specs.memory import MemoryEstimate
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.lengths import row_lengths
@@ -25,7 +24,8 @@ from .data.prepare import DataReport, prepare
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .memory.estimate import disk_bytes, estimate
-from .memory.proposals import MARGIN, Proposal, fits, nearest
+from .memory.messages import gib, misfit
+from .memory.proposals import fits, nearest
 from .memory.trace import Batch, trace
 from .model.fsdp import ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
@@ -123,10 +123,8 @@ def check(
     if not verdict["fits"]:
         found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks, machine_limit=machine_limit)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
-        if fits(memory, limit):  # so it is the CPU memory that is not enough
-            verdict["message"] = _machine_message(spec, memory, machine_limit or 0, found)
-        else:
-            verdict["message"] = _misfit_message(memory, limit, verdict["device"], found)
+        model = trace(spec, batch, device)  # of the estimate
+        verdict["message"] = misfit(spec, model, memory, device, limit, machine_limit, found)
     return verdict
 
 
@@ -169,8 +167,8 @@ def before_training(
     elif device.type == "cpu" and writer and verdict["estimate_bytes"] * spec.ranks > available_memory():
         writer.write(
             Warned(
-                message=f"the job takes about {_gib(verdict['estimate_bytes'] * spec.ranks)} and other programs leave "
-                f"{_gib(available_memory())} of this machine's memory: it may be killed while they run"
+                message=f"the job takes about {gib(verdict['estimate_bytes'] * spec.ranks)} and other programs leave "
+                f"{gib(available_memory())} of this machine's memory: it may be killed while they run"
             )
         )
     return verdict
@@ -256,8 +254,8 @@ def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str,
     free = free_bytes(spec.checkpoint_dir) if request.free_bytes is None else request.free_bytes
     enough = needed + spec.min_free_bytes <= free
     message = (
-        f"The job writes about {_gib(needed)} below {spec.checkpoint_dir}, where {_gib(free)} are free and "
-        f"{_gib(spec.min_free_bytes)} must stay free: free some, or keep fewer checkpoints (provider option keep_last)."
+        f"The job writes about {gib(needed)} below {spec.checkpoint_dir}, where {gib(free)} are free and "
+        f"{gib(spec.min_free_bytes)} must stay free: free some, or keep fewer checkpoints (provider option keep_last)."
     )
     return {
         "fits": enough,
@@ -267,46 +265,6 @@ def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str,
         **{f"{name}_bytes": size for name, size in sizes.items()},
         "message": "" if enough else message,
     }
-
-
-def _misfit_message(memory: MemoryEstimate, limit: int, device: str, found: Proposal | None) -> str:
-    parts = {name: value for name, value in memory.parts.items() if value >= memory.total // 50}
-    largest = ", ".join(f"{name} {_gib(value)}" for name, value in sorted(parts.items(), key=lambda part: -part[1]))
-    text = (
-        f"the job needs about {_gib(memory.total)} per {'process' if device == 'cpu' else 'GPU'} ({largest}), "
-        f"which with a margin of {round(100 * MARGIN) - 100} % does not fit in {_gib(limit)}."
-    )
-    if found is None:
-        return f"{text} No setting makes it fit: use a smaller model, or more or larger devices."
-    return f"{text} The nearest that fits takes {_gib(found.memory.total)}: {_changes(found)}."
-
-
-def _machine_message(spec: JobSpec, memory: MemoryEstimate, machine_limit: int, found: Proposal | None) -> str:
-    here = ranks_per_machine(spec)
-    parts = {
-        "checkpoints, offloaded parts and activations": memory.host * here,
-        "copies while loading": memory.host_loading * here,
-    }
-    largest = ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value >= memory.machine // 50)
-    text = (
-        f"the job needs about {_gib(memory.machine)} of CPU memory on each machine, for {here} of its ranks"
-        f"{f' ({largest})' if largest else ''}, which with a margin of {round(100 * MARGIN) - 100} % does not fit in "
-        f"{_gib(machine_limit)}."
-    )
-    if memory.host_loading > memory.host:
-        text += (
-            " Weights are copied while they are loaded where their files are no safetensors files of one dtype, under "
-            "quantize_base and use_dora, and of mixtures of experts."
-        )
-    if spec.sharding and spec.sharding.cpu_offload and memory.host >= memory.host_loading:
-        text += " Set fsdp_cpu_offload to false."
-    if found is not None:
-        return f"{text} The nearest that fits takes {_gib(found.memory.machine)} there: {_changes(found)}."
-    return f"{text} Use machines with more memory, or fewer ranks on each."
-
-
-def _changes(found: Proposal) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in found.changes.items())
 
 
 def _warn_not_estimated(error: Exception, writer: EventWriter | None) -> None:
@@ -324,7 +282,3 @@ def _device_memory(device: str) -> int:
 
 def _baseline(device: str) -> int:
     return resident_memory() if device == "cpu" else 0
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size < 10 << 30 else f"{size / 2**30:.1f} GiB"

@@ -29,6 +29,8 @@ class MemoryEstimate:
     host: int = field(default=0, metadata={"beside": True})
     """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
     offloaded parts."""
+    host_offloaded: int = field(default=0, metadata={"beside": True})
+    """Of `host`: offloaded activations and parts."""
     host_loading: int = field(default=0, metadata={"beside": True})
     """CPU memory of such a rank while it loads the model: copies of weights that are not mapped."""
     page_cache: int = field(default=0, metadata={"beside": True})

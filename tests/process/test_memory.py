@@ -14,6 +14,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, estimate
@@ -297,12 +298,73 @@ def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None
     assert found["host_loading_bytes"] == 0
 
 
-def test_a_recipe_is_refused_where_the_cpu_memory_of_the_machine_is_too_small(tmp_path: Path) -> None:
-    spec, limit, _ = recipe("7b-2x24g", tmp_path)
-    found = check(spec, Batch(spec.batch_size, 128), "cuda", limit, machine_limit=GIB)
-    assert not found["fits"]
-    assert "of CPU memory on each machine, for 2 of its ranks" in found["message"]
-    assert "does not fit in 1.00 GiB. Use machines with more memory, or fewer ranks on each." in found["message"]
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "nearest", lambda *_, **__: None)  # which would trace many more jobs
+    spec, _, ranks = recipe(name, tmp_path)
+    batch = Batch(1, 64)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "config.json").write_bytes((Path(spec.model) / "config.json").read_bytes())
+    (tmp_path / "bin" / "pytorch_model.bin").touch()
+    assert spec.lora is not None
+    assert spec.sharding is not None
+
+    def refused(expected: str, **changes: Any) -> str:
+        """The message on the largest machines that are too small."""
+        changed = spec.model_copy(update=changes)
+        needed = estimate(changed, batch, "cuda").machine * proposals.MARGIN
+        assert check(changed, batch, "cuda", 1 << 60, machine_limit=int(needed) + 1)["fits"]
+        found = check(changed, batch, "cuda", 1 << 60, machine_limit=int(needed) - 1)
+        assert not found["fits"]
+        message: str = found["message"]
+        assert f"of CPU memory on each machine, for {ranks} of its ranks while they {expected} (" in message
+        assert message.endswith("Use machines with more memory, or fewer ranks on each.")
+        return message
+
+    message = refused("train")
+    assert ", copies for checkpoints" in message
+    assert "offloaded" not in message
+    message = refused("train", sharding=spec.sharding.model_copy(update={"cpu_offload": True}))
+    assert "(offloaded from the GPUs" in message
+    assert "Set fsdp_cpu_offload to false." in message
+    message = refused("load", model=str(tmp_path / "bin"))
+    assert "(copies of weights" in message
+    assert "their files are no safetensors files of one dtype" in message
+    message = refused("load", lora=spec.lora.model_copy(update={"quantize_base": True, "use_dora": True}))
+    assert "(copies of weights" in message
+    assert "Under quantize_base each rank holds the whole base in 4 bits" in message
+
+
+def test_what_checkpoints_are_written_from_is_the_cause_where_every_weight_is_trained(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8, hidden_size=1024, intermediate_size=4096), batch_size=1)
+    limit = int(estimate(spec, Batch(1, 16), "cuda").machine * proposals.MARGIN) - 1
+    message = check(spec, Batch(1, 16), "cuda", 1 << 60, machine_limit=limit)["message"]
+    assert "Checkpoints are written from a copy of the trained weights and their optimizer state" in message
+    assert "of CPU memory on each machine: algorithm_config={'type': 'LoRA'" in message
+    both = check(spec, Batch(1, 16), "cuda", 1, machine_limit=limit)["message"]
+    assert "per GPU" in both
+    assert "of CPU memory on each machine, for 1 of its ranks" in both
+
+
+def test_each_reason_for_copies_while_loading_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "nearest", lambda *_, **__: None)
+    model, batch = stored_as(tmp_path, shaped(tmp_path / "model", 4), "bf16", "bfloat16"), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=2, sharding=ShardingSpec(), lora=LORA)
+    mixture(tmp_path / "experts")
+    attention_only = LORA.model_copy(update={"mlp": False})
+
+    def why(**changes: Any) -> str:
+        found = check(spec.model_copy(update=changes), batch, "cuda", 1 << 60, machine_limit=1)
+        message: str = found["message"]
+        return message
+
+    assert "Under use_dora each rank copies all weights" in why(lora=LORA.model_copy(update={"use_dora": True}))
+    assert "Without sharding each rank copies all weights" in why(sharding=NO_SHARD)
+    assert "Loading copies the experts of the model" in why(
+        model=str(tmp_path / "experts"), lora=attention_only, sharding=NO_SHARD
+    )
 
 
 def stored_as(root: Path, model: Path, name: str, dtype: str) -> Path:

@@ -59,13 +59,14 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
-    host, host_loading = max(memory.host for memory in moments), placed.host_loading
-    rank = used + overhead + loading if kind == "cpu" else max(host, host_loading) + _HOST_PROCESS
+    most_host, host_loading = max(moments, key=lambda memory: memory.host), placed.host_loading
+    rank = used + overhead + loading if kind == "cpu" else max(most_host.host, host_loading) + _HOST_PROCESS
     return replace(
         peak,
         overhead=overhead,
         loading=loading,
-        host=host,
+        host=most_host.host,
+        host_offloaded=most_host.host_offloaded,
         host_loading=host_loading,
         page_cache=placed.page_cache,
         machine=rank * ranks_per_machine(spec),
@@ -185,6 +186,7 @@ class _Placed:
             overhead=0,
             checkpoint_copy=copied if self.on_cpu else 0,
             host=0 if self.on_cpu else copied + int(window.host) + at_rest,
+            host_offloaded=0 if self.on_cpu else int(window.host) + at_rest,
         )
 
     def reference_scoring(self, window: Window) -> MemoryEstimate:

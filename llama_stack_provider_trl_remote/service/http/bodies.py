@@ -119,6 +119,8 @@ class MemoryVerdict(BaseModel):
     loading_bytes: int
     host_bytes: int
     """Of CPU memory, for each device; not in the estimate."""
+    host_offloaded_bytes: int
+    """Of host: offloaded activations and parts; the rest is the copy for checkpoints."""
     host_loading_bytes: int
     """The same while the model is loaded: copies of weights that are not mapped."""
     page_cache_bytes: int
