@@ -25,7 +25,7 @@ from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
-from .memory.proposals import fits, nearest
+from .memory.proposals import Capacity, nearest
 from .memory.trace import Batch, trace
 from .model.fsdp import ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
@@ -93,38 +93,25 @@ def device_limit(device: torch.device, ranks: int) -> int:
     return machine_memory() // ranks
 
 
-def check(
-    spec: JobSpec,
-    batch: Batch,
-    device: str,
-    limit: int,
-    *,
-    baseline: int = 0,
-    max_ranks: int | None = None,
-    machine_limit: int | None = None,
-) -> dict[str, Any]:
-    """Compare the estimated memory with `limit`; where it does not fit, the result has the nearest job that does.
-
-    Args:
-        machine_limit: bytes of CPU memory of each machine that trains; None: unknown, and not compared.
-    """
-    memory = estimate(spec, batch, device, baseline)
+def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[str, Any]:
+    """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not."""
+    memory = estimate(spec, batch, device, capacity.baseline)
     verdict: dict[str, Any] = {
-        "fits": fits(memory, limit, machine_limit),
+        "fits": capacity.holds(memory),
         "device": device.partition(":")[0],
         "devices": spec.ranks,
         "estimate_bytes": memory.total,
-        "limit_bytes": limit,
+        "limit_bytes": capacity.device,
         "largest_batch": asdict(batch),
         **memory.shown(),
         "ranks_per_machine": ranks_per_machine(spec),
-        "machine_limit_bytes": machine_limit,
+        "machine_limit_bytes": capacity.machine,
     }
     if not verdict["fits"]:
-        found = nearest(spec, batch, device, limit, baseline=baseline, max_ranks=max_ranks, machine_limit=machine_limit)
+        found = nearest(spec, batch, device, capacity)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
         model = trace(spec, batch, device)  # of the estimate
-        verdict["message"] = misfit(spec, model, memory, device, limit, machine_limit, found)
+        verdict["message"] = misfit(spec, model, memory, device, capacity, found)
     return verdict
 
 
@@ -150,10 +137,8 @@ def before_training(
     batch = plan_steps(spec, row_lengths(dataset), batch_plan).batch
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
-        limit = device_limit(device, here)
-        verdict = check(
-            spec, batch, device.type, limit, baseline=_baseline(device.type), machine_limit=machine_memory()
-        )
+        capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
+        verdict = check(spec, batch, device.type, capacity)
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may still be trained
@@ -198,16 +183,13 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec.source))
     lengths = row_lengths(dataset)
     planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
-    limit = request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks
-    memory = check(
-        spec,
-        planned.batch,
-        request.device,
-        limit,
-        baseline=_baseline(request.device),
+    capacity = Capacity(
+        device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
+        machine=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),
         max_ranks=request.max_ranks,
-        machine_limit=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),
+        baseline=_baseline(request.device),
     )
+    memory = check(spec, planned.batch, request.device, capacity)
     disk = _disk(spec, planned, request)
     writer.write(
         Preflighted(

@@ -18,7 +18,7 @@ from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, estimate
-from llama_stack_provider_trl.recipes.memory.proposals import nearest
+from llama_stack_provider_trl.recipes.memory.proposals import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import check
@@ -291,7 +291,7 @@ def depth(shape: dict[str, int]) -> dict[str, int]:
 def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None:
     spec, limit, max_ranks = recipe(name, tmp_path)
     batch = Batch(spec.batch_size, spec.max_seq_length)
-    found = check(spec, batch, "cuda", limit, max_ranks=max_ranks, machine_limit=32 * GIB)
+    found = check(spec, batch, "cuda", Capacity(limit, 32 * GIB, max_ranks))
     assert found["fits"], found["message"]
     assert found["devices"] == found["ranks_per_machine"] == max_ranks
     assert 0 < found["machine_bytes"] < 32 * GIB == found["machine_limit_bytes"]
@@ -315,8 +315,8 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
         """The message on the largest machines that are too small."""
         changed = spec.model_copy(update=changes)
         needed = estimate(changed, batch, "cuda").machine * proposals.MARGIN
-        assert check(changed, batch, "cuda", 1 << 60, machine_limit=int(needed) + 1)["fits"]
-        found = check(changed, batch, "cuda", 1 << 60, machine_limit=int(needed) - 1)
+        assert check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) + 1))["fits"]
+        found = check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) - 1))
         assert not found["fits"]
         message: str = found["message"]
         assert f"of CPU memory on each machine, for {ranks} of its ranks while they {expected} (" in message
@@ -340,10 +340,10 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
 def test_what_checkpoints_are_written_from_is_the_cause_where_every_weight_is_trained(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, shaped(tmp_path / "model", 8, hidden_size=1024, intermediate_size=4096), batch_size=1)
     limit = int(estimate(spec, Batch(1, 16), "cuda").machine * proposals.MARGIN) - 1
-    message = check(spec, Batch(1, 16), "cuda", 1 << 60, machine_limit=limit)["message"]
+    message = check(spec, Batch(1, 16), "cuda", Capacity(1 << 60, machine=limit))["message"]
     assert "Checkpoints are written from a copy of the trained weights and their optimizer state" in message
     assert "of CPU memory on each machine: algorithm_config={'type': 'LoRA'" in message
-    both = check(spec, Batch(1, 16), "cuda", 1, machine_limit=limit)["message"]
+    both = check(spec, Batch(1, 16), "cuda", Capacity(1, machine=limit))["message"]
     assert "per GPU" in both
     assert "of CPU memory on each machine, for 1 of its ranks" in both
 
@@ -356,7 +356,7 @@ def test_each_reason_for_copies_while_loading_is_named(tmp_path: Path, monkeypat
     attention_only = LORA.model_copy(update={"mlp": False})
 
     def why(**changes: Any) -> str:
-        found = check(spec.model_copy(update=changes), batch, "cuda", 1 << 60, machine_limit=1)
+        found = check(spec.model_copy(update=changes), batch, "cuda", Capacity(1 << 60, machine=1))
         message: str = found["message"]
         return message
 
@@ -419,16 +419,16 @@ def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Pa
     offloaded = spec.model_copy(update={"sharding": ShardingSpec(cpu_offload=True)})
     there = estimate(offloaded, batch, "cuda")
     limit = int(there.total * 1.2)
-    assert not proposals.fits(estimate(spec, batch, "cuda"), limit)
+    assert not Capacity(limit).holds(estimate(spec, batch, "cuda"))
     field = "training_config.efficiency_config.fsdp_cpu_offload"
-    found = nearest(spec, batch, "cuda", limit, max_ranks=2, machine_limit=int(1.2 * there.machine))
+    found = nearest(spec, batch, "cuda", Capacity(limit, int(1.2 * there.machine), max_ranks=2))
     assert found is not None
     assert found.changes == {field: True}
-    small = {"max_ranks": 2, "machine_limit": there.machine}
-    other = nearest(spec, batch, "cuda", limit, **small)
+    small = Capacity(limit, there.machine, max_ranks=2)
+    other = nearest(spec, batch, "cuda", small)
     assert other is not None
     assert field not in other.changes
-    refused = check(offloaded, batch, "cuda", limit, **small)
+    refused = check(offloaded, batch, "cuda", small)
     assert not refused["fits"]
     assert "Set fsdp_cpu_offload to false." in refused["message"]
 
@@ -437,14 +437,14 @@ def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Pa
 def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_named(name: str, tmp_path: Path) -> None:
     spec, limit, max_ranks = recipe(name, tmp_path, algorithm_config=None)
     batch = Batch(spec.batch_size, spec.max_seq_length)
-    found = check(spec, batch, "cuda", limit, max_ranks=max_ranks)
+    found = check(spec, batch, "cuda", Capacity(limit, max_ranks=max_ranks))
     assert not found["fits"]
     assert "does not fit in" in found["message"]
     assert found["machine_limit_bytes"] is None
-    proposal = nearest(spec, batch, "cuda", limit, max_ranks=max_ranks)
+    proposal = nearest(spec, batch, "cuda", Capacity(limit, max_ranks=max_ranks))
     assert proposal is not None
     share = batch.sequences * proposal.spec.batch_size // spec.batch_size
-    again = check(proposal.spec, Batch(share, batch.tokens), "cuda", limit, max_ranks=max_ranks)
+    again = check(proposal.spec, Batch(share, batch.tokens), "cuda", Capacity(limit, max_ranks=max_ranks))
     assert again["fits"]
     for field in proposal.changes:
         assert field in found["message"]
@@ -454,14 +454,14 @@ def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, shaped(tmp_path / "model", 2, hidden_size=256, intermediate_size=1024), batch_size=8)
     batch = Batch(8, 1024)
     wanted = estimate(spec, batch, "cpu").total
-    little_less = nearest(spec, batch, "cpu", int(wanted * 1.05))
+    little_less = nearest(spec, batch, "cpu", Capacity(int(wanted * 1.05)))
     assert little_less is not None
     assert list(little_less.changes) == ["training_config.efficiency_config.enable_activation_checkpointing"]
-    less = nearest(spec, batch, "cpu", int(little_less.memory.total * 1.05))
+    less = nearest(spec, batch, "cpu", Capacity(int(little_less.memory.total * 1.05)))
     assert less is not None
     assert less.spec.batch_size * less.spec.gradient_accumulation_steps == 8
     assert less.spec.lora is None
-    assert nearest(spec, batch, "cpu", 1000) is None
+    assert nearest(spec, batch, "cpu", Capacity(1000)) is None
 
 
 def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
         spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), "dpo", **settings)
         batch = Batch(16, 1024)
         limit = int(estimate(spec, batch, "cpu").total * 1.09)
-        found = nearest(spec, batch, "cpu", limit, max_ranks=4)
+        found = nearest(spec, batch, "cpu", Capacity(limit, max_ranks=4))
         assert found is not None
         assert (found.spec.batch_size, found.spec.ranks) == (micro, 2)
 
@@ -481,10 +481,10 @@ def test_what_trains_every_weight_is_not_advised_to_train_adapters(tmp_path: Pat
     qat = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
     spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
     wanted = estimate(spec.model_copy(update={"checkpoint_every": 1}), Batch(4, 256), "cpu").total
-    found = nearest(spec, Batch(4, 256), "cpu", int(wanted * 1.101))
+    found = nearest(spec, Batch(4, 256), "cpu", Capacity(int(wanted * 1.101)))
     assert found is not None
     assert (found.spec.checkpoint_every, found.spec.batch_size) == (1, 4)
-    assert nearest(spec, Batch(4, 256), "cpu", 1000) is None
+    assert nearest(spec, Batch(4, 256), "cpu", Capacity(1000)) is None
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_adapters_are_proposed_what_their_method_can_do(
 
     monkeypatch.setattr(proposals, "estimate", too_large)
     lora = LORA.model_copy(update={"method": method})
-    assert nearest(job_spec(tmp_path, "model", lora=lora), Batch(4, 256), "cpu", 1000, max_ranks=2) is None
+    assert nearest(job_spec(tmp_path, "model", lora=lora), Batch(4, 256), "cpu", Capacity(1000, max_ranks=2)) is None
     assert {spec.lora.quantize_base for spec in tried if spec.lora} == quantizes
     assert {spec.ranks for spec in tried} | {1} == ranks
 

@@ -8,7 +8,7 @@ from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
 from ..model.fsdp import is_sharded, ranks_per_machine
 from ..model.loading import WeightStorage
-from .proposals import MARGIN, Proposal, fits, fits_machine
+from .proposals import MARGIN, Capacity, Proposal
 from .trace import Traced, is_quantized
 
 
@@ -17,8 +17,7 @@ def misfit(
     model: Traced,
     memory: MemoryEstimate,
     device: str,
-    limit: int,
-    machine_limit: int | None,
+    capacity: Capacity,
     found: Proposal | None,
 ) -> str:
     """Everything that does not fit, with its causes, and the nearest job that does.
@@ -28,14 +27,14 @@ def misfit(
         found: the nearest job that fits; None: there is none.
     """
     on_cpu, sentences, sizes, hints = device.partition(":")[0] == "cpu", [], [], []
-    misses_device = not fits(memory, limit)
+    misses_device = not capacity.device_holds(memory)
     if misses_device:
-        sentences.append(_device(memory, limit, on_cpu))
+        sentences.append(_device(memory, capacity.device, on_cpu))
         sizes.append(gib(found.memory.total) if found else "")
         hints.append("No setting makes it fit: use a smaller model, or more or larger devices.")
     # On a CPU the limit of a rank is its part of the machine's memory.
-    if machine_limit is not None and not fits_machine(memory, machine_limit) and not (on_cpu and misses_device):
-        sentences.append(_machine(spec, memory, machine_limit, on_cpu))
+    if capacity.machine is not None and not capacity.machine_holds(memory) and not (on_cpu and misses_device):
+        sentences.append(_machine(spec, memory, capacity.machine, on_cpu))
         sentences += _causes(spec, model, memory)
         sizes.append(f"{gib(found.memory.machine)} of CPU memory on each machine" if found else "")
         hints.append("Use machines with more memory, or fewer ranks on each.")

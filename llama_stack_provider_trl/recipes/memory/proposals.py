@@ -20,6 +20,30 @@ _SHORTEST = 64
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """What the machines of a job have for it."""
+
+    device: int
+    """Bytes that each rank may take of its device."""
+    machine: int | None = None
+    """Bytes of CPU memory of each machine; None: unknown, and not compared."""
+    max_ranks: int | None = None
+    """The most ranks that the job may request; None: no more than it has."""
+    baseline: int = 0
+    """On a CPU: bytes of the process before it does anything, which every estimate includes."""
+
+    def holds(self, memory: MemoryEstimate) -> bool:
+        """Whether each device has enough memory, and each machine enough CPU memory."""
+        return self.device_holds(memory) and self.machine_holds(memory)
+
+    def device_holds(self, memory: MemoryEstimate) -> bool:
+        return memory.total * MARGIN <= self.device
+
+    def machine_holds(self, memory: MemoryEstimate) -> bool:
+        return self.machine is None or memory.machine * MARGIN <= self.machine
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A job that fits, and the changes that lead to it, by field of the request."""
 
@@ -28,52 +52,30 @@ class Proposal:
     memory: MemoryEstimate
 
 
-def fits(memory: MemoryEstimate, limit: int, machine_limit: int | None = None) -> bool:
-    """Whether each device has enough memory, and each machine enough CPU memory (None: unknown)."""
-    return memory.total * MARGIN <= limit and fits_machine(memory, machine_limit)
-
-
-def fits_machine(memory: MemoryEstimate, machine_limit: int | None) -> bool:
-    return machine_limit is None or memory.machine * MARGIN <= machine_limit
-
-
-def nearest(
-    spec: JobSpec,
-    batch: Batch,
-    device: str,
-    limit: int,
-    *,
-    baseline: int = 0,
-    max_ranks: int | None = None,
-    machine_limit: int | None = None,
-) -> Proposal | None:
+def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Proposal | None:
     """The first job that fits, with changes in the order of their cost; None where no change is sufficient.
 
     First changes without effect on the result (recomputing activations, smaller micro batches with the same global
     batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter sequences.
-
-    Args:
-        max_ranks: the most ranks that the job may request; None: no more than it has.
-        machine_limit: bytes of CPU memory of each machine; None: unknown.
     """
     shards = spec.lora is None or spec.lora.method != "vera"  # VeRA's shared matrices cannot be sharded
-    most_ranks = max_ranks if max_ranks and shards else spec.ranks
+    most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:
         changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
         tokens = min(batch.tokens, changed.max_seq_length)
         sequences = max(batch.sequences * changed.batch_size // spec.batch_size, 2 if spec.algorithm == "dpo" else 1)
         changes = {name: value for change in candidate for name, value in change.request}
-        return Proposal(changed, changes, estimate(changed, Batch(sequences, tokens), device, baseline))
+        return Proposal(changed, changes, estimate(changed, Batch(sequences, tokens), device, capacity.baseline))
 
     families = (_families(spec, most_ranks, may_offload) for may_offload in (True, False))
     for candidates, without_offloading in zip(*families, strict=True):
-        if candidates and not fits_machine(proposed(candidates[-1]).memory, machine_limit):
+        if candidates and not capacity.machine_holds(proposed(candidates[-1]).memory):
             candidates = without_offloading
         # The last one saves the most: where it does not fit, none of its family fits.
-        if candidates and fits((last := proposed(candidates[-1])).memory, limit, machine_limit):
+        if candidates and capacity.holds((last := proposed(candidates[-1])).memory):
             others = (proposed(candidate) for candidate in candidates[:-1])
-            return next((one for one in others if fits(one.memory, limit, machine_limit)), last)
+            return next((one for one in others if capacity.holds(one.memory)), last)
     return None
 
 
