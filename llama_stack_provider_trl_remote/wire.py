@@ -25,6 +25,8 @@ GIVEN = "resume-from"
 """Identifier, on the checkpoint routes, of a job's own copy of the checkpoint of another job that it resumes from."""
 VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages whose versions must be equal on every node of a job; for torch, the public part (2.13.0, not +cu126)."""
+SPECS = "specs"
+"""Key, among the versions of a report, of the digest of the job specifications that the agent's build parses."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
 MOST_KEPT = 20
@@ -80,7 +82,8 @@ class NodeReport(_Message):
     disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
     devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=64)
     versions: dict[_Short, _Short] = Field(max_length=32)
-    """Versions of VERSIONS and of python, trl, transformers, peft; "" where one is not installed."""
+    """Versions of VERSIONS and of python, "" where one is not installed; and under SPECS the digest of the job
+    specifications, which agents of earlier builds do not send."""
     models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
     """Model ids in its local cache."""
     labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import InvalidRequest
+from ..specs.schema import schema_digest
 from ..system.process import child_environment
 
 NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
@@ -20,7 +21,7 @@ _MINORS = {"transformers": 23}
 INSTALL = f"pip install 'llama_stack_provider_trl[train]=={__version__}'"
 _OLDEST = (3, 12)
 _TIMEOUT = 60.0
-"""Timeout of the probe in seconds. It takes 0.1; a cold network disk takes longer."""
+"""Timeout of the probe in seconds. It takes 0.4; a cold network disk takes longer."""
 _PROBE = """
 import sys
 found = {}
@@ -35,6 +36,8 @@ if sys.version_info >= (3, 12):
     try:
         import llama_stack_provider_trl
         found["ours"] = llama_stack_provider_trl.__version__
+        from llama_stack_provider_trl.specs.schema import schema_digest
+        found["specs"] = schema_digest()
     except ImportError:
         pass
 import json
@@ -70,7 +73,7 @@ def _problem(python: str) -> str | None:
         return f"{python} is not a working Python; name that of an environment made with {INSTALL}"
     if tuple(version) < _OLDEST:
         return f"{python} is Python {version[0]}.{version[1]}; training needs 3.12 or later, and there {INSTALL}"
-    ours = found.pop("ours", None)
+    ours, specs = found.pop("ours", None), found.pop("specs", "")
     if ours != __version__:
         has = f"llama_stack_provider_trl {ours}" if ours else "no llama_stack_provider_trl"
         return f"{python} has {has}, and this is {__version__}; run there: {INSTALL}"
@@ -86,6 +89,12 @@ def _problem(python: str) -> str | None:
         return (
             f"{python} has {', '.join(others)}, and training needs {fitting}; set train_python to the Python of an "
             f"environment of its own, made with {INSTALL}"
+        )
+    if specs != schema_digest():
+        return (
+            f"{python} has another build of llama_stack_provider_trl {__version__}: its job specifications have the "
+            f"digest {specs or 'none'}, those of this process {schema_digest()}. Install the same build in both "
+            f"environments, which is the wheel or the checkout of the newer one; a release: {INSTALL} --force-reinstall"
         )
     return None
 

@@ -22,10 +22,11 @@ from pydantic import ValidationError
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of
+from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
 from llama_stack_provider_trl.system.process import machine_memory
 
-from ..wire import MOST_MODELS, NAME, DeviceReport, NodeReport
+from ..wire import MOST_MODELS, NAME, SPECS, DeviceReport, NodeReport
 
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
@@ -180,7 +181,8 @@ def usable_cpus() -> int:
 def versions(python: str | None = None) -> dict[str, str]:
     """Versions of the packages that training depends on, in the interpreter that trains; "" where one is not installed.
 
-    Of torch only the public part counts: 2.13.0+cpu and 2.13.0+cu126 are compatible."""
+    Of torch only the public part counts: 2.13.0+cpu and 2.13.0+cu126 are compatible. The digest of the job
+    specifications is that of this process."""
     if python is None or python == sys.executable:
         found = {"python": ".".join(map(str, sys.version_info[:3])), **{name: _version(name) for name in _REPORTED}}
     else:
@@ -191,7 +193,8 @@ def versions(python: str | None = None) -> dict[str, str]:
             found = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             raise NodeError(f"the interpreter that trains, {python}, does not report its versions: {error}") from error
-    return {"llama_stack_provider_trl": __version__, **found, "torch": found["torch"].partition("+")[0]}
+    ours = {"llama_stack_provider_trl": __version__, SPECS: schema_digest()}
+    return {**ours, **found, "torch": found["torch"].partition("+")[0]}
 
 
 def cached_models(environ: Mapping[str, str]) -> list[str]:

@@ -31,6 +31,7 @@ from llama_stack_provider_trl.specs.events import (
     Started,
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, ResourcesSpec
+from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.stack.responses import resources
 from llama_stack_provider_trl.system.files import RunDir, write_manifest
 from llama_stack_provider_trl_remote.service.cluster.launcher import ClusterLauncher
@@ -44,6 +45,7 @@ from llama_stack_provider_trl_remote.wire import (
     LEASE,
     POLL_SECONDS,
     SILENCE,
+    SPECS,
     CheckpointFileReport,
     CheckpointReport,
     DeviceReport,
@@ -94,7 +96,7 @@ class World:
             report = NodeReport(
                 **{
                     **{"name": name, "machine_id": f"machine of {name}", "boot_id": "1", "address": f"10.0.0.{number}"},
-                    **{"cpus": 4, "memory_bytes": 8 << 30, "disk_free_bytes": 0, "versions": {}},
+                    **{"cpus": 4, "memory_bytes": 8 << 30, "disk_free_bytes": 0, "versions": {SPECS: schema_digest()}},
                     **{"devices": (DeviceReport(name="cpu"),)},
                     **changes,
                 }
@@ -692,6 +694,19 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.tick()
     assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
     assert "c is cordoned" in pair.job("next").detail
+
+
+@pytest.mark.parametrize("versions", [{}, {SPECS: "another"}])
+def test_an_agent_of_another_build_keeps_its_training_and_gets_no_other(pair: World, versions: dict[str, str]) -> None:
+    pair.join("c", versions=versions)
+    pair.add("next", nodes=2)
+    pair.join("d")
+    pair.tick()
+    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert "c is of another build than the service: install the same one there" in pair.job("next").detail
+    pair.join("c")
+    pair.tick()
+    assert "another build" not in pair.job("next").detail
 
 
 @pytest.mark.parametrize(("rank", "who"), [(0, "node b"), (1, "rank 1 on node c")])

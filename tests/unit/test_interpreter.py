@@ -14,6 +14,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.interpreter import NEEDED, check_interpreter
+from llama_stack_provider_trl.specs.schema import schema_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -23,6 +24,7 @@ GOOD = {
     "peft": "0.21",
     "accelerate": "1",
     "datasets": "5",
+    "specs": schema_digest(),
 }
 
 
@@ -74,6 +76,12 @@ def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  
             {"ours": __version__, **GOOD, "transformers": "5.17.1"},
             "has transformers 5.17.1, and training needs",
         ),
+        (
+            (3, 12),
+            {"ours": __version__, **GOOD, "specs": "0123"},
+            f"have the digest 0123, those of this process {schema_digest()}. Install the same build in both",
+        ),
+        ((3, 12), {"ours": __version__, **GOOD, "specs": ""}, "have the digest none, those of this process"),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(python, version, found, message) -> None:  # type: ignore[no-untyped-def]

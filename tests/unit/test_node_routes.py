@@ -14,6 +14,7 @@ import pytest
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
@@ -21,12 +22,20 @@ from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, 
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
-from llama_stack_provider_trl_remote.wire import SILENCE, VERSIONS, CheckpointReport, DeviceReport, NodeReport, Poll
+from llama_stack_provider_trl_remote.wire import (
+    SILENCE,
+    SPECS,
+    VERSIONS,
+    CheckpointReport,
+    DeviceReport,
+    NodeReport,
+    Poll,
+)
 from tests.fakes import FakeClock, job_spec
 
 JOINS = Caller("node", "joins")
 OWN = Caller("node", "head", "head")
-VERSION = dict.fromkeys(VERSIONS, "1")
+VERSION = {**dict.fromkeys(VERSIONS, "1"), SPECS: schema_digest()}
 
 
 class World:
@@ -67,7 +76,12 @@ class World:
         return len(self.received)
 
     def join(
-        self, name: str = "a", agent_id: str = "one", machine: str = "", caller: Caller = JOINS
+        self,
+        name: str = "a",
+        agent_id: str = "one",
+        machine: str = "",
+        caller: Caller = JOINS,
+        versions: dict[str, str] = VERSION,
     ) -> tuple[Caller, str]:
         """Returns the caller that its credential makes the node, and the credential."""
         report = NodeReport(
@@ -80,7 +94,7 @@ class World:
             memory_bytes=1,
             disk_free_bytes=0,
             devices=(DeviceReport(name="cpu"),),
-            versions=VERSION,
+            versions=versions,
         )
         answer = asyncio.run(routes_agents.join(self.service, caller, report))
         credential = json.loads(bytes(answer.body))["credential"]
@@ -162,6 +176,21 @@ def test_a_node_is_shown_as_the_list_has_it_and_an_unknown_one_is_refused_by_nam
     assert shown[1] == listed[1]
     with pytest.raises(NotFound, match="there is no node 'b' here"):
         asyncio.run(routes_nodes.node(world.service, "b"))
+
+
+@pytest.mark.parametrize("digest", [None, "0123"])
+def test_an_agent_of_another_build_cannot_join_and_one_that_has_joined_before_stays(
+    world: World, digest: str | None
+) -> None:
+    other = {**dict.fromkeys(VERSIONS, "1"), **({SPECS: digest} if digest else {})}
+    found = rf"have the digest {digest or 'none'}, the service's {schema_digest()}\. Install the same build on both"
+    with pytest.raises(Conflict, match=found):
+        world.join(versions=other)
+    own, _ = world.join()
+    world.join(caller=own, versions=other)  # the service has been upgraded, and its disk has changed
+    world.pass_time(SILENCE + 1)
+    with pytest.raises(Conflict, match=found):
+        world.join(agent_id="two", caller=own, versions=other)
 
 
 def test_the_services_own_machine_cannot_be_removed(world: World) -> None:

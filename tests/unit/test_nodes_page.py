@@ -26,6 +26,7 @@ def test_the_table_of_stages_has_each_stage_in_its_order() -> None:
 def test_the_table_of_states_has_each_mode_and_what_the_service_finds_out_itself() -> None:
     modes, found = first_cells("states")[:3], first_cells("states")[3:]
     assert modes == [*get_args(NodeMode)]
-    silent, unheard = found
+    silent, unheard, other_build = found
     assert re.fullmatch(silent.replace("HH:MM:SS", r"\d\d:\d\d:\d\d"), presence.silent_since(1.0))
     assert f'"{unheard}"' in Path(membership.__file__).read_text()
+    assert f'"{other_build}"' in Path(membership.__file__).read_text()

@@ -9,8 +9,9 @@ from dataclasses import replace
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.schema import schema_digest
 
-from ...wire import NodeReport
+from ...wire import SPECS, NodeReport
 from .presence import Presence, silent_since
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Cluster:
                     joins=joins,
                 )
             else:
-                others.append(_node(record, report, self.why_closed(record), self._refused.get(record.name)))
+                others.append(_node(record, report, self.why_closed(record, report), self._refused.get(record.name)))
         return [head, *others]
 
     def report(self, record: NodeRecord) -> NodeReport | None:
@@ -81,13 +82,21 @@ class Cluster:
         """Let a node whose agent has joined again start any job."""
         self._refused.pop(node, None)
 
-    def why_closed(self, record: NodeRecord) -> str:
+    def why_closed(self, record: NodeRecord, report: NodeReport) -> str:
         """The reason for which a node takes no jobs; empty: it takes jobs."""
         if self.presence.is_absent(record.name):
             return silent_since(self.presence.silence(record.name))
         if not self.presence.has_called(record.name):
             return "not seen since the service was started"
+        if record.mode == "open" and record.name != self.head and has_other_build(report):
+            return "of another build than the service: install the same one there, and start its agent again"
         return "" if record.mode == "open" else record.mode
+
+
+def has_other_build(report: NodeReport) -> bool:
+    """Whether a node's agent cannot be relied on to parse the service's job specifications. One that reports no digest
+    is of an earlier build."""
+    return report.versions.get(SPECS) != schema_digest()
 
 
 def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapping[str, str] | None) -> Node:

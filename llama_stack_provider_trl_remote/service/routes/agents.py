@@ -27,6 +27,7 @@ from ...wire import (
     MOST_KEPT,
     POLL_SECONDS,
     SILENCE,
+    SPECS,
     VERSIONS,
     CheckpointAnswer,
     CheckpointReport,
@@ -40,6 +41,7 @@ from ...wire import (
     TaskReport,
 )
 from ..cluster.credentials import new_credential, removed
+from ..cluster.membership import has_other_build
 from ..cluster.reports import observation
 from ..context import Context, Service
 from ..http.bodies import Sha256
@@ -225,11 +227,19 @@ def _join(service: Service, caller: Caller, report: NodeReport) -> str:
                 f"node {report.name!r} has {package} {theirs or 'none'}, the service has {ours[package] or 'none'}: "
                 "install the same version on both"
             )
+    theirs, is_other = report.versions.get(SPECS, ""), has_other_build(report)
     # This machine's own agent has a token that lasts as long as this process.
     credential, sha256 = ("", None) if report.name == service.node_name else new_credential()
     with _JOINING:
         known = service.store.nodes.get(report.name)
         _check_name(service, caller, report, known)
+        # An agent that has joined already keeps its trainings, and gets no further ones (`Cluster.why_closed`).
+        if is_other and (known is None or known.boot_id != incarnation(report)):
+            raise Conflict(
+                f"node {report.name!r} has another build of llama_stack_provider_trl {__version__}: its job "
+                f"specifications have the digest {theirs or 'none'}, the service's {ours[SPECS]}. Install the same "
+                "build on both, which is the wheel or the checkout of the newer one, and start the agent again"
+            )
         if known is None and caller.node is None and len(service.store.nodes.all()) >= _MOST_NODES:
             raise Conflict(
                 f"there are {_MOST_NODES} nodes already: remove those that are gone (trl-remote nodes remove NAME), "

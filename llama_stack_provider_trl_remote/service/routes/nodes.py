@@ -144,7 +144,7 @@ def _nodes(service: Service) -> list[NodeRow]:
             continue
         shown: dict[str, Any] = {
             "agent": True,
-            "state": service.cluster.why_closed(record) or "open",
+            "state": service.cluster.why_closed(record, report) or "open",
             "address": report.address,
             "versions": report.versions,
             "labels": report.labels,
