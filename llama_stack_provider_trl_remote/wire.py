@@ -62,6 +62,8 @@ class DeviceReport(_Message):
     """Memory of a GPU; None: unknown, or the machine's own memory."""
     model: str = Field("", max_length=200)
     """Model, such as `NVIDIA H100`."""
+    is_slice: bool = False
+    """A MIG slice, which trains one process."""
 
 
 class NodeReport(_Message):

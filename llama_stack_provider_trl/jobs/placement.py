@@ -82,6 +82,8 @@ class Node:
     """Whether the jobs on it are to save and to resume on other nodes."""
     memory: Mapping[str, int] | None = None
     """Bytes per GPU, where known."""
+    slices: frozenset[str] = frozenset()
+    """Those of its devices that are MIG slices. NCCL does not connect them: each trains a job of one process."""
     cpus: int = 0
     """Cores. A CPU takes as many ranks of a job that may use other machines; 0: unknown, and it takes one."""
     memory_bytes: int = 0
@@ -116,8 +118,9 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
 
 def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
-    for as many ranks as the node has cores. A job over several nodes gets as many devices on each, and no two nodes on
-    one machine; where the nodes are fewer machines than requested, it trains on these (`side_by_side`).
+    for as many ranks as the node has cores. MIG slices train jobs of one process only. A job over several nodes gets as
+    many devices on each, and no two nodes on one machine; where the nodes are fewer machines than requested, it trains
+    on these (`side_by_side`).
 
     Of the nodes that would do, those come last on which an attempt of the job could not be launched; else the service's
     own comes first, then the one with the fewest free devices: large holes stay whole. A job that finds too few devices
@@ -208,13 +211,14 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
         return _why_waits_for_nodes(job, holders, nodes)
     node = nodes[0]
     devices = node.devices
-    fitting = suitable(job.device, devices)
-    needed = devices_needed(job, devices)
+    fitting, needed = _usable(job, node, None), devices_needed(job, devices)
     if node.why_closed:
         return f"waiting for this node, which is {node.why_closed}"
-    if not fitting:
+    if not suitable(job.device, devices):
         return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
     if len(fitting) < needed:
+        if slices := _left_out(job, node, None):
+            return f"waiting for {needed} whole GPUs; this node has {len(fitting)}, and {slices}"
         return f"waiting for {needed} devices; this node has {len(fitting)} that serve: {', '.join(fitting)}"
     if not demand(job.demand).home and unsuited(job, node, _kind(devices[0])):
         return _why_waits_for_nodes(job, holders, nodes)
@@ -248,10 +252,12 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return "the job runs on the service's machine only"
     if resources.nodes > 1 and not node.joins:
         return "has no agent"
-    fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
-    if not fitting:
+    if not _suitable(job.device, node.devices, auto):
         return f"has no {auto if job.device == 'auto' else job.device}"
+    fitting = _usable(job, node, auto)
     needed = _needed(job, fitting)
+    if (slices := _left_out(job, node, auto)) and len(fitting) < needed:
+        return f"has {len(fitting)} of {job.ranks // _nodes(job)} whole GPUs, and {slices}"
     if resources.gpu_memory_gb and _kind(fitting[0]) == "cuda":
         fitting = _large(node, fitting, resources.gpu_memory_gb)
         if len(fitting) < needed:
@@ -273,6 +279,18 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
     if requested.model is not None and requested.model not in node.models:
         return f"has no {requested.model}"
     return ""
+
+
+def _usable(job: Queued, node: Node, auto: str | None) -> Sequence[str]:
+    """The node's devices that serve a job, best first: of several ranks, no MIG slice."""
+    fitting = _suitable(job.device, node.devices, auto)
+    return [device for device in fitting if device not in node.slices] if node.slices and job.ranks > 1 else fitting
+
+
+def _left_out(job: Queued, node: Node, auto: str | None) -> str:
+    """The MIG slices that a job of several ranks cannot use, for its status; empty: none."""
+    count = len(_suitable(job.device, node.devices, auto)) - len(_usable(job, node, auto))
+    return f"{count} MIG slice{'s' if count > 1 else ''}, where a job has one process" if count else ""
 
 
 @lru_cache(1000)  # the same few arguments at every pass
@@ -321,7 +339,7 @@ def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
     offers = []
     for node in suited:
         if not node.why_closed:
-            fitting: Sequence[str] = _suitable(job.device, node.devices, auto)
+            fitting = _usable(job, node, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = _large(node, fitting, memory)
             offers.append(_Offer(node, fitting, _needed(job, fitting)))

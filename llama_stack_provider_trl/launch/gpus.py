@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any, NamedTuple
@@ -93,6 +93,11 @@ def is_slice(device: str, environ: Mapping[str, str]) -> bool:
     """Whether `cuda:N` is a MIG slice."""
     gpu = gpu_of(device, environ)
     return bool(gpu.parent) if gpu else visible_entry(device, environ).startswith("MIG-")
+
+
+def slices_of(devices: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    """Those of the devices that are MIG slices."""
+    return [device for device in devices if device.startswith("cuda") and is_slice(device, environ)]
 
 
 def visible_entry(device: str, environ: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.launch.gpus import gpu_of
+from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
 from llama_stack_provider_trl.system.process import machine_memory
@@ -218,7 +218,7 @@ def _version(name: str) -> str:
 def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
     if not device.startswith("cuda:"):
         return DeviceReport(name=device)
-    gpu = gpu_of(device, environ)
+    gpu, sliced = gpu_of(device, environ), is_slice(device, environ)
     if gpu is None:
-        return DeviceReport(name=device)
-    return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model)
+        return DeviceReport(name=device, is_slice=sliced)
+    return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model, is_slice=sliced)

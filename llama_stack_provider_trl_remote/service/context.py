@@ -24,6 +24,7 @@ from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
+from llama_stack_provider_trl.launch.gpus import slices_of
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
@@ -99,7 +100,15 @@ class Service:
         self.machine_id = machine_id(os.environ)
         self.removed: dict[str, str] = {}
         """Nodes that were removed, with the run of their agent: these agents are to end."""
-        self.cluster = Cluster(self.store, self.presence, self.node_name, self.machine_id, self.devices, usable_cpus())
+        self.cluster = Cluster(
+            self.store,
+            self.presence,
+            self.node_name,
+            self.machine_id,
+            self.devices,
+            usable_cpus(),
+            slices_of(self.devices, os.environ),
+        )
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)

@@ -16,7 +16,7 @@ from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
 from llama_stack_provider_trl.launch.devices import usable_devices
-from llama_stack_provider_trl.launch.gpus import NO_GANG, is_slice
+from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
@@ -289,25 +289,30 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
 
     def default_ranks(self, devices: tuple[str, ...]) -> tuple[int, str]:
         """Ranks on each node of a job that sets none, and the origin of the number."""
-        config, gpus = self.torch_run_config, _gpus(devices)
+        config, gpus, slices = self.torch_run_config, _gpus(devices), slices_of(devices, os.environ)
         if config.nproc_per_node != "auto":
             return config.nproc_per_node, "nproc_per_node"
-        if _are_slices(gpus):
+        if not gpus:
+            return config.cpu_ranks, "auto without GPUs: cpu_ranks"
+        if len(slices) == len(gpus):
             return 1, "auto on MIG slices"
-        return (len(gpus), "auto: one per GPU") if gpus else (config.cpu_ranks, "auto without GPUs: cpu_ranks")
+        return len(gpus) - len(slices), "auto: one per GPU that is no MIG slice" if slices else "auto: one per GPU"
 
     def for_jobs(self, devices: tuple[str, ...]) -> Settings:
         """What the engine resolves requests with."""
-        gpus = _gpus(devices)
+        gpus, slices = _gpus(devices), slices_of(devices, os.environ)
+        whole = len(gpus) - len(slices)
         ranks, _ = self.default_ranks(devices)
         if gpus and ranks > len(gpus):
             raise SettingsError(
                 f"torch_run_config.nproc_per_node={ranks}: {len(gpus)} GPUs may be used here, and each "
                 "rank needs one; lower it, or use auto"
             )
-        are_slices = _are_slices(gpus)
-        if are_slices and ranks > 1:
-            raise SettingsError(f"torch_run_config.nproc_per_node={ranks}: {NO_GANG}; use 1, or auto")
+        if slices and ranks > max(1, whole):
+            beside = f", and {whole} whole GPUs may be used here" if whole else ""
+            raise SettingsError(
+                f"torch_run_config.nproc_per_node={ranks}: {NO_GANG}{beside}; use {max(1, whole)}, or auto"
+            )
         fsdp = self.fsdp_config
         if fsdp.mixed_precision_policy == "fp16" and len(gpus) < len(devices):
             raise SettingsError(
@@ -320,7 +325,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,
             max_nodes=1 if self.on_loopback else 1024,
-            max_ranks=1 if are_slices else max(ranks, len(gpus) or os.cpu_count() or 1),
+            max_ranks=max(ranks, whole or (1 if slices else os.cpu_count() or 1)),
             sharding=ShardingSpec(
                 strategy=fsdp.sharding_strategy,
                 cpu_offload=fsdp.cpu_offload,
@@ -365,10 +370,6 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
 
 def _gpus(devices: tuple[str, ...]) -> list[str]:
     return [device for device in devices if device.startswith("cuda")]
-
-
-def _are_slices(gpus: list[str]) -> bool:
-    return any(is_slice(gpu, os.environ) for gpu in gpus)
 
 
 def is_loopback(host: str) -> bool:

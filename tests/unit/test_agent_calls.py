@@ -17,7 +17,7 @@ from llama_stack_provider_trl_remote import pull
 from llama_stack_provider_trl_remote.client import SLOWEST_DISK, ServiceAnswer, ServiceClient
 from llama_stack_provider_trl_remote.nodes import calls
 from llama_stack_provider_trl_remote.nodes.calls import Behind, NodeClient, Pace, is_gone
-from llama_stack_provider_trl_remote.wire import POLL_SECONDS, Poll
+from llama_stack_provider_trl_remote.wire import POLL_SECONDS, NodeReport, Poll
 from tests.fakes import FakeClock
 from tests.orders import write
 
@@ -39,9 +39,12 @@ class PlayedClient(NodeClient):
         self.cut: list[int] = []
         """Of the next pieces only so many bytes arrive, and no answer comes back."""
         self.answer: Any = {}
+        self.body: Any = None
+        """JSON of the last call."""
 
     async def _once(self, method: str, path: str, **request: Any) -> ServiceAnswer:
         self.limits.append((request.get("read"), request.get("total")))
+        self.body = request.get("json")
         if "params" not in request:
             return ServiceAnswer(200, "application/json", json.dumps(self.answer).encode())
         offset, data = int(request["params"]["offset"]), request["data"]
@@ -269,3 +272,15 @@ def test_a_node_sends_its_credential_and_joins_with_the_token_without_one() -> N
     client._join_token = None
     client.authenticate(None)
     assert client._headers == {}
+
+
+def test_a_report_leaves_out_what_a_service_of_an_earlier_build_may_not_know() -> None:
+    client = PlayedClient()
+    client.answer = {"node": "b", "head": "head", "version": "0.1.0"}
+    known = {"name": "b", "machine_id": "m", "boot_id": "1", "address": "10.0.0.1", "versions": {}}
+    known |= {"cpus": 1, "memory_bytes": 1, "disk_free_bytes": 0, "devices": [{"name": "cuda:0"}]}
+    asyncio.run(client.join(NodeReport.model_validate(known)))
+    assert client.body == known
+    sliced = {**known, "devices": [{"name": "cuda:0", "is_slice": True}]}
+    asyncio.run(client.join(NodeReport.model_validate(sliced)))
+    assert client.body == sliced

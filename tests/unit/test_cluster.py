@@ -995,6 +995,20 @@ def test_the_service_s_own_machine_is_what_the_service_finds_whatever_its_agent_
     assert world.cluster.nodes()[0].why_closed == "cordoned"
 
 
+def test_ranks_of_a_job_are_placed_on_whole_gpus_of_a_node_that_reports_slices(world: World) -> None:
+    sliced = (DeviceReport(name="cuda:0", is_slice=True), DeviceReport(name="cuda:1"), DeviceReport(name="cuda:2"))
+    world.join("b", devices=sliced)
+    world.add(nodes=1, ranks=2, device="cuda", resources={"cpus": 1})
+    world.tick()
+    assert world.job().device == "b/cuda:1,b/cuda:2"
+
+
+def test_slices_of_the_service_s_own_machine_are_those_that_it_finds(world: World) -> None:
+    cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cuda:0", "cuda:1"], 4, ["cuda:1"])
+    world.join("head", devices=(DeviceReport(name="cuda:0", is_slice=True),))
+    assert cluster.nodes()[0].slices == {"cuda:1"}
+
+
 def test_it_joins_others_only_while_its_agent_calls(world: World) -> None:
     world.join("head")
     assert world.cluster.nodes()[0].joins

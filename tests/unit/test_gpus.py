@@ -15,7 +15,9 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.gpus import Gpu, gpu_of
 from llama_stack_provider_trl.launch.torchrun import lock_name, visible_gpus
+from llama_stack_provider_trl_remote.nodes import identity
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings, SettingsError, TorchRunConfig
+from llama_stack_provider_trl_remote.wire import DeviceReport
 from tests import nvml
 
 H100 = ("GPU-aa", 81559 << 20, "NVIDIA H100")
@@ -214,6 +216,27 @@ def test_a_service_on_slices_trains_a_job_on_one_of_them(tmp_path: Path) -> None
     pair = ServiceSettings(data_dir=tmp_path, torch_run_config=TorchRunConfig(nproc_per_node=2))
     with pytest.raises(SettingsError, match="nproc_per_node=2: a CUDA process sees one MIG slice"):
         pair.for_jobs(("cuda:1", "cuda:2"))
+
+
+@pytest.mark.usefixtures("sliced")
+def test_a_service_on_gpus_and_slices_joins_its_whole_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, H100, WHOLE, GB10, slices={1: SLICES})
+    devices = tuple(usable_devices("auto"))
+    settings = ServiceSettings(data_dir=tmp_path)
+    assert len(devices) == 4
+    assert settings.default_ranks(devices) == (2, "auto: one per GPU that is no MIG slice")
+    assert settings.for_jobs(devices).max_ranks == 2
+    triple = ServiceSettings(data_dir=tmp_path, torch_run_config=TorchRunConfig(nproc_per_node=3))
+    with pytest.raises(SettingsError, match=r"nproc_per_node=3: .* and 2 whole GPUs may be used here; use 2, or auto"):
+        triple.for_jobs(devices)
+
+
+@pytest.mark.usefixtures("sliced")
+def test_an_agent_reports_which_of_its_devices_are_slices() -> None:
+    reported = [identity._device(device, {}) for device in ("cpu", *usable_devices("auto"))]
+    assert [device.is_slice for device in reported] == [False, False, True, True]
+    older = {"name": "cuda:0", "memory_bytes": 1, "model": "NVIDIA H100"}
+    assert not DeviceReport.model_validate(older).is_slice
 
 
 def test_a_slice_that_the_driver_does_not_list_is_one_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

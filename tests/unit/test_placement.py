@@ -443,3 +443,44 @@ def test_of_many_that_hold_what_a_job_waits_for_a_few_are_named() -> None:
     named = ", ".join(f"{place_} (held by job x)" for place_ in list(held)[:5])
     assert why_waits(wants(), held, nodes[:5]) == f"waiting for a node; {named}"
     assert why_waits(wants(), held, nodes) == f"waiting for a node; {named} and 2 more"
+
+
+MIXED = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+
+
+def mixed(name: str = "w", head: bool = False, **more: Any) -> Node:
+    """A machine with two whole GPUs, and two MIG slices between them."""
+    return Node(name, MIXED, head=head, slices=frozenset({"cuda:1", "cuda:2"}), **more)
+
+
+def test_ranks_of_one_job_share_whole_gpus_and_never_mig_slices() -> None:
+    pair = Queued("a", "auto", 1, ranks=2)
+    assert place([pair], [mixed("", head=True)], []) == {"a": ("cuda:0", "cuda:3")}
+    assert place([pair], [mixed("", head=True)], ["cuda:3"]) == {}
+
+
+def test_each_mig_slice_trains_a_job_of_one_process() -> None:
+    chosen = place(queue("auto", "auto", "auto", "auto"), [mixed("", head=True)], [])
+    assert sorted(device for places in chosen.values() for device in places) == list(MIXED)
+
+
+def test_machines_with_slices_only_are_no_nodes_of_a_job_over_several() -> None:
+    resources = ResourcesSpec(nodes=2, min_nodes=2)
+    job = Queued("a", "cuda", 1, ranks=2, demand=Demand(resources=resources).model_dump_json())
+    head = Node("head", ("cpu",), head=True)
+    sliced = [Node(name, ("cuda:0",), slices=frozenset({"cuda:0"})) for name in ("x", "y")]
+    assert place([job], [head, *sliced], []) == {}
+    assert "x has 0 of 1 whole GPUs, and 1 MIG slice, where a job has one process" in why_waits(
+        job, {}, [head, *sliced]
+    )
+    assert place([job], [head, mixed("x"), mixed("y")], []) == {"a": ("x/cuda:0", "y/cuda:0")}
+
+
+def test_a_job_that_waits_for_whole_gpus_is_not_promised_slices() -> None:
+    head = mixed("", head=True)
+    triple = Queued("a", "auto", 1, ranks=3)
+    assert why_waits(triple, {}, [head]) == (
+        "waiting for 3 whole GPUs; this node has 2, and 2 MIG slices, where a job has one process"
+    )
+    held = why_waits(Queued("a", "auto", 1, ranks=2), {"cuda:1": "x", "cuda:3": "y"}, [head])
+    assert held == "waiting for 2 devices; held: cuda:3 (held by job y)"

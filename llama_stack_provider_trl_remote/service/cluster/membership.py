@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from llama_stack_provider_trl.jobs.placement import Node
@@ -24,10 +24,18 @@ class Cluster:
         head: name of this machine; its agent joins under it too.
         machine_id: of this machine.
         cpus: of this machine, until its agent has reported them.
+        slices: those of its devices that are MIG slices.
     """
 
     def __init__(
-        self, store: Store, presence: Presence, head: str, machine_id: str, devices: Sequence[str], cpus: int
+        self,
+        store: Store,
+        presence: Presence,
+        head: str,
+        machine_id: str,
+        devices: Sequence[str],
+        cpus: int,
+        slices: Collection[str] = (),
     ) -> None:
         self._store = store
         self.presence = presence
@@ -35,7 +43,7 @@ class Cluster:
         self._unreadable: set[str] = set()
         self._refused: dict[str, dict[str, str]] = {}
         """Node -> job that it cannot start -> reason."""
-        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus)
+        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus, slices=frozenset(slices))
 
     def nodes(self) -> list[Node]:
         """All machines, this one first."""
@@ -50,6 +58,7 @@ class Cluster:
                 head = replace(
                     _node(record, report, why, self._refused.get(record.name)),
                     devices=self._head.devices,
+                    slices=self._head.slices,
                     machine=self._head.machine,
                     head=True,
                     joins=joins,
@@ -103,6 +112,7 @@ def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapp
     return Node(
         name=record.name,
         devices=tuple(device.name for device in report.devices),
+        slices=frozenset(device.name for device in report.devices if device.is_slice),
         machine=record.machine_id,
         why_closed=why_closed,
         draining=record.mode == "draining",
