@@ -53,6 +53,8 @@ class Outcome:
     """Step checkpoints, the oldest first."""
     weights: str = ""
     """sha256 over the safetensors files of `final`."""
+    attention: str = ""
+    """The implementation of attention that the model trained with."""
     verified: str = ""
     """How `final` was compared with the trained model after writing: logits or weights."""
     logits_difference: float | None = None
@@ -266,13 +268,14 @@ def write_attempt(setting: Setting, job: JobSpec, resume_from: str | None = None
 
 def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, ended: str = "") -> Outcome:
     """How a job ended, from its events. `problem` counts where they name none."""
-    from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, iter_events
+    from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Prepared, Progress, iter_events
     from llama_stack_provider_trl.system.files import RunDir
 
     events = list(iter_events(RunDir(run_dir).events))
     points = [event for event in events if isinstance(event, Progress)]
     saved = [event for event in events if isinstance(event, CheckpointSaved)]
     failures = [event.message for event in events if isinstance(event, Failed)]
+    prepared = next((event for event in events if isinstance(event, Prepared)), None)
     finished = any(isinstance(event, Finished) for event in events)
     final = next((event for event in saved if event.kind == "final"), None)
     steps = tuple(
@@ -292,6 +295,7 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
         steps=steps,
         checkpoints=tuple(str(event.path) for event in saved if event.kind == "step"),
         weights=digest(final.path) if final else "",
+        attention=str(prepared.effective.get("attention", "")) if prepared else "",
         verified=str(final.verified or "") if final else "",
         logits_difference=final.logits_difference if final else None,
         export_seconds=final.time - points[-1].time if final and points else 0.0,

@@ -1,4 +1,4 @@
-"""Export, fp16, QLoRA and QAT."""
+"""Packed rows under flash kernels, export, fp16, QLoRA and QAT."""
 
 from __future__ import annotations
 
@@ -14,6 +14,43 @@ from .setting import Setting
 
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import JobSpec
+
+PACKED_ROWS = 48
+"""Rows of the jobs that compare packed attention."""
+
+
+def packed_attention(setting: Setting) -> Finding:
+    """Decides whether flash kernels train packed rows as sdpa does, and what they save.
+
+    sdpa separates the rows of a sequence by a mask of tokens x tokens, flash kernels by their positions. A dry run
+    compares eager attention with sdpa: there are no flash kernels for CPUs.
+    """
+    other, tokens = ("eager", 64) if setting.is_dry_run else ("flash_attention_2", 512)
+    if not setting.is_dry_run:
+        _require("flash_attn")
+    # A batch of one: flash kernels separate the rows of no other.
+    sizes: dict[str, Any] = {"packed": True, "batch_size": 1, "tokens": tokens, "max_seq_length": 8 * tokens}
+    path = model(setting, DEEP)
+    names = ("sdpa", other)
+    jobs = [spec(setting, name, path, attn_implementation=name, steps=PACKED_ROWS, **sizes) for name in names]
+    sdpa, compared = run_all(setting, jobs)
+    return judge_packed(sdpa, compared, other, agreement=1e-4 if setting.is_dry_run else 2e-2)
+
+
+def judge_packed(sdpa: Outcome, compared: Outcome, name: str, agreement: float) -> Finding:
+    """Losses agree as a fraction, sequences hold several rows, and each job trained with the attention it names."""
+    if failed := problems({"sdpa": sdpa, name: compared}):
+        return Finding(False, failed)
+    used = (sdpa.attention, compared.attention)
+    difference = largest_difference(compared.losses, sdpa.losses)
+    falls = all(one.losses[-1] < one.losses[0] for one in (sdpa, compared))
+    is_packed = 2 * len(sdpa.steps) <= PACKED_ROWS
+    rows = {one.attention: f"step {one.step_seconds:.3f} s, peak {one.peak_gib:.2f} GiB" for one in (sdpa, compared)}
+    summary = (
+        f"{' and '.join(used)}: losses within {difference:.1e} over {len(sdpa.steps)} sequences of {PACKED_ROWS} rows"
+        f"{'' if falls else ', and they do NOT fall'}"
+    )
+    return Finding(used == ("sdpa", name) and is_packed and falls and difference <= agreement, summary, rows)
 
 
 def export(setting: Setting) -> Finding:

@@ -11,10 +11,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +24,7 @@ from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, read_exam
 from llama_stack_provider_trl.recipes.session import train_attempt
 from llama_stack_provider_trl.recipes.trainer import reference_cache
 from llama_stack_provider_trl.recipes.trainer.dpo import preference_loss
+from llama_stack_provider_trl.recipes.trainer.reference import Precomputation
 from llama_stack_provider_trl.recipes.trainer.reference_cache import KEEP_SECONDS, LogProbCache
 from llama_stack_provider_trl.specs.events import (
     Evaluated,
@@ -464,3 +467,41 @@ def test_scoring_the_reference_sends_heartbeats_and_a_pause_ends_it_at_the_next_
     assert events[-1].step == 0
     assert not of_kind(events, Prepared)
     assert not list((tmp_path / "reference").glob("*.safetensors"))
+
+
+def cache_key(root: Path, **changes: Any) -> str:
+    """The key of a row under a reference that is a directory."""
+    model = root / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    dpo = DpoSpec(reference=ReferenceSpec(precompute=True))
+    spec = job_spec(root, model, "dpo", dpo=dpo, **changes)
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    trainer = SimpleNamespace(
+        spec=spec,
+        model=SimpleNamespace(dtype=torch.float32, config=config),
+        args=SimpleNamespace(device=torch.device("cpu")),
+    )
+    row = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
+    scores = Precomputation(trainer, lambda: None, lambda: False)
+    found = scores._key(LogProbCache(root / "cache", lambda: None), Dataset.from_list([row]), 1)
+    assert found is not None
+    return found
+
+
+def test_log_probs_under_autocast_are_not_those_of_sharded_units_in_half_precision(tmp_path: Path) -> None:
+    sharding = ShardingSpec()
+    for dtype in ("bf16", "fp16"):
+        assert cache_key(tmp_path, dtype=dtype) != cache_key(tmp_path, dtype=dtype, ranks=2, sharding=sharding)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_where_nothing_is_rounded_otherwise_sharding_shares_the_cache(tmp_path: Path, strategy: Any) -> None:
+    sharding = ShardingSpec(strategy=strategy)
+    dtype = "fp32" if strategy == "FULL_SHARD" else "bf16"
+    assert cache_key(tmp_path, dtype=dtype) == cache_key(tmp_path, dtype=dtype, ranks=2, sharding=sharding)
+
+
+def test_the_number_of_ranks_that_shard_does_not_count(tmp_path: Path) -> None:
+    two, four = (cache_key(tmp_path, dtype="bf16", ranks=ranks, sharding=ShardingSpec()) for ranks in (2, 4))
+    assert two == four

@@ -38,6 +38,7 @@ def with_metrics(**metrics: float) -> Outcome:
 
 FAILED = job(finished=False, problem="out of memory", steps=())
 DIVERGED = job(steps=tuple(replace(step, loss=9.0 + step.step) for step in job().steps))
+LONG = job(steps=tuple(replace(job().steps[0], step=n, loss=99.0 - n) for n in range(1, 49)))
 SHORT = job(steps=job().steps[:3])
 LAST = job(steps=job().steps[4:])
 SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units": 8}}
@@ -139,6 +140,32 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "other gradients": ({2048: {**MASKS, "no mask": replace(FORWARD, gradient_norm=3.3)}}, True),
             "not a number": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=float("nan"))}}, True),
             "slower without": ({2048: {**MASKS, "no mask": replace(FORWARD, seconds=1.2)}}, True),
+        },
+    ),
+    "packed attention": (
+        numerics.judge_packed,
+        (job(attention="sdpa"), job(attention="flash_attention_2"), "flash_attention_2", 2e-2),
+        {
+            "other losses": (
+                job(attention="sdpa"),
+                replace(DIVERGED, attention="flash_attention_2"),
+                "flash_attention_2",
+                2e-2,
+            ),
+            "both diverge": (
+                replace(DIVERGED, attention="sdpa"),
+                replace(DIVERGED, attention="flash_attention_2"),
+                "flash_attention_2",
+                2e-2,
+            ),
+            "both used sdpa": (job(attention="sdpa"), job(attention="sdpa"), "flash_attention_2", 2e-2),
+            "a sequence holds one row": (
+                replace(LONG, attention="sdpa"),
+                replace(LONG, attention="flash_attention_2"),
+                "flash_attention_2",
+                2e-2,
+            ),
+            "it fails": (job(attention="sdpa"), FAILED, "flash_attention_2", 2e-2),
         },
     ),
     "activation offloading": (
