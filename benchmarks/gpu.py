@@ -66,7 +66,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: only what needs two GPUs")
     parser.add_argument("--dry-run", action="store_true", help="every check on the CPU; nothing is measured")
     parser.add_argument("--only", nargs="+", metavar="CHECK", choices=[check.name for check in CHECKS])
-    parser.add_argument("--again", action="store_true", help="repeat checks that failed or timed out")
+    parser.add_argument("--again", action="store_true", help="repeat checks that failed, timed out or were skipped")
     parser.add_argument("--total", type=float, metavar="SECONDS", help=f"of all checks together; {TOTAL_SECONDS:.0f}")
     parser.add_argument("--scratch", type=Path, help="where models and jobs are written (10 GB)")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="install these wheels first, for this run only")
@@ -114,7 +114,7 @@ def run_checks(checks: Sequence[Check], options: argparse.Namespace, work: Path,
     done = read(options.results, mode(options))
     waiting = []
     for check in checks:
-        if (earlier := done.get(check.name)) and not (options.again and is_bad(earlier)):
+        if (earlier := done.get(check.name)) and not (options.again and earlier.status != Status.passed):
             print(f"{check.name}: {earlier.status}, recorded before", flush=True)
         else:
             waiting.append(check)
@@ -137,7 +137,7 @@ def record_check(
     if result is None:
         print(f"{check.name}: not run, the {options.total:.0f} s are over; run this command again", flush=True)
         return
-    append(options.results, result)
+    append(options.results, replace(result, commit=commit()))
     print(f"{check.name}: {result.status} after {result.seconds:.0f} s: {result.summary}", flush=True)
 
 
@@ -242,13 +242,16 @@ def is_bad(result: Result) -> bool:
 
 
 def print_table(options: argparse.Namespace) -> int:
-    """Print the table of all results of this mode; returns 1 where a check failed."""
+    """Print the table of all results of this mode. Returns 1 where a check failed, or one that was to run has none."""
     done = read(options.results, mode(options))
     results = [done[check.name] for check in CHECKS if check.name in done]
-    heading = f"    {command()}\n\n{mode(options)}, {date.today()} at {commit()}."
+    commits = ", ".join(dict.fromkeys(result.commit for result in results)) or commit()
+    heading = f"    {command()}\n\n{mode(options)}, {date.today()} at {commits}."
+    missing = [check.name for check in chosen_checks(options) if check.name not in done]
+    heading += f" Without a result: {', '.join(missing)}." if missing else ""
     heading += " Of a dry run only the results count: its numbers mean nothing." if options.dry_run else ""
     print(f"\n{table(results, heading)}")
-    return 1 if any(is_bad(result) for result in results) else 0
+    return 1 if missing or any(is_bad(result) for result in results) else 0
 
 
 if __name__ == "__main__":

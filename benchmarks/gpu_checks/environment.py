@@ -32,7 +32,10 @@ class Machine:
     gpus: tuple[str, ...]
     """Name and memory, as torch sees them."""
     counted: dict[str, int | None]
-    """Number of GPUs by who counts: torch, the provider, nvidia-smi, /proc; None: there is no such source."""
+    """Number of GPUs by who counts: torch, the provider, nvidia-smi; None: there is no such source, or it does not know
+    CUDA_VISIBLE_DEVICES, which is set."""
+    in_proc: int | None
+    """Entries of /proc/driver/nvidia/gpus: a container may see its host's there."""
     bf16: bool
     compiler: str
     python_headers: bool
@@ -46,8 +49,8 @@ class Machine:
 def environment(setting: Setting) -> Finding:
     """Decides whether Triton compiles here, and whether all sources count the same GPUs in a container.
 
-    TRL's output head is a Triton kernel on CUDA, which needs a C compiler and Python.h. The provider counts GPUs in
-    /proc/driver/nvidia, which a container may share with its host.
+    TRL's output head is a Triton kernel on CUDA, which needs a C compiler and Python.h. Jobs get the GPUs that the
+    provider counts, from the driver's list (NVML).
     """
     return judge_environment(_machine(), setting.is_dry_run)
 
@@ -73,7 +76,8 @@ def judge_environment(found: Machine, is_dry_run: bool) -> Finding:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
     described = (
         f"{'; '.join(found.gpus) or 'no GPU'}; driver {found.driver or '-'}, CUDA {found.cuda or '-'}, NCCL "
-        f"{found.nccl or '-'}; python {found.python}, {versions}; GPUs by source: {counted or '-'}; Triton: "
+        f"{found.nccl or '-'}; python {found.python}, {versions}; GPUs by source: {counted or '-'}, in /proc "
+        f"{'-' if found.in_proc is None else found.in_proc}; Triton: "
         f"{found.triton}; compiler {found.compiler or 'none'}, Python.h {'yes' if found.python_headers else 'no'}; "
         f"/dev/shm {found.shared_memory_mib} MiB; {found.cores} cores, {found.memory_gib:.0f} GiB"
     )
@@ -88,20 +92,24 @@ def _release(version: str) -> tuple[int, ...]:
 def tests_gpu(setting: Setting) -> Finding:
     """Decides whether what saves GPU memory saves it and changes no loss: the tests of tests/gpu."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=False,
     )
-    return judge_tests(done.returncode, done.stdout + done.stderr)
+    (setting.folder / "pytest.log").write_text(done.stdout + done.stderr)
+    return judge_tests(done.returncode, done.stdout + done.stderr, setting.is_dry_run)
 
 
-def judge_tests(exit_code: int, output: str) -> Finding:
+def judge_tests(exit_code: int, output: str, is_dry_run: bool) -> Finding:
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", output)}
     if exit_code == 0 and not counts.get("passed"):
         reasons = re.findall(r"SKIPPED .*?: (.+)", output)
-        raise Skipped(reasons[0] if reasons else "no test ran")
+        reason = reasons[0] if reasons else "no test ran"
+        if is_dry_run:
+            raise Skipped(reason)
+        return Finding(False, f"no test ran on this GPU: {reason}", figures={"exit_code": exit_code, **counts})
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)", output, re.MULTILINE)
     summary = ", ".join(f"{count} {word}" for word, count in counts.items()) or output[-300:]
     return Finding(exit_code == 0, "; ".join([summary, *failed]), figures={"exit_code": exit_code, **counts})
@@ -114,7 +122,7 @@ def _machine() -> Machine:
 
     has_gpu = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())] if has_gpu else []
-    listed = _output("nvidia-smi", "-L")
+    listed, is_limited = _output("nvidia-smi", "-L"), "CUDA_VISIBLE_DEVICES" in os.environ
     shared = os.statvfs("/dev/shm")
     return Machine(
         versions={name: _version(name) for name in LIBRARIES},
@@ -126,9 +134,9 @@ def _machine() -> Machine:
         counted={
             "torch": len(gpus),
             "the provider": count_gpus(),
-            "nvidia-smi": None if listed is None else len(re.findall(r"^GPU \d", listed, re.MULTILINE)),
-            "/proc": len(list(_PROC.iterdir())) if _PROC.is_dir() else None,
+            "nvidia-smi": None if listed is None or is_limited else len(re.findall(r"^GPU \d", listed, re.MULTILINE)),
         },
+        in_proc=len(list(_PROC.iterdir())) if _PROC.is_dir() else None,
         bf16=has_gpu and torch.cuda.is_bf16_supported(),
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang") or "",
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),

@@ -306,14 +306,14 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
 
 
 def digest(folder: Path) -> str:
-    """sha256 over the names and bytes of the safetensors files of a checkpoint."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    """sha256 over the names and bytes of the safetensors files of a checkpoint; empty where it has none."""
+    found, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    for path in paths:
         found.update(path.name.encode() + b"\0")
         with path.open("rb") as file:
             while part := file.read(1 << 24):
                 found.update(part)
-    return found.hexdigest()
+    return found.hexdigest() if paths else ""
 
 
 def problems(outcomes: Mapping[str, Outcome]) -> str:

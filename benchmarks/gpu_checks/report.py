@@ -47,12 +47,16 @@ class Result:
     summary: str
     rows: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
+    commit: str = ""
+    """Of the code that was checked: a file may hold results of several."""
 
 
 def append(path: Path, result: Result) -> None:
     """Append a line and return when it is on disk: the machine may be taken away at any time."""
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+    with path.open("a+b") as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            file.write(b"\n")  # after a line that was cut off, which would swallow this one
+        file.write((json.dumps(asdict(result)) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -86,9 +86,10 @@ def judge_cpu_offload(found: Outcome, recorded: Mapping[str, Any]) -> Finding:
         return Finding(False, failed)
     norms = [step.metrics.get("grad_norm", 0.0) for step in found.steps]
     clipped, saved = bool(norms) and all(norm > 0 for norm in norms), len(found.checkpoints)
-    passed = clipped and saved > 0 and recorded.get("units", 0) > 1
+    policy = recorded.get("offload")
+    passed = clipped and saved > 0 and recorded.get("units", 0) > 1 and policy == "CPUOffloadPolicy"
     summary = (
-        f"{recorded.get('units', 0)} units, {saved} step checkpoints, gradient norms "
+        f"{recorded.get('units', 0)} units with {policy}, {saved} step checkpoints, gradient norms "
         f"{' '.join(f'{norm:.3g}' for norm in norms)}, step {found.step_seconds:.3f} s"
     )
     return Finding(passed, summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,10 +22,12 @@ PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "A10G": 70e12,
     "A10": 125e12,
     "4090": 165e12,
 }
@@ -94,6 +97,8 @@ def judge_masks(found: Mapping[int, Mapping[str, Forward]], is_measured: bool) -
                 f"{tokens} tokens: loss {plain.loss:.6f} and {masked.loss:.6f}, gradient norm "
                 f"{plain.gradient_norm:.6f} and {masked.gradient_norm:.6f}"
             )
+        if not math.isfinite(cases["packed"].loss) or not math.isfinite(cases["packed"].gradient_norm):
+            wrong.append(f"{tokens} tokens: packed rows have a loss or gradient that is no number")
         if is_measured and plain.seconds > SAME_SPEED * masked.seconds:
             wrong.append(f"{tokens} tokens: slower without a mask")
         for name, one in cases.items():
@@ -198,6 +203,7 @@ def throughput(setting: Setting) -> Finding:
         text=True,
         check=False,
     )
+    (setting.folder / "throughput.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0 or not out.exists():
         return Finding(False, " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[-600:])
     summaries = {

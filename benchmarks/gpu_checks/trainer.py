@@ -56,17 +56,18 @@ def train(path: Path, measure: bool) -> tuple[int, dict[str, Any]]:
 
 
 def watch_sharding(output_dtype: str | None) -> dict[str, Any]:
-    """Count FSDP2's units, record the output dtype that the recipe gives them, and replace it on request."""
+    """Count FSDP2's units, record the policies that the recipe gives them, and replace the output dtype on request."""
     import torch
     from torch.distributed import fsdp
 
     original: Callable[..., Any] = fsdp.fully_shard
-    recorded: dict[str, Any] = {"units": 0, "recipe_output_dtype": None}
+    recorded: dict[str, Any] = {"units": 0, "recipe_output_dtype": None, "offload": None}
 
     def fully_shard(module: Any, *arguments: Any, **named: Any) -> Any:
         policy = named.get("mp_policy") or fsdp.MixedPrecisionPolicy()
         recorded["units"] += 1
         recorded["recipe_output_dtype"] = str(policy.output_dtype)
+        recorded["offload"] = type(named.get("offload_policy")).__name__
         if output_dtype:
             wanted = {"none": None, "fp32": torch.float32}[output_dtype]
             named["mp_policy"] = dataclasses.replace(policy, output_dtype=wanted)

@@ -127,12 +127,13 @@ def test_what_the_total_time_cuts_off_gets_no_line_and_is_repeated(work: Path, m
     assert set(run(work, "right")) == {"right"}
 
 
-def test_a_failed_check_is_repeated_only_on_request(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run(work, "right wrong")
-    run(work, "right wrong")
-    assert len(lines(work)) == 2
-    run(work, "right wrong", "--again")
-    assert [line["check"] for line in lines(work)] == ["right", "wrong", "wrong"]
+def test_a_check_that_did_not_pass_is_repeated_only_on_request(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(work, "right wrong absent")
+    run(work, "right wrong absent")
+    assert len(lines(work)) == 3
+    run(work, "right wrong absent", "--again")
+    assert [line["check"] for line in lines(work)] == ["right", "wrong", "absent", "wrong", "absent"]
+    assert all(line["commit"] for line in lines(work))
     assert "right: passed, recorded before" in capfd.readouterr().out
 
 

@@ -16,9 +16,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY / "benchmarks"))
 
+import gpu  # noqa: E402
 from gpu_checks import environment, numerics, peak_memory, recovery, registry, report, sharding, speed, wheels  # noqa: E402
 from gpu_checks.inputs import ONE_B  # noqa: E402
-from gpu_checks.jobs import Outcome, Step  # noqa: E402
+from gpu_checks.jobs import Outcome, Step, digest  # noqa: E402
 from gpu_checks.report import Finding, Result, Status  # noqa: E402
 
 GIB = 1 << 30
@@ -42,6 +43,7 @@ LONG = job(steps=tuple(replace(job().steps[0], step=n, loss=99.0 - n) for n in r
 SHORT = job(steps=job().steps[:3])
 LAST = job(steps=job().steps[4:])
 SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units": 8}}
+OFFLOADED = {"units": 4, "offload": "CPUOffloadPolicy"}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 MACHINE = environment.Machine(
     versions={**dict.fromkeys(environment.LIBRARIES, "1.0"), "torch": "2.11.0+cu130", "transformers": "5.23.0"},
@@ -50,7 +52,8 @@ MACHINE = environment.Machine(
     nccl="2.29.7",
     driver="580",
     gpus=("H100, 80 GiB",),
-    counted={"torch": 1, "the provider": 1, "nvidia-smi": 1, "/proc": None},
+    counted={"torch": 1, "the provider": 1, "nvidia-smi": 1},
+    in_proc=8,
     bf16=True,
     compiler="/usr/bin/gcc",
     python_headers=True,
@@ -88,15 +91,22 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             ),
             "trl is missing": (replace(MACHINE, versions={**MACHINE.versions, "trl": ""}), False),
             "no compiler": (replace(MACHINE, triton="Failed to find C compiler"), False),
-            "/proc lists the host's GPUs": (replace(MACHINE, counted={**MACHINE.counted, "/proc": 8}), False),
+            "the provider counts others": (replace(MACHINE, counted={**MACHINE.counted, "the provider": 8}), False),
             "no bf16": (replace(MACHINE, bf16=False), False),
             "no GPU": (replace(MACHINE, gpus=()), False),
         },
     ),
     "tests/gpu": (
         environment.judge_tests,
-        (0, "3 passed in 12.1s"),
-        {"a test fails": (1, "FAILED tests/gpu/test_gpu_memory.py::test_x - assert\n1 failed, 2 passed")},
+        (0, "3 passed in 12.1s", False),
+        {
+            "a test fails": (1, "FAILED tests/gpu/test_gpu_memory.py::test_x - assert\n1 failed, 2 passed", False),
+            "none runs on a GPU": (
+                0,
+                "SKIPPED [3] tests/gpu/test_gpu_memory.py: needs an NVIDIA GPU\n3 skipped",
+                False,
+            ),
+        },
     ),
     "FSDP2 output dtype": (
         sharding.judge_output_dtype,
@@ -119,12 +129,13 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "cpu_offload": (
         sharding.judge_cpu_offload,
-        (job(), {"units": 4}),
+        (job(), OFFLOADED),
         {
-            "the clip fails": (FAILED, {"units": 4}),
-            "no checkpoint": (job(checkpoints=()), {"units": 4}),
-            "gradients are not clipped": (with_metrics(grad_norm=0.0), {"units": 4}),
-            "nothing was sharded": (job(), {"units": 0}),
+            "the clip fails": (FAILED, OFFLOADED),
+            "no checkpoint": (job(checkpoints=()), OFFLOADED),
+            "gradients are not clipped": (with_metrics(grad_norm=0.0), OFFLOADED),
+            "nothing was sharded": (job(), {**OFFLOADED, "units": 0}),
+            "nothing was offloaded": (job(), {**OFFLOADED, "offload": "OffloadPolicy"}),
         },
     ),
     "tokens per second": (
@@ -139,6 +150,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "another loss": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=2.1)}}, True),
             "other gradients": ({2048: {**MASKS, "no mask": replace(FORWARD, gradient_norm=3.3)}}, True),
             "not a number": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=float("nan"))}}, True),
+            "packed rows are not a number": ({2048: {**MASKS, "packed": replace(FORWARD, loss=float("nan"))}}, True),
             "slower without": ({2048: {**MASKS, "no mask": replace(FORWARD, seconds=1.2)}}, True),
         },
     ),
@@ -170,27 +182,42 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "activation offloading": (
         peak_memory.judge_offloading,
-        (SLOW, replace(SLOW, steps=tuple(replace(step, peak_bytes=GIB) for step in SLOW.steps))),
+        (SLOW, SLOW, replace(SLOW, steps=tuple(replace(step, peak_bytes=GIB) for step in SLOW.steps))),
         {
-            "it saves nothing": (SLOW, SLOW),
+            "it saves nothing": (SLOW, SLOW, SLOW),
+            "equal jobs differ too much to compare": (
+                job(),
+                with_metrics(grad_norm=1.5),
+                job(steps=tuple(replace(step, peak_bytes=GIB) for step in job().steps)),
+            ),
             "other gradients": (
+                job(),
                 job(),
                 job(steps=tuple(replace(one, metrics={"grad_norm": 1.1}, peak_bytes=GIB) for one in job().steps)),
             ),
-            "the job fails": (job(), FAILED),
+            "the job fails": (job(), job(), FAILED),
         },
     ),
     "repeat and resume": (
         recovery.judge_resume,
-        (job(), job(), LAST),
+        (job(), job(), LAST, True),
         {
-            "the resumed job has other weights": (job(), job(), replace(LAST, weights="other")),
-            "it began again": (job(), job(), job()),
-            "it fails": (job(), job(), FAILED),
+            "the resumed job has other weights": (job(), job(), replace(LAST, weights="other"), False),
+            "it began again": (job(), job(), job(), False),
+            "it fails": (job(), job(), FAILED, False),
+            "there are no weights": (job(weights=""), job(weights=""), replace(LAST, weights=""), False),
+            "two equal jobs differ on a CPU": (job(), job(weights="other"), LAST, True),
+            "two equal jobs have nothing in common": (
+                job(),
+                job(weights="other", steps=tuple(replace(one, loss=one.loss + 1) for one in job().steps)),
+                LAST,
+                False,
+            ),
             "the rest differs more than twice the same job": (
                 job(),
                 job(weights="other"),
                 job(weights="third", steps=tuple(replace(one, loss=one.loss + 1) for one in LAST.steps)),
+                False,
             ),
         },
     ),
@@ -199,6 +226,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
         ([MEASURED, MEASURED],),
         {
             "a peak is above the margin": ([MEASURED, replace(MEASURED, peak=12 * GIB)],),
+            "an estimate is far too high": ([MEASURED, replace(MEASURED, peak=6 * GIB)],),
             "a job fails that should fit": ([MEASURED, replace(MEASURED, problem="out of memory")], 80.0 * GIB),
             "every job fails": ([replace(MEASURED, problem="out of memory")], 8.0 * GIB),
         },
@@ -226,6 +254,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
         {
             "it is killed": (replace(TERMINATED, interrupted=job(exit_code=-signal.SIGKILL)),),
             "it is slow": (replace(TERMINATED, seconds=11.0),),
+            "it begins again": (replace(TERMINATED, saved_at=4),),
             "its checkpoint is damaged": (replace(TERMINATED, resumed=FAILED),),
             "there is no checkpoint": (replace(TERMINATED, resumed=None),),
         },
@@ -265,8 +294,11 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "NCCL memory": (
         peak_memory.judge_nccl_memory,
-        ({"NVLS": GIB // 2, "no NVLS": GIB // 4},),
-        {"it takes more": ({"NVLS": 2 * GIB, "no NVLS": 0},), "the ranks fail": ({"NVLS": -1, "no NVLS": 0},)},
+        ({"NVLS": GIB // 2, "no NVLS": GIB // 4}, GIB // 2),
+        {
+            "it takes more": ({"NVLS": GIB // 2 + 1, "no NVLS": 0}, GIB // 2),
+            "the ranks fail": ({"NVLS": -1, "no NVLS": 0}, GIB // 2),
+        },
     ),
     "HYBRID_SHARD": (
         sharding.judge_hybrid,
@@ -304,11 +336,11 @@ def test_a_check_fails_on_each_fault(check: str, fault: str) -> None:
 
 def test_tests_that_are_all_skipped_are_no_success() -> None:
     with pytest.raises(report.Skipped, match="needs an NVIDIA GPU"):
-        environment.judge_tests(0, "SKIPPED [3] tests/gpu/test_gpu_memory.py: needs an NVIDIA GPU\n3 skipped in 2s")
+        environment.judge_tests(0, "SKIPPED [3] tests/gpu/test_gpu_memory.py: needs an NVIDIA GPU\n3 skipped", True)
 
 
 def test_a_machine_without_a_gpu_passes_in_a_dry_run_only() -> None:
-    found = replace(MACHINE, gpus=(), bf16=False, triton="no GPU to compile for", counted={"torch": 0, "/proc": None})
+    found = replace(MACHINE, gpus=(), bf16=False, triton="no GPU to compile for", counted={"torch": 0})
     assert environment.judge_environment(found, is_dry_run=True).passed
     assert not environment.judge_environment(found, is_dry_run=False).passed
 
@@ -329,7 +361,19 @@ def test_the_self_ratio_is_compared_before_the_first_update_only() -> None:
 def test_a_gpu_that_adds_in_another_order_may_resume_with_other_bits() -> None:
     steps = tuple(replace(step, loss=step.loss * 1.0001) for step in job().steps)
     again = job(weights="other", steps=steps)
-    assert recovery.judge_resume(job(), again, job(weights="third", steps=steps[4:])).passed
+    assert recovery.judge_resume(job(), again, job(weights="third", steps=steps[4:]), must_repeat=False).passed
+
+
+def test_a_job_that_was_to_be_sharded_and_was_not_counts_as_failed() -> None:
+    assert numerics.require_shards(job(), {"units": 4}).finished
+    whole = numerics.require_shards(job(), {"units": 0})
+    assert not numerics.judge_falling({"one process": job(), "FSDP2": whole}, agreement=1.0).passed
+
+
+def test_a_checkpoint_without_weights_has_no_digest(tmp_path: Path) -> None:
+    assert digest(tmp_path) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert len(digest(tmp_path)) == 64
 
 
 def test_the_operations_of_a_step_are_those_of_its_weights_and_attention() -> None:
@@ -352,9 +396,23 @@ def test_results_are_read_by_mode_and_the_last_line_of_a_check_counts(tmp_path: 
     report.append(path, Result("2 GPUs", "NCCL hang", Status.passed, 5.0, ""))
     with path.open("a") as file:
         file.write('{"mode": "1 GPU", "chec')  # the machine was taken away
+    report.append(path, Result("1 GPU", "fp16", Status.passed, 1.0, "after the cut line", commit="abc"))
     found = report.read(path, "1 GPU")
+    assert found.pop("fp16").commit == "abc"
     assert found == {"export": Result("1 GPU", "export", Status.passed, 4.0, "second", {"full": "1 s"})}
     assert report.read(tmp_path / "none", "1 GPU") == {}
+
+
+def test_a_call_that_leaves_a_check_without_a_result_fails_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.jsonl"
+    options = gpu.parse_options(["--dry-run", f"--results={path}", "--only", "fp16", "QAT"])
+    report.append(path, Result("dry-run", "fp16", Status.passed, 1.0, "", commit="abc"))
+    assert gpu.print_table(options) == 1
+    assert "at abc. Without a result: QAT." in capsys.readouterr().out
+    report.append(path, Result("dry-run", "QAT", Status.skipped, 1.0, "no torchao", commit="abc"))
+    assert gpu.print_table(options) == 0
 
 
 def test_the_table_is_markdown_whatever_a_check_found() -> None:
