@@ -50,9 +50,11 @@ def loading_peaks(specs: Sequence[str]) -> list[dict[str, int]]:
 def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
-    for argument in sys.argv[1:]:
-        kind, _, path = argument.rpartition(":")
-        spec = JobSpec.model_validate_json(Path(path).read_text())
+    arguments = [argument.rpartition(":") for argument in sys.argv[1:]]
+    specs = [JobSpec.model_validate_json(Path(path).read_text()) for *_, path in arguments]
+    if any(spec.lora and spec.lora.quantize_base for spec in specs):
+        import bitsandbytes  # noqa: F401
+    for spec, (kind, _, _) in zip(specs, arguments, strict=True):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -180,16 +180,21 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     model = load_model(spec.source, storage, device)
     set_attention(spec, model)
     check_length(model, spec.max_seq_length)
-    if spec.packed and spec.uses_flash_kernels:
-        # These kernels compute on GPUs in half precision. The model may be in CPU memory, and in fp32.
+    if spec.packed and (spec.uses_flash_kernels or (storage.is_deferred and storage.in_4_bits)):
+        # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32. A deferred
+        # base in 4 bits computes nothing before it is sharded.
         shallow = shallow_model(spec.source, DTYPES[spec.dtype], device)
         set_attention(spec, shallow)
-        check_isolation(shallow, sequences=1)
+        check_isolation(shallow, sequences=1 if spec.uses_flash_kernels else 2)
     elif spec.packed:
         check_isolation(model)
-    quantization = quantize(spec, model)
+    # QAT replaces layers, whose weights are then deferred. A base in 4 bits is measured as it will be.
+    quantization = None if storage.in_4_bits else quantize(spec, model)
+    deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
+    if storage.in_4_bits:
+        quantization = quantize(spec, model)
     adapters = adapter_config(model, spec.lora) if spec.lora else None
-    return Policy(model, quantization, adapters, DeferredWeights(model, storage.dtype) if storage.is_deferred else None)
+    return Policy(model, quantization, adapters, deferred)
 
 
 def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:

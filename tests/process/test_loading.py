@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from llama_stack_provider_trl.recipes.model import files, loading, quantization
+from llama_stack_provider_trl.recipes import build
+from llama_stack_provider_trl.recipes.model import deferred, files, loading, quantization
 from llama_stack_provider_trl.recipes.model.deferred import DeferredWeights
 from llama_stack_provider_trl.recipes.model.files import stored_dtype
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, loading_dtype
-from llama_stack_provider_trl.specs.events import Failed, Progress
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.model.packing_check import check_isolation
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from tests.loading_peak import loading_peaks
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
@@ -66,14 +69,18 @@ def test_the_ranks_of_a_job_load_little_more_than_their_shards(tmp_path: Path) -
     save_llama(model, tiny_tokenizer(), vocab_size=8192, tie_word_embeddings=False, **sizes)
     weights = {name: weight.bfloat16() for name, weight in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    path = tmp_path / "spec.json"
-    path.write_text(sharded(tmp_path, model, preflight="off").model_dump_json())
-    deferred, whole = loading_peaks([str(path), f"whole:{path}"])
+    jobs = []
+    for name, lora in (("full", None), ("qlora", QLORA)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(sharded(tmp_path, model, lora=lora, preflight="off").model_dump_json())
+        jobs += [str(path), f"whole:{path}"]
+    deferred, whole, quantized, whole_quantized = loading_peaks(jobs)
     in_fp32 = 2 * (model / "model.safetensors").stat().st_size
     assert in_fp32 > 150e6
     assert whole["private"] > 2 * in_fp32
     assert deferred["private"] < 1.25 * in_fp32  # the shards, which together are one model
     assert deferred["private"] <= 0.6 * whole["private"]
+    assert quantized["private"] <= 0.6 * whole_quantized["private"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +109,106 @@ def test_the_dtype_of_the_files_changes_no_bit(
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
+def mixed(model: Path, path: Path) -> Path:
+    """The same numbers in files of two dtypes, which are cast while they are loaded."""
+    shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    save_file({**weights, name: weights[name].float()}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        pytest.param("sft", {}, id="sft-fp32"),
+        pytest.param("dpo", {"dtype": "bf16"}, id="dpo-bf16-with-a-reference"),
+    ],
+)
+def test_a_base_that_is_quantized_when_it_is_sharded_changes_no_bit(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path, algorithm: str, changes: dict[str, Any]
+) -> None:
+    """Files of two dtypes are quantized while they are loaded, as all were once."""
+    pytest.importorskip("bitsandbytes")
+    found = []
+    for model in (models["bfloat16"], mixed(models["bfloat16"], tmp_path / "mixed")):
+        other = ReferenceSpec(model=str(model), cache=None)
+        dpo = {"dpo": DpoSpec(reference=other)} if algorithm == "dpo" else {}
+        root = tmp_path / f"of-{model.name}"
+        spec = sharded(root, model, algorithm, lora=QLORA, **dpo, **changes)
+        codes, events = ranks.run(root / "run", spec)
+        assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+        losses = [point.metrics["loss"] for point in of_kind(events, Progress) if "loss" in point.metrics]
+        (prepared,) = of_kind(events, Prepared)
+        adapter = load_file(spec.checkpoint_dir / "final" / "adapter_model.safetensors")
+        found.append((losses, prepared.effective["quantization"], adapter))
+    (losses, quantized, adapter), (other_losses, quantized_while_loading, other_adapter) = found
+    assert losses == other_losses
+    assert len(losses) == 2
+    assert quantized == quantized_while_loading
+    assert adapter.keys() == other_adapter.keys()
+    assert all(torch.equal(adapter[name], other_adapter[name]) for name in adapter)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("files", ["float32", "bfloat16"])
+def test_units_are_quantized_one_after_the_other_to_the_numbers_of_transformers(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, dtype: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    cpu, spec = torch.device("cpu"), sharded(tmp_path, models[files], lora=QLORA, dtype=dtype)
+    storage = WeightStorage.of(spec)
+    theirs = loading.load_model(spec.source, replace(storage, is_deferred=False), cpu)
+    ours = loading.load_model(spec.source, storage, cpu)
+    of_4_bits = {id(weight) for weight in ours.parameters() if quantization.is_packed(weight)}
+    assert all(weight.untyped_storage().nbytes() == 2 for weight in ours.parameters() if id(weight) in of_4_bits)
+    monkeypatch.setattr(deferred, "fully_shard", lambda unit, **_: unit)
+    weights, waiting = DeferredWeights(ours, storage.dtype, cpu), []
+    assert ours.get_memory_footprint() == theirs.get_memory_footprint()
+    for unit in [*ours.model.layers, ours]:
+        waiting.append(sum(quantization.is_in_files(weight) for weight in ours.parameters()))
+        weights.fully_shard(unit)
+    assert waiting == [14, 7, 0]
+    packed = {name: value for name, value in theirs.state_dict().items() if "_proj." in name}
+    found = ours.state_dict()
+    assert len(packed) == len(of_4_bits) * 6  # the weight, and what its constants consist of
+    # As bytes: packed numbers, seen as bf16, may be NaN.
+    assert all(torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in packed.items())
+
+
+def test_weights_that_transformers_makes_of_several_are_quantized_while_they_are_loaded() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    with torch.device("meta"):
+        layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_storage=torch.bfloat16)
+    layer.source_cls = Linear
+    model = torch.nn.ModuleDict({"layer": layer})
+    model.get_parameter_or_buffer = model.get_parameter
+    tensors = {"layer.weight": torch.ones(64, 64)}
+    with quantization.in_files():
+        convert = Bnb4bitQuantize(None).convert
+        merged = convert(tensors, full_layer_name="layer.weight", model=model, target_patterns=["layer"])
+        renamed = convert(tensors, full_layer_name="layer.weight", model=model, target_patterns=["layer.weight"])
+    assert not quantization.is_in_files(merged["layer.weight"])
+    assert merged["layer.weight"].quant_state is not None
+    assert quantization.is_in_files(renamed["layer.weight"])
+    assert renamed["layer.weight"].shape == merged["layer.weight"].shape == (1024, 1)
+
+
+def test_the_isolation_of_a_base_that_is_in_its_files_is_checked_on_two_blocks(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    checked: list[Any] = []
+    monkeypatch.setattr(build, "check_isolation", lambda model, sequences: checked.append((model, sequences)))
+    policy = build.load_policy(sharded(tmp_path, models["bfloat16"], lora=QLORA, packed=True), torch.device("cpu"))
+    ((shallow, sequences),) = checked
+    assert shallow is not policy.model
+    assert sequences == 2
+    check_isolation(shallow)
+
+
 def dtype_of(spec: JobSpec) -> torch.dtype:
     stored = stored_dtype(spec.model, None, fetch=True)
     return loading_dtype(spec.source, WeightStorage.of(spec), load_config(spec.source), stored)
@@ -119,10 +226,7 @@ def test_a_model_that_is_sharded_is_loaded_in_the_dtype_of_its_files(models: dic
 def test_files_that_do_not_hold_one_dtype_are_cast_while_they_are_loaded(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = shutil.copytree(models["bfloat16"], tmp_path / "mixed")
-    weights = load_file(model / "model.safetensors")
-    name = next(name for name in weights if name.endswith("norm.weight"))
-    save_file({**weights, name: weights[name].float()}, model / "model.safetensors", {"format": "pt"})
+    model = mixed(models["bfloat16"], tmp_path / "mixed")
     assert stored_dtype(str(model), None, torch.bfloat16) is None
     assert dtype_of(sharded(tmp_path, model)) == torch.float32
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
@@ -172,7 +276,7 @@ def test_deferred_weights_take_no_memory_and_cannot_be_mistaken_for_weights() ->
     model = small()
     packed = torch.nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
     model.model.register_parameter("packed", packed)
-    DeferredWeights(model, torch.float32)
+    DeferredWeights(model, torch.float32, torch.device("cpu"))
     weights = dict(model.named_parameters())
     assert weights.pop("model.packed").sum() == 2
     assert {weight.dtype for weight in weights.values()} == {model.dtype} == {model.config.dtype} == {torch.float32}
@@ -183,12 +287,12 @@ def test_deferred_weights_take_no_memory_and_cannot_be_mistaken_for_weights() ->
 
 
 def test_a_model_that_was_not_sharded_is_not_trained_on_placeholders() -> None:
-    deferred = DeferredWeights(small(), torch.float32)
-    with pytest.raises(AssertionError, match="its weights are placeholders"), deferred.returned_to_accelerate():
+    weights = DeferredWeights(small(), torch.float32, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="its weights are placeholders"), weights.returned_to_accelerate():
         pass
 
 
-def test_a_base_in_4_bits_that_is_sharded_is_quantized_in_cpu_memory(
+def test_a_base_in_4_bits_that_is_sharded_is_loaded_into_cpu_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = []

@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
-from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, estimate
+from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
 from llama_stack_provider_trl.recipes.memory.proposals import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
@@ -384,6 +384,10 @@ def test_eight_ranks_load_a_model_of_70_billion_parameters_in_its_size_of_cpu_me
     size = 2 * 68_976_648_192
     assert full.page_cache == size
     assert full.host_loading == 0
+    qlora = LORA.model_copy(update={"quantize_base": True})
+    quantized = estimate(spec.model_copy(update={"model": str(model), "lora": qlora}), batch, "cuda")
+    assert (quantized.page_cache, quantized.host_loading) == (size, 0)
+    assert quantized.machine < 16 * GIB
     whole = estimate(spec.model_copy(update={"model": str(model), "sharding": NO_SHARD}), batch, "cuda")
     assert whole.host_loading == 2 * size
     assert whole.machine > 16 * size
@@ -401,8 +405,10 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
     assert of(lora=LORA).host_loading == 0
     dora = of(lora=LORA.model_copy(update={"use_dora": True}))
     assert in_fp32 < dora.host_loading < 1.5 * in_fp32
-    qlora = of(lora=LORA.model_copy(update={"quantize_base": True}))
-    assert 0 < qlora.host_loading < in_fp32
+    qlora = LORA.model_copy(update={"quantize_base": True})
+    assert of(lora=qlora).host_loading == 0
+    qdora = of(lora=qlora.model_copy(update={"use_dora": True}))
+    assert 0 < qdora.host_loading < in_fp32
     assert dora.machine - of(lora=LORA).machine == 4 * (dora.host_loading - of(lora=LORA).host)
     assert of(sharding=NO_SHARD).host_loading == in_fp32
     mixture(tmp_path / "experts")
@@ -410,6 +416,20 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
     assert 0 < experts.host_loading < experts.page_cache
     named = {"model": str(model), "algorithm": "dpo", "dpo": DpoSpec()}
     assert of(**named).page_cache == of().page_cache  # the reference is in the same files
+
+
+def test_every_rank_has_the_quantization_constants_of_every_layer(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 4, hidden_size=1024, intermediate_size=4096), Batch(1, 16)
+    spec = job_spec(tmp_path, model, lora=LORA.model_copy(update={"quantize_base": True}), dtype="bf16")
+
+    def at_rest(ranks: int) -> float:
+        sharded = spec.model_copy(update={"ranks": ranks, "sharding": ShardingSpec()})
+        return _Placed(sharded, trace(sharded, batch, "cuda"), "cuda").part(trace(sharded, batch, "cuda"))
+
+    linear = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    constants = linear / 64 + 4 * linear / (64 * 256)
+    assert trace(spec, batch, "cuda").block_linear == linear
+    assert at_rest(8) * 8 - at_rest(1) == pytest.approx(7 * constants, rel=1e-5)
 
 
 def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Path) -> None:

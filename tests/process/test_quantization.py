@@ -265,6 +265,7 @@ def test_two_ranks_train_what_one_process_trains(
     assert losses(events) == pytest.approx(losses(expected), rel=exact)
     (one,), (two,) = of_kind(expected, Prepared), of_kind(events, Prepared)
     assert (two.trainable_parameters, two.total_parameters) == (one.trainable_parameters, one.total_parameters)
+    assert two.effective.get("quantization") == one.effective.get("quantization")
     sharding = two.effective["sharding"]
     assert strategy == "NO_SHARD" or sharding["local_elements"] <= 0.6 * sharding["total_elements"]
 

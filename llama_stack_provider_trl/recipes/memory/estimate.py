@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
 from ..model.fsdp import num_shards, ranks_per_machine
+from ..model.loading import WeightStorage
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
 
@@ -31,8 +32,17 @@ _HOST_PROCESS = 1 << 30
 on a CPU: 0.8 GiB)."""
 
 
-_FOUR_BIT = 0.5 + 4 / 64
-"""Bytes per weight in blocks of 64 with a scale in fp32 (bitsandbytes nf4)."""
+_FOUR_BIT = 0.5
+"""Bytes per packed weight (bitsandbytes nf4)."""
+
+
+_CONSTANTS = 1 / 64 + 4 / (64 * 256)
+"""Bytes per packed weight of its constants, which every rank has whole: a scale of 8 bits for each block of 64 weights,
+and one in fp32 for each 256 of those."""
+
+
+_QUANTIZING = 20
+"""CPU: bytes per weight of a layer while bitsandbytes quantizes it: four copies in fp32 and indices."""
 
 
 def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
@@ -92,14 +102,25 @@ class _Placed:
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
         self.compute = 4 if spec.dtype == "fp32" else 2
         self.quantized = is_quantized(spec)
+        self.is_deferred = WeightStorage.of(spec).is_deferred
         self.reference = (model.reference or model) if loads_reference(spec) else None
 
     def whole(self, model: Traced) -> int:
         """Bytes of a model's weights without sharding."""
         frozen = model.frozen * (self.compute if self.spec.lora else 4)
         if self.quantized:
-            frozen = (model.frozen - model.block_linear) * self.compute + int(model.block_linear * _FOUR_BIT)
+            packed = int(model.block_linear * _FOUR_BIT) + self.constants(model)
+            frozen = (model.frozen - model.block_linear) * self.compute + packed
         return model.trainable * 4 + frozen
+
+    def constants(self, model: Traced) -> int:
+        """Bytes of a model's quantization constants, which are not sharded."""
+        return int(model.block_linear * _CONSTANTS) if self.quantized else 0
+
+    def part(self, model: Traced) -> int:
+        """Bytes of a model's weights on each rank."""
+        constants = self.constants(model)
+        return (self.whole(model) - constants) // self.shards + constants
 
     def mapped(self, model: Traced) -> int:
         """CPU: bytes of a model's files beside its weights. Experts are copied into one tensor; the files stay mapped
@@ -109,15 +130,21 @@ class _Placed:
         return model.experts * (self.compute if self.spec.lora else 4)
 
     def copied(self, model: Traced) -> int:
-        """Bytes of a model's weights that loading copies out of the files, on every rank; mapped ones are not."""
-        if self.quantized or not model.is_mapped:
+        """Bytes of a model's weights that loading copies out of the files, on every rank; mapped ones are not, and one
+        in 4 bits is quantized when it is sharded."""
+        if not model.is_mapped or (self.quantized and not self.is_deferred):
             return self.whole(model)
         return model.experts * model.bytes_in_files
 
     def loading_shards(self, model: Traced) -> int:
-        """CPU: bytes of a rank while it loads a model and copies its rows, with the pages of files that it reads."""
-        rows = self.in_files(model) if model.is_mapped else 0
-        return self.copied(model) + (self.whole(model) + rows) // self.shards
+        """CPU: bytes of a rank while it loads a model and copies its rows, with the pages of files that it reads: those
+        of its rows, and of every layer that it quantizes."""
+        read = 0
+        if model.is_mapped:
+            whole = model.block_linear * model.bytes_in_files if self.quantized else 0
+            read = whole + (self.in_files(model) - whole) // self.shards
+        quantizing = _QUANTIZING * model.largest_linear if self.quantized else 0
+        return self.copied(model) + self.part(model) + read + quantizing
 
     def in_files(self, model: Traced) -> int:
         """Bytes of a model's files."""
@@ -148,7 +175,7 @@ class _Placed:
             if self.reference is None:
                 return self.loading_shards(self.model)
             of_reference = self.copied(self.model) + self.loading_shards(self.reference)
-            return max(of_reference, self.whole(self.reference) // self.shards + self.loading_shards(self.model))
+            return max(of_reference, self.part(self.reference) + self.loading_shards(self.model))
 
         def needed(model: Traced) -> int:
             files = self.mapped(model) if model.stored_alike else (model.trainable + model.frozen) * 4
@@ -161,7 +188,7 @@ class _Placed:
         """The memory of a moment of training."""
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
-        weights = self.whole(model) // self.shards + (self.mapped(model) if self.shards == 1 else 0)
+        weights = self.part(model) + (self.mapped(model) if self.shards == 1 else 0)
         optimizer = model.trainable * 4 * _moments(spec) // self.shards
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
@@ -173,7 +200,7 @@ class _Placed:
         reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
         if self.offload:
             at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
-            weights, optimizer, gradients = 0, 0, min(gradients, model.block * 4)
+            weights, optimizer, gradients = self.constants(model), 0, min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
         copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
         return MemoryEstimate(
@@ -211,7 +238,7 @@ class _Placed:
         """Bytes of the reference on the device, and of its offloaded parts in CPU memory."""
         if self.reference is None:
             raise AssertionError("the policy is its own reference")
-        part = self.whole(self.reference) // self.shards
+        part = self.part(self.reference)
         if self.shards == 1:
             return part + self.mapped(self.reference), 0
         gathered = self._gathered(self.reference, 2)

@@ -4,11 +4,14 @@ transformers maps safetensors files, whose pages the ranks of a machine share, a
 another dtype. So a model that is to be sharded is loaded in the dtype of its files, FSDP2 copies this rank's rows, and
 the rows are cast. Until then each weight is a placeholder without memory, of the dtype that the rows will have: PEFT
 creates adapters in the dtype of their base, and accelerate would cast whole weights to fp32.
+
+Layers of a base in 4 bits are quantized one unit at a time, each when FSDP2 is about to shard it, on the device that it
+is used on. Every rank quantizes all of them, since constants belong to a whole layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +20,11 @@ from unittest.mock import patch
 import accelerate.accelerator
 import torch
 import torch.distributed.fsdp
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .quantization import is_in_files, is_packed, pack
 
 
 @dataclass
@@ -41,15 +47,21 @@ class DeferredWeights:
     Args:
         model: as loading left it; every parameter becomes a placeholder whose elements are NaN.
         dtype: of the weights once they are sharded. Those that were not loaded in the model's dtype keep theirs.
+        device: that the model is used on.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         loaded, known = model.config.dtype, set[int]()
+        self._dtype, self._device = dtype, device
         self._weights: list[_Weight] = []
+        self._unpacked: list[tuple[torch.nn.Module, str]] = []
+        """Those to be quantized, which are placeholders already, with the names that their modules give them."""
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in known or not parameter.is_floating_point():  # tied; packed, which is never cast
-                    continue
+                if is_in_files(parameter):
+                    self._unpacked.append((module, name))
+                if id(parameter) in known or not parameter.is_floating_point() or is_packed(parameter):
+                    continue  # tied; of integers; quantized while loading, or when it is sharded
                 known.add(id(parameter))
                 becomes = dtype if parameter.dtype == loaded else parameter.dtype
                 self._weights.append(_Weight(module, name, becomes, parameter.data))
@@ -57,12 +69,15 @@ class DeferredWeights:
                 parameter.data = torch.tensor(float("nan")).to(becomes).expand(parameter.shape)
         _set_dtype(model.config, dtype)
 
-    def sharded(self, shard: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """The model as `shard` shards it, with its values."""
+    def fully_shard(self, unit: torch.nn.Module | list[torch.nn.Module], **options: Any) -> Any:
+        """Do what FSDP2's `fully_shard` does, with the values of the unit's weights."""
+        modules = unit if isinstance(unit, list) else [unit]
         self._return()
-        model = shard()
-        self._cast(model)
-        return model
+        self._pack({module for one in modules for module in one.modules()})
+        sharded = fully_shard(unit, **options)
+        for module in modules:
+            self._cast(module)
+        return sharded
 
     @contextmanager
     def returned_to_accelerate(self) -> Iterator[None]:
@@ -70,22 +85,15 @@ class DeferredWeights:
 
         They are returned when it shards the first unit: before, it casts trained weights to fp32, and keeps references.
         """
-        prepare, shard = accelerate.accelerator.fsdp2_prepare_model, torch.distributed.fsdp.fully_shard
-
-        def shard_values(unit: torch.nn.Module | list[torch.nn.Module], **options: Any) -> Any:
-            self._return()
-            sharded = shard(unit, **options)
-            for module in unit if isinstance(unit, list) else [unit]:
-                self._cast(module)
-            return sharded
+        prepare = accelerate.accelerator.fsdp2_prepare_model
 
         def prepare_values(*args: Any, **kwargs: Any) -> Any:
-            with patch.object(torch.distributed.fsdp, "fully_shard", shard_values):
+            with patch.object(torch.distributed.fsdp, "fully_shard", self.fully_shard):
                 return prepare(*args, **kwargs)
 
         with patch.object(accelerate.accelerator, "fsdp2_prepare_model", prepare_values):
             yield
-        if any(weight.values is not None for weight in self._weights):
+        if self._unpacked or any(weight.values is not None for weight in self._weights):
             raise AssertionError("the model was not sharded: its weights are placeholders")
 
     def _return(self) -> None:
@@ -93,6 +101,13 @@ class DeferredWeights:
             if weight.values is not None:
                 weight.parameter.data = weight.values
                 weight.values = None
+
+    def _pack(self, modules: set[torch.nn.Module]) -> None:
+        """Quantize the weights of these modules that are not quantized yet."""
+        for module, name in self._unpacked:
+            if module in modules:
+                pack(getattr(module, name), self._dtype, self._device)
+        self._unpacked = [(module, name) for module, name in self._unpacked if module not in modules]
 
     def _cast(self, model: torch.nn.Module) -> None:
         """Cast this rank's rows where their dtype is still that of the files; parameters stay the same objects."""

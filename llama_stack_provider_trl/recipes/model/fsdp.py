@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,12 +158,17 @@ def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.Module:
+def shard_frozen(
+    model: PreTrainedModel, accelerator: Accelerator, fully_shard: Callable[..., Any] = fully_shard
+) -> torch.nn.Module:
     """Shard a model that only runs forward, with the settings of the one that is trained.
 
     Every block is a unit, and so are embeddings that are not tied to the output weights; the root holds the rest. TRL
     makes one unit of the whole model, which a forward gathers. Parts are freed after use even under SHARD_GRAD_OP,
     since no backward follows that would free them.
+
+    Args:
+        fully_shard: FSDP2's, or one that does what it does.
     """
     plugin = accelerator.state.fsdp_plugin
     mesh = getattr(accelerator, "torch_device_mesh", None)
@@ -179,7 +184,8 @@ def shard_frozen(model: PreTrainedModel, accelerator: Accelerator) -> torch.nn.M
     embeddings = model.get_input_embeddings()
     if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
         fully_shard(embeddings, **options)
-    return fully_shard(model, **options)
+    sharded: torch.nn.Module = fully_shard(model, **options)
+    return sharded
 
 
 def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:

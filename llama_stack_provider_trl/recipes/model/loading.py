@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class WeightStorage:
     is_sharded: bool
     is_deferred: bool = False
     """The weights stay in their files until the model is sharded (`DeferredWeights`). Not under DoRA, which computes
-    its magnitudes from them, and not in 4 bits."""
+    its magnitudes from them."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> WeightStorage:
@@ -76,7 +77,7 @@ class WeightStorage:
             in_4_bits=in_4_bits,
             is_quantized=in_4_bits or spec.qat is not None,
             is_sharded=is_sharded(spec),
-            is_deferred=is_sharded(spec) and not in_4_bits and not (spec.lora and spec.lora.use_dora),
+            is_deferred=is_sharded(spec) and not (spec.lora and spec.lora.use_dora),
         )
 
 
@@ -126,7 +127,7 @@ def commit_of(source: ModelSource) -> str | None:
 
 def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
-    dtype, so that its weights are mapped and not copied.
+    dtype, so that its weights are mapped and not copied, nor quantized.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
@@ -141,13 +142,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
         # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
         stored = stored_dtype(source.model, source.revision, fetch=True) if storage.is_deferred else None
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.model,
-            dtype=loading_dtype(source, storage, config, stored),
-            output_loading_info=True,
-            **placing,
-            **source_arguments(source),
-        )
+        dtype = loading_dtype(source, storage, config, stored)
+        # Copies in another dtype would take more than packed weights.
+        quantizes_later = storage.in_4_bits and storage.is_deferred and dtype == stored
+        with quantization.in_files() if quantizes_later else nullcontext():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                source.model, dtype=dtype, output_loading_info=True, **placing, **source_arguments(source)
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -217,7 +218,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     """
     source, storage = spec.source, WeightStorage.of(spec)
     if as_trained and storage.in_4_bits:
-        base = load_model(source, storage, torch.device("cpu"))
+        base = load_model(source, replace(storage, is_deferred=False), torch.device("cpu"))
         quantization.prepare_4bit_base(base)
     else:
         check_weights_index(source.model, source.revision)

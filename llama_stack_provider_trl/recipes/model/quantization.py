@@ -10,12 +10,15 @@ import importlib
 import math
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -40,6 +43,60 @@ def base_arguments(dtype: Dtype, device: torch.device | str) -> dict[str, Any]:
         bnb_4bit_quant_storage=torch.bfloat16,
     )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+@contextmanager
+def in_files() -> Iterator[None]:
+    """While this is open, `from_pretrained` does not quantize: weights of 4-bit layers stay as they are in their files.
+
+    Each becomes a placeholder without memory, of the class, shape and dtype of the packed weight; `pack` quantizes it.
+    """
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    quantize_now = Bnb4bitQuantize.convert
+
+    def convert(self: Any, tensors: dict[str, Any], full_layer_name: str, model: PreTrainedModel, **more: Any) -> Any:
+        if more["target_patterns"] != [full_layer_name]:  # made of several weights, so a copy: packed ones are smaller
+            return quantize_now(self, tensors, full_layer_name=full_layer_name, model=model, **more)
+        found = tensors[full_layer_name]
+        return {full_layer_name: _placeholder(model, full_layer_name, found[0] if isinstance(found, list) else found)}
+
+    with patch.object(Bnb4bitQuantize, "convert", convert):
+        yield
+
+
+def _placeholder(model: PreTrainedModel, name: str, values: torch.Tensor) -> Any:
+    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    empty: Any = model.get_parameter(name)
+    rows = math.ceil(values.numel() / 2 / empty.quant_storage.itemsize)
+    # One element for each: accelerate recognizes the optimizer's parameters by their addresses.
+    packed = torch.tensor(float("nan")).to(empty.quant_storage).expand(rows, 1)
+    weight = type(empty)(packed, **{**vars(empty), "bnb_quantized": True})
+    weight.in_files = values.T if issubclass(layer.source_cls, Conv1D) else values  # as transformers does
+    layer._is_hf_initialized = True
+    return weight
+
+
+def is_in_files(weight: torch.Tensor) -> bool:
+    """Whether this is a placeholder that `in_files` made."""
+    return hasattr(weight, "in_files")
+
+
+def pack(weight: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Quantize the values of a placeholder on `device`, to the numbers that `from_pretrained` makes of them there.
+
+    Args:
+        dtype: of the values when they are quantized, and after they are dequantized.
+    """
+    weight.data = vars(weight).pop("in_files").to(device=device, dtype=dtype)
+    weight.bnb_quantized = False
+    weight.to(device)  # quantizes in place, and gives the constants to the layer
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether a parameter holds packed weights, or is a placeholder of them."""
+    # By name: a process that trains without bitsandbytes does not import it.
+    return type(weight).__name__ == "Params4bit"
 
 
 def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:

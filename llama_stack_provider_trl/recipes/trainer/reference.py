@@ -85,8 +85,9 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     if not is_sharded(spec):
         return model
     if storage.is_deferred:
-        return DeferredWeights(model, storage.dtype).sharded(lambda: shard_frozen(model, accelerator))
-    sharded = shard_frozen(model, accelerator)
+        sharded = shard_frozen(model, accelerator, DeferredWeights(model, storage.dtype, device).fully_shard)
+    else:
+        sharded = shard_frozen(model, accelerator)
     move_constants(sharded, device)
     return sharded
 
