@@ -229,6 +229,10 @@ def test_files_that_do_not_hold_one_dtype_are_cast_while_they_are_loaded(
     model = mixed(models["bfloat16"], tmp_path / "mixed")
     assert stored_dtype(str(model), None, torch.bfloat16) is None
     assert dtype_of(sharded(tmp_path, model)) == torch.float32
+    qlora = sharded(tmp_path, model, lora=QLORA)
+    base = loading.load_model(qlora.source, WeightStorage.of(qlora), torch.device("cpu"))
+    assert sum(quantization.is_packed(weight) for weight in base.parameters()) == 14
+    assert not any(quantization.is_in_files(weight) for weight in base.parameters())
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert stored_dtype(str(model), None, torch.bfloat16) is None
     (model / "pytorch_model.bin").unlink()
@@ -319,3 +323,17 @@ def test_quantization_constants_follow_the_shards_to_their_device() -> None:
     constants = layer.quant_state
     found = (constants.absmax, constants.code, constants.offset, constants.state2.absmax, constants.state2.code)
     assert {tensor.device.type for tensor in found} == {"meta"}
+
+
+def test_a_base_in_4_bits_is_quantized_on_the_device_that_it_is_used_on(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    packed: list[tuple[torch.dtype, torch.device]] = []
+    monkeypatch.setattr(deferred, "pack", lambda _, dtype, device: packed.append((dtype, device)))
+    monkeypatch.setattr(deferred, "fully_shard", lambda unit, **_: unit)
+    gpu = torch.device("cuda", 1)
+    policy = build.load_policy(sharded(tmp_path, models["float32"], lora=QLORA, dtype="bf16"), gpu)
+    assert policy.deferred is not None
+    policy.deferred.fully_shard(policy.model)
+    assert packed == [(torch.bfloat16, gpu)] * 14
