@@ -42,7 +42,8 @@ and one in fp32 for each 256 of those."""
 
 
 _QUANTIZING = 14
-"""CPU: bytes per weight of a layer while bitsandbytes quantizes it (measured: 10 beside weights in fp32, 14 in bf16)."""
+"""CPU: bytes per weight of a layer while bitsandbytes quantizes it (measured: 10 beside weights in fp32, 14 in bf16).
+"""
 
 
 def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
