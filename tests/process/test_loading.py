@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llama_stack_provider_trl.recipes import build
-from llama_stack_provider_trl.recipes.model import deferred, files, loading, quantization
+from llama_stack_provider_trl.recipes.model import deferred, files, loading, merging, quantization
 from llama_stack_provider_trl.recipes.model.deferred import DeferredWeights
 from llama_stack_provider_trl.recipes.model.files import stored_dtype
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, loading_dtype
@@ -167,6 +167,68 @@ def test_units_are_quantized_one_after_the_other_to_the_numbers_of_transformers(
     assert all(torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in packed.items())
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts in files of bf16."""
+    path, tokenizer = tmp_path_factory.mktemp("mixture") / "model", tiny_tokenizer()
+    config = MixtralConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_experts_are_merged_one_block_after_the_other_as_transformers_does(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, spec = torch.device("cpu"), sharded(tmp_path, mixture)
+    storage = WeightStorage.of(spec)
+    theirs = loading.load_model(spec.source, replace(storage, is_deferred=False), cpu)
+    ours = loading.load_model(spec.source, storage, cpu)
+    merged = [weight for weight in ours.parameters() if merging.is_merged_later(weight)]
+    assert len(merged) == 4  # gate and up as one, and down, of two blocks
+    assert all(weight.untyped_storage().nbytes() == 2 for weight in merged)
+    assert deferred.computes_nothing(ours)
+    monkeypatch.setattr(deferred, "fully_shard", lambda unit, **_: unit)
+    weights, of_blocks = DeferredWeights(ours, storage.dtype, cpu), []
+    for unit in [*ours.model.layers, ours]:
+        of_blocks.append(sum(weight.isnan().any().item() for weight in ours.parameters() if weight.dim() == 3))
+        weights.fully_shard(unit)
+    assert of_blocks == [4, 2, 0]
+    assert not deferred.computes_nothing(ours)
+    expected = dict(theirs.named_parameters())
+    assert all(torch.equal(weight.float(), expected[name]) for name, weight in ours.named_parameters())
+
+
+def test_experts_that_are_merged_when_they_are_sharded_change_no_bit(
+    ranks: Ranks, mixture: Path, tmp_path: Path
+) -> None:
+    found = []
+    for model in (mixture, mixed(mixture, tmp_path / "mixed")):
+        root = tmp_path / f"of-{model.name}"
+        spec = sharded(root, model, preflight="off")
+        codes, events = ranks.run(root / "run", spec)
+        assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+        losses = [point.metrics["loss"] for point in of_kind(events, Progress) if "loss" in point.metrics]
+        found.append((losses, load_file(spec.checkpoint_dir / "final" / "model.safetensors")))
+    (losses, weights), (other_losses, other_weights) = found
+    assert losses == other_losses
+    assert len(losses) == 2
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
 def test_weights_that_transformers_makes_of_several_are_quantized_while_they_are_loaded() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -187,13 +249,15 @@ def test_weights_that_transformers_makes_of_several_are_quantized_while_they_are
     assert renamed["layer.weight"].shape == merged["layer.weight"].shape == (1024, 1)
 
 
-def test_the_isolation_of_a_base_that_is_in_its_files_is_checked_on_two_blocks(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["llama in 4 bits", "mixture of experts"])
+def test_the_isolation_of_a_model_with_weights_in_its_files_is_checked_on_two_blocks(
+    models: dict[str, Path], mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
     checked: list[Any] = []
     monkeypatch.setattr(build, "check_isolation", lambda model, sequences: checked.append((model, sequences)))
-    policy = build.load_policy(sharded(tmp_path, models["bfloat16"], lora=QLORA, packed=True), torch.device("cpu"))
+    model, lora = (models["bfloat16"], QLORA) if "4 bits" in name else (mixture, None)
+    policy = build.load_policy(sharded(tmp_path, model, lora=lora, packed=True), torch.device("cpu"))
     ((shallow, sequences),) = checked
     assert shallow is not policy.model
     assert sequences == 2

@@ -412,8 +412,9 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
     assert dora.machine - of(lora=LORA).machine == 4 * (dora.host_loading - of(lora=LORA).host)
     assert of(sharding=NO_SHARD).host_loading == in_fp32
     mixture(tmp_path / "experts")
-    experts = of(model=str(tmp_path / "experts"))
-    assert 0 < experts.host_loading < experts.page_cache
+    named_experts = {"model": str(tmp_path / "experts")}
+    assert of(**named_experts).host_loading == 0
+    assert 0 < of(**named_experts, sharding=NO_SHARD).host_loading < of(**named_experts).page_cache
     named = {"model": str(model), "algorithm": "dpo", "dpo": DpoSpec()}
     assert of(**named).page_cache == of().page_cache  # the reference is in the same files
 

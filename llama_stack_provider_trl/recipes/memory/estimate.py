@@ -135,17 +135,19 @@ class _Placed:
         in 4 bits is quantized when it is sharded."""
         if not model.is_mapped or (self.quantized and not self.is_deferred):
             return self.whole(model)
-        return model.experts * model.bytes_in_files
+        return 0 if self.is_deferred else model.experts * model.bytes_in_files
 
     def loading_shards(self, model: Traced) -> int:
         """CPU: bytes of a rank while it loads a model and copies its rows, with the pages of files that it reads: those
-        of its rows, and of every layer that it quantizes."""
+        of its rows, and of every layer that it quantizes or merges."""
         read = 0
         if model.is_mapped:
-            whole = model.block_linear * model.bytes_in_files if self.quantized else 0
+            whole = (model.experts + (model.block_linear if self.quantized else 0)) * model.bytes_in_files
             read = whole + (self.in_files(model) - whole) // self.shards
+        # Two weights of an expert are stacked, then concatenated.
+        merging = 2 * model.experts // max(1, model.blocks) * model.bytes_in_files
         quantizing = _QUANTIZING * model.largest_linear if self.quantized else 0
-        return self.copied(model) + self.part(model) + read + quantizing
+        return self.copied(model) + self.part(model) + read + max(merging, quantizing)
 
     def in_files(self, model: Traced) -> int:
         """Bytes of a model's files."""

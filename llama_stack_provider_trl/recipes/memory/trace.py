@@ -95,7 +95,7 @@ class Traced:
     bytes_in_files: int
     """Of each parameter in the files."""
     is_mapped: bool
-    """Whether the weights are loaded without a copy, but for experts."""
+    """Whether the weights are loaded without a copy, but for experts of a model that is not sharded."""
     windows: tuple[Window, ...]
     """Of the step; empty for a model that only scores."""
     reference_scoring: Window | None = None

@@ -6,12 +6,13 @@ the rows are cast. Until then each weight is a placeholder without memory, of th
 creates adapters in the dtype of their base, and accelerate would cast whole weights to fp32.
 
 Layers of a base in 4 bits are quantized one unit at a time, each when FSDP2 is about to shard it, on the device that it
-is used on. Every rank quantizes all of them, since constants belong to a whole layer.
+is used on. Every rank quantizes all of them, since constants belong to a whole layer. Experts are merged in the same
+way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .merging import is_merged_later, take_merge
 from .quantization import is_in_files, is_packed, pack
 
 
@@ -34,6 +36,8 @@ class _Weight:
     dtype: torch.dtype
     values: torch.Tensor | None
     """As loading left them; None once the model has them back."""
+    merge: Callable[[torch.device], torch.Tensor] | None = None
+    """Makes the values, where loading has not; None once it has."""
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -64,7 +68,8 @@ class DeferredWeights:
                     continue  # tied; of integers; quantized while loading, or when it is sharded
                 known.add(id(parameter))
                 becomes = dtype if parameter.dtype == loaded else parameter.dtype
-                self._weights.append(_Weight(module, name, becomes, parameter.data))
+                merge = take_merge(parameter)
+                self._weights.append(_Weight(module, name, becomes, None if merge else parameter.data, merge))
                 # One element for each: accelerate recognizes the optimizer's parameters by their addresses.
                 parameter.data = torch.tensor(float("nan")).to(becomes).expand(parameter.shape)
         _set_dtype(model.config, dtype)
@@ -73,7 +78,7 @@ class DeferredWeights:
         """Do what FSDP2's `fully_shard` does, with the values of the unit's weights."""
         modules = unit if isinstance(unit, list) else [unit]
         self._return()
-        self._pack({module for one in modules for module in one.modules()})
+        self._make({module for one in modules for module in one.modules()})
         sharded = fully_shard(unit, **options)
         for module in modules:
             self._cast(module)
@@ -93,7 +98,7 @@ class DeferredWeights:
 
         with patch.object(accelerate.accelerator, "fsdp2_prepare_model", prepare_values):
             yield
-        if self._unpacked or any(weight.values is not None for weight in self._weights):
+        if self._unpacked or any(weight.values is not None or weight.merge for weight in self._weights):
             raise AssertionError("the model was not sharded: its weights are placeholders")
 
     def _return(self) -> None:
@@ -102,8 +107,12 @@ class DeferredWeights:
                 weight.parameter.data = weight.values
                 weight.values = None
 
-    def _pack(self, modules: set[torch.nn.Module]) -> None:
-        """Quantize the weights of these modules that are not quantized yet."""
+    def _make(self, modules: set[torch.nn.Module]) -> None:
+        """Merge and quantize the weights of these modules that loading has not merged or quantized."""
+        for weight in self._weights:
+            if weight.merge and weight.module in modules:
+                weight.parameter.data = weight.merge(self._device)
+                weight.merge = None
         for module, name in self._unpacked:
             if module in modules:
                 pack(getattr(module, name), self._dtype, self._device)
@@ -115,6 +124,11 @@ class DeferredWeights:
         dtypes = {id(one.parameter): one.dtype for one in sharded if one.parameter.dtype != one.dtype}
         if dtypes:  # as `Module.to` does, after which FSDP2 takes the new rows
             model._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+
+
+def computes_nothing(model: PreTrainedModel) -> bool:
+    """Whether some weights of a model are placeholders since it was loaded."""
+    return any(is_in_files(weight) or is_merged_later(weight) for weight in model.parameters())
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from ..distributed import ranks
 from . import quantization
 from .files import check_weights_index, stored_dtype
 from .fsdp import is_sharded
+from .merging import merged_later
 
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -143,9 +144,12 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
         # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
         stored = stored_dtype(source.model, source.revision, fetch=True) if storage.is_deferred else None
         dtype = loading_dtype(source, storage, config, stored)
-        # Copies in another dtype would take more than packed weights.
-        quantizes_later = storage.in_4_bits and storage.is_deferred and dtype == stored
-        with quantization.in_files() if quantizes_later else nullcontext():
+        # Copies in another dtype would take more than packed weights, and as much as merged ones.
+        is_mapped = storage.is_deferred and dtype == stored
+        with (
+            quantization.in_files() if is_mapped and storage.in_4_bits else nullcontext(),
+            merged_later() if is_mapped else nullcontext(),
+        ):
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 source.model, dtype=dtype, output_loading_info=True, **placing, **source_arguments(source)
             )

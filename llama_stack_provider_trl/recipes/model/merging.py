@@ -1,0 +1,66 @@
+"""Weights that transformers merges while it loads a model, merged when the model is sharded instead.
+
+Files hold the weights of each expert on their own, and transformers stacks those of a block into one tensor. Such a
+tensor is a copy, which every rank would have of every block.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+
+_MERGING = {Concatenate, MergeModulelist, Transpose}
+"""Operations that make one tensor of several; others are done while the model is loaded."""
+
+
+@contextmanager
+def merged_later() -> Iterator[None]:
+    """While this is open, `from_pretrained` leaves weights that it would merge in their files.
+
+    Each becomes a placeholder without memory, of the shape and dtype of the merged weight; `take_merge` returns what
+    merges it.
+    """
+    merge_now = WeightConverter.convert
+
+    def convert(self: WeightConverter, layer_name: str, **more: Any) -> dict[str, Any]:
+        if (
+            self.quantization_operation is not None
+            or not {type(operation) for operation in self.operations} <= _MERGING
+        ):
+            return merge_now(self, layer_name, **more)
+        parts = self.materialize_tensors()
+
+        def merged_on(device: torch.device | str, **more: Any) -> dict[str, torch.Tensor]:
+            converter = copy.copy(self)
+            there = {pattern: [part.to(device) for part in tensors] for pattern, tensors in parts.items()}
+            converter.collected_tensors = there
+            return merge_now(converter, layer_name, **more)
+
+        def merge(device: torch.device) -> torch.Tensor:
+            (merged,) = merged_on(device, model=more["model"], config=more["config"]).values()
+            return merged
+
+        ((name, outline),) = merged_on("meta", **more).items()
+        weight: Any = torch.nn.Parameter(torch.tensor(float("nan")).to(outline.dtype).expand(outline.shape))
+        weight.merge = merge
+        return {name: weight}
+
+    with patch.object(WeightConverter, "convert", convert):
+        yield
+
+
+def is_merged_later(weight: torch.Tensor) -> bool:
+    """Whether this is a placeholder that `merged_later` made."""
+    return hasattr(weight, "merge")
+
+
+def take_merge(weight: torch.Tensor) -> Callable[[torch.device], torch.Tensor] | None:
+    """Take from a placeholder what merges its values on a device; None: another weight."""
+    merge: Callable[[torch.device], torch.Tensor] | None = vars(weight).pop("merge", None)
+    return merge
