@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
 from llama_stack_provider_trl.recipes import build
 from llama_stack_provider_trl.recipes.model import deferred, files, loading, merging, quantization
@@ -227,6 +228,33 @@ def test_experts_that_are_merged_when_they_are_sharded_change_no_bit(
     assert len(losses) == 2
     assert weights.keys() == other_weights.keys()
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_only_what_is_merged_and_not_quantized_waits() -> None:
+    def found(operation: ConversionOps, quantization: Any = None) -> Any:
+        converter = WeightConverter(["up", "gate"], ["both"], operations=[operation])
+        converter.collected_tensors = {"up": [torch.ones(2, 2)], "gate": [torch.zeros(2, 2)]}
+        converter.quantization_operation = quantization
+        with merging.merged_later():
+            return converter.convert("layer.both", model=None, config=None, hf_quantizer=quantization)["layer.both"]
+
+    waiting = found(Concatenate(dim=0))
+    assert merging.is_merged_later(waiting)
+    assert waiting.isnan().all()
+    merge = merging.take_merge(waiting)
+    assert merge is not None
+    assert torch.equal(merge(torch.device("cpu")), torch.tensor([[1.0, 1], [1, 1], [0, 0], [0, 0]]))
+    assert not merging.is_merged_later(waiting)
+
+    class Other(Concatenate):
+        """An operation that is not known to merge only."""
+
+    class Quantize(ConversionOps):
+        def convert(self, input_dict: Any, **_: Any) -> Any:
+            return {name: value.to(torch.int8) for name, value in input_dict.items()}
+
+    assert torch.equal(found(Other(dim=0)), merge(torch.device("cpu")))
+    assert found(Concatenate(dim=0), Quantize()).dtype == torch.int8
 
 
 def test_weights_that_transformers_makes_of_several_are_quantized_while_they_are_loaded() -> None:
