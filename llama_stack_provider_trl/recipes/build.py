@@ -20,7 +20,7 @@ from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
 from .model.attention import passes_padding_mask, set_attention
-from .model.deferred import DeferredWeights, computes_nothing
+from .model.deferred import DeferredWeights, has_placeholders
 from .model.loading import (
     DTYPES,
     WeightStorage,
@@ -180,7 +180,7 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     model = load_model(spec.source, storage, device)
     set_attention(spec, model)
     check_length(model, spec.max_seq_length)
-    if spec.packed and (spec.uses_flash_kernels or computes_nothing(model)):
+    if spec.packed and (spec.uses_flash_kernels or has_placeholders(model)):
         # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32.
         shallow = shallow_model(spec.source, DTYPES[spec.dtype], device)
         set_attention(spec, shallow)

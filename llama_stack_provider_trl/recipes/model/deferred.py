@@ -126,8 +126,8 @@ class DeferredWeights:
             model._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
 
 
-def computes_nothing(model: PreTrainedModel) -> bool:
-    """Whether some weights of a model are placeholders since it was loaded."""
+def has_placeholders(model: PreTrainedModel) -> bool:
+    """Whether some weights of a model are placeholders since it was loaded, so that it cannot compute."""
     return any(is_in_files(weight) or is_merged_later(weight) for weight in model.parameters())
 
 

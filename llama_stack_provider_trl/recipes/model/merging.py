@@ -42,14 +42,12 @@ def merged_later() -> Iterator[None]:
             converter.collected_tensors = there
             return merge_now(converter, layer_name, **more)
 
-        def merge(device: torch.device) -> torch.Tensor:
-            (merged,) = merged_on(device, model=more["model"], config=more["config"]).values()
-            return merged
+        def placeholder(name: str, outline: torch.Tensor) -> Any:
+            weight: Any = torch.nn.Parameter(torch.tensor(float("nan")).to(outline.dtype).expand(outline.shape))
+            weight.merge = lambda device: merged_on(device, model=more["model"], config=more["config"])[name]
+            return weight
 
-        ((name, outline),) = merged_on("meta", **more).items()
-        weight: Any = torch.nn.Parameter(torch.tensor(float("nan")).to(outline.dtype).expand(outline.shape))
-        weight.merge = merge
-        return {name: weight}
+        return {name: placeholder(name, outline) for name, outline in merged_on("meta", **more).items()}
 
     with patch.object(WeightConverter, "convert", convert):
         yield
