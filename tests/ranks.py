@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import os
 import socket
 import subprocess
@@ -45,6 +46,7 @@ class Ranks:
         prepare: Callable[[RunDir], object] = lambda paths: None,
         constants: Mapping[str, Any] | None = None,
         elsewhere: Sequence[AttemptSpec] = (),
+        counted: str = "",
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
@@ -56,6 +58,8 @@ class Ranks:
             prepare: called with the run directory before they start.
             constants: values for constants of the recipes, by `module.NAME`.
             elsewhere: the specs of nodes beyond the first: the same attempt, at their own paths.
+            counted: a function of torch, such as `distributed.barrier`; `calls` in the run directory gets a line for
+                each call of it on rank 0.
         """
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)
@@ -77,7 +81,7 @@ class Ranks:
         assert self._process.stdout is not None
         started = started or world_size
         specs = [str(RunDir(one.run_dir).spec) for one in attempts]
-        order = [specs, started, per_node or started // len(specs), _free_port(), dict(constants or {})]
+        order = [specs, started, per_node or started // len(specs), _free_port(), dict(constants or {}), counted]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
@@ -111,13 +115,18 @@ def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
     for line in sys.stdin:
-        specs, world_size, per_node, port, constants = json.loads(line)
+        specs, world_size, per_node, port, constants, counted = json.loads(line)
         specs = [specs[min(rank // per_node, len(specs) - 1)] for rank in range(world_size)]
-        pids = [_fork(spec, rank, world_size, per_node, port, constants) for rank, spec in enumerate(specs)]
+        pids = [
+            _fork(spec, rank, world_size, per_node, port, constants, "" if rank else counted)
+            for rank, spec in enumerate(specs)
+        ]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
-def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int, constants: Mapping[str, Any]) -> int:
+def _fork(
+    spec: str, rank: int, world_size: int, per_node: int, port: int, constants: Mapping[str, Any], counted: str
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -125,6 +134,8 @@ def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int, const
         for constant, value in constants.items():
             module, _, name = constant.rpartition(".")
             setattr(importlib.import_module(f"llama_stack_provider_trl.recipes.{module}"), name, value)
+        if counted:
+            _count(counted, Path(spec).parent / "calls")
         if world_size > 1:
             os.environ.update(
                 RANK=str(rank),
@@ -137,6 +148,21 @@ def _fork(spec: str, rank: int, world_size: int, per_node: int, port: int, const
         train_and_exit(spec, rank)
     finally:
         os._exit(3)
+
+
+def _count(function: str, calls: Path) -> None:
+    import torch
+
+    where, _, name = function.rpartition(".")
+    owner = operator.attrgetter(where)(torch)
+    original = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        with calls.open("a") as file:
+            file.write(f"{name}\n")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counting)
 
 
 if __name__ == "__main__":

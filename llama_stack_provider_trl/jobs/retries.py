@@ -10,7 +10,7 @@ from .placement import Node, is_remote
 from .records import JobRecord
 from .states import REASONS, JobState
 from .store import Store
-from .verdict import Verdict, may_shrink
+from .verdict import Verdict, may_shrink, shrunk_settings
 
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF = 600.0
@@ -64,7 +64,7 @@ class Retries:
         assert smaller is not None
         assert decided.reason is not None
         was, now = (
-            f"batch_size {spec.batch_size} and gradient_accumulation_steps {spec.gradient_accumulation_steps}"
+            " and ".join(f"{name} {getattr(spec, name)}" for name in shrunk_settings(job.spec, smaller))
             for spec in (job.spec, smaller)
         )
         change = f"attempt {job.attempt} ran out of memory: the next ones train with {now} instead of {was}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..launch.base import Ended, Observation
 from ..specs.events import Failed, Reason
+from ..specs.job import JobSpec
 from .records import AttemptRecord, JobRecord, Outcome
 from .states import REASONS, JobState
 
@@ -65,6 +66,13 @@ def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason
 def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
     """Whether the attempts that follow these train with a smaller batch: one of them ran out of memory."""
     return any(tried.reason is Reason.out_of_memory for tried in attempts)
+
+
+def shrunk_settings(spec: JobSpec, smaller: JobSpec) -> tuple[str, ...]:
+    """The fields in which a job differs from the same one in less memory (`JobSpec.in_smaller_parts`)."""
+    if smaller.batch_size == spec.batch_size:
+        return ("gradient_sync",)
+    return ("batch_size", "gradient_accumulation_steps")
 
 
 def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str, log_file: str) -> Verdict:

@@ -32,7 +32,7 @@ from .model.loading import (
     shallow_model,
 )
 from .model.packing_check import check_isolation
-from .preflight import before_training
+from .preflight import before_training, choose_gradient_sync
 from .trainer.arguments import dpo_arguments, sft_arguments
 from .trainer.base import RecipeTrainer
 from .trainer.dpo import DpoRecipe
@@ -103,6 +103,8 @@ class BuiltTrainer:
             "threads": torch.get_num_threads(),
             "data": _counts(data.report),
         }
+        if self.trainer.gradient_sync is not None:
+            found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
         if data.packing:
@@ -142,6 +144,7 @@ def build_trainer(
     for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer)
+    chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
     policy = load_policy(spec, device)
@@ -149,6 +152,7 @@ def build_trainer(
     trainer = recipe(
         spec=spec,
         batch_plan=batch_plan,
+        chooses_gradient_sync=chooses_gradient_sync,
         writer=writer,
         fencing_token=fencing_token or FencingToken(),
         require_space=require_space or partial(need_space, spec),

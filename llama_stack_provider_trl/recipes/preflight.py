@@ -27,7 +27,7 @@ from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, nearest
 from .memory.trace import Batch, trace
-from .model.fsdp import ranks_per_machine
+from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
 
 
@@ -94,8 +94,16 @@ def device_limit(device: torch.device, ranks: int) -> int:
 
 
 def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[str, Any]:
-    """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not."""
+    """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not.
+
+    `gradient_sync` auto is decided here: whole gradients where the job fits with them.
+    """
     memory = estimate(spec, batch, device, capacity.baseline)
+    if spec.gradient_sync == "auto" and accumulates_shards(spec):
+        whole = spec.model_copy(update={"gradient_sync": "step"})
+        with_whole = estimate(whole, batch, device, capacity.baseline)
+        if capacity.holds(with_whole):
+            spec, memory = whole, with_whole
     verdict: dict[str, Any] = {
         "fits": capacity.holds(memory),
         "device": device.partition(":")[0],
@@ -107,6 +115,8 @@ def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[
         "ranks_per_machine": ranks_per_machine(spec),
         "machine_limit_bytes": capacity.machine,
     }
+    if accumulates_shards(spec):
+        verdict["gradient_sync"] = "step" if keeps_whole_gradients(spec) else "micro_step"
     if not verdict["fits"]:
         found = nearest(spec, batch, device, capacity)
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
@@ -157,6 +167,17 @@ def before_training(
             )
         )
     return verdict
+
+
+def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSpec:
+    """The job with `gradient_sync` auto replaced by rank 0's choice: that of its memory check, and micro_step without
+    one. A collective."""
+    if spec.gradient_sync != "auto":
+        return spec
+    whole = verdict is not None and verdict.get("gradient_sync") == "step"
+    if accumulates_shards(spec):
+        whole = bool(ranks.broadcast_number(whole))
+    return spec.model_copy(update={"gradient_sync": "step" if whole else "micro_step"})
 
 
 def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:

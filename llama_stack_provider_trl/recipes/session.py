@@ -109,9 +109,10 @@ def _prepare(
     require_space = partial(need_space, spec, uploads=run_dir.uploads, writer=writer)
     with heartbeat(writer):
         built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space)
-        trainer, effective = built.trainer, built.effective()
+        trainer = built.trainer
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0
+        effective = built.effective()
     callback = JobCallback(spec, writer, trainer, run_dir.control, effective, start_step, resume_from)
     trainer.add_callback(callback)
     return Run(spec, writer, trainer, callback, resume_from, require_space)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.job import AttentionMask, AttnImplementation, PeftMethod, PreflightMode
+from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
 from .bodies import LoraFinetuningConfig
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
@@ -88,6 +88,8 @@ class ProviderOptions(Documented):
     """`auto`: the model gets the padding mask only where its attention is not causal throughout. `always`: always."""
     attn_implementation: AttnImplementation | None = None
     """`eager`, `sdpa`, or on cuda `flash_attention_2` or `flash_attention_3`, where installed. Default: the model's."""
+    gradient_sync: GradientSync = "auto"
+    """Sharded ranks that accumulate: reduce gradients once per `step` or `micro_step`. `auto`: by the memory."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Learning rate after warmup."""
     lr_decay_steps: int | None = Field(None, gt=0, le=10**9)

@@ -40,6 +40,7 @@ def resolve_training(
         "attention_mask": options.attention_mask,
         "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
+        "gradient_sync": options.gradient_sync,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
         "seed": options.seed,
     }

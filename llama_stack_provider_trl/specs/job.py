@@ -25,6 +25,7 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SH
 PreflightMode = Literal["refuse", "warn", "off"]
 AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 AttentionMask = Literal["auto", "always"]
+GradientSync = Literal["auto", "step", "micro_step"]
 PeftMethod = Literal["lora", "ia3", "vera"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
@@ -263,6 +264,10 @@ class JobSpec(_Frozen):
     attention_mask: AttentionMask = "always"
     """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
     but in packed sequences."""
+    gradient_sync: GradientSync = "micro_step"
+    """When ranks that shard the model reduce accumulated gradients. micro_step: in every micro step, so that each rank
+    keeps a part. step: once per optimizer step, each rank keeps whole gradients. auto: step where the memory estimate
+    fits with them, else micro_step. The default is that of jobs of earlier releases."""
     attn_implementation: AttnImplementation | None = None
     """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
     activation_offloading: bool = False
@@ -354,13 +359,23 @@ class JobSpec(_Frozen):
         return self.ranks // self.nodes
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks shard the model, rather than being one process or DDP."""
+        return self.ranks > 1 and self.sharding is not None and self.sharding.strategy != "NO_SHARD"
+
+    @property
     def has_batch_means(self) -> bool:
         """Whether the loss has means over the pairs of a batch, so that other batches are another loss."""
         return self.dpo is not None and self.dpo.loss_type == "kto_pair"
 
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
-        every evaluation sees the same rows. None: batch_size is 1, or the loss has means over the batch (kto_pair)."""
+        every evaluation sees the same rows; no whole gradients unless the job requests them. None: nothing of it is
+        possible, since batch_size is 1, or the loss has means over the batch (kto_pair)."""
+        if self.gradient_sync == "auto":
+            parted = self.model_copy(update={"gradient_sync": "micro_step"})
+            is_less = self.is_sharded and self.gradient_accumulation_steps > 1
+            return parted.in_smaller_parts() or (parted if is_less else None)
         if self.batch_size == 1 or self.has_batch_means:
             return None
         smaller = max(size for size in range(1, self.batch_size // 2 + 1) if self.batch_size % size == 0)

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..jobs.records import AttemptRecord, CheckpointRecord, JobRecord
-from ..jobs.verdict import has_shrunk
+from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
 
@@ -119,8 +119,7 @@ def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
 def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:
     """Settings of the attempt after `before` that differ from the job's own configuration."""
     smaller = job.spec.in_smaller_parts() if has_shrunk(before) else None
-    names = ("batch_size", "gradient_accumulation_steps")
-    return {} if smaller is None else {name: getattr(smaller, name) for name in names}
+    return {} if smaller is None else {name: getattr(smaller, name) for name in shrunk_settings(job.spec, smaller)}
 
 
 def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:

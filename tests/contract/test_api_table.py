@@ -320,6 +320,7 @@ OPTION_ASKS: dict[str, Try] = {
     "group_by_length": Try(False),
     "attn_implementation": Try("eager"),
     "attention_mask": Try("always"),
+    "gradient_sync": Try("micro_step"),
     "peft_method": Try("vera", around={"algorithm_config": LORA}),
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
     "use_rslora": Try(True, around={"algorithm_config": LORA}),

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.proposals import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
-from llama_stack_provider_trl.recipes.preflight import check
+from llama_stack_provider_trl.recipes.preflight import check, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -266,6 +266,37 @@ def test_ranks_shard_what_the_strategy_names(tmp_path: Path) -> None:
     assert of("FULL_SHARD").weights < of("SHARD_GRAD_OP").weights
     assert of("FULL_SHARD", cpu_offload=True).optimizer == 0
     assert of("FULL_SHARD", steps=2).gradients == alone.weights // 4
+
+
+def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(tmp_path: Path) -> None:
+    model, batch = shaped(tmp_path / "model", 8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), gradient_accumulation_steps=2, batch_size=1)
+    weights = 4 * trace(spec, batch, "cuda").trainable
+
+    def of(gradient_sync: str, **changes: Any) -> JobSpec:
+        return spec.model_copy(update={"gradient_sync": gradient_sync, **changes})
+
+    parts, whole = (estimate(of(sync), batch, "cuda") for sync in ("micro_step", "step"))
+    assert estimate(of("auto"), batch, "cuda") == parts
+    assert (parts.gradients, whole.gradients) == (weights // 4, weights)
+    assert whole.total > parts.total
+    offloaded = estimate(of("step", sharding=ShardingSpec(cpu_offload=True)), batch, "cuda")
+    assert offloaded.gradients == weights
+    assert estimate(of("step", gradient_accumulation_steps=1), batch, "cuda").gradients < weights
+    enough, less = int(whole.total * 1.11), int(whole.total * 1.09)
+    for sync, limit, fits, chosen in (
+        ("auto", enough, True, "step"),
+        ("auto", less, True, "micro_step"),
+        ("micro_step", enough, True, "micro_step"),
+        ("step", less, False, "step"),
+    ):
+        found = check(of(sync), batch, "cuda", Capacity(limit))
+        assert (found["fits"], found["gradient_sync"]) == (fits, chosen)
+        assert found["gradients_bytes"] == (weights if chosen == "step" else weights // 4)
+        assert choose_gradient_sync(of(sync), found).gradient_sync == chosen
+    assert found["nearest"]["changes"] == {"provider_options.gradient_sync": "micro_step"}
+    assert choose_gradient_sync(of("auto"), None).gradient_sync == "micro_step"
+    assert "gradient_sync" not in check(of("auto", gradient_accumulation_steps=1), batch, "cuda", Capacity(enough))
 
 
 def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:

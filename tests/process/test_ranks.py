@@ -27,6 +27,11 @@ from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
 IA3 = LORA.model_copy(update={"method": "ia3"})
+REDUCE_SCATTER = "distributed." + next(  # the name that FSDP2 uses, from torch 2.12 on and before
+    name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, name)
+)
+UNITS = 3
+"""Units of the sharded tiny model that have weights of their own: two blocks, and the rest with the tied embeddings."""
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
 
 
@@ -149,10 +154,52 @@ def test_what_saves_memory_or_time_changes_no_number(
     assert_same_numbers(numbers(trained(ranks, tmp_path, spec)), numbers(expected))
 
 
-def test_ranks_keep_their_share_of_accumulated_gradients_and_no_more(tmp_path: Path) -> None:
-    accumulating = spec_of(tmp_path, "sft", 2, "FULL_SHARD", gradient_accumulation_steps=2)
-    config = sft_arguments(accumulating, torch.device("cpu")).accelerator_config
-    assert config.gradient_accumulation_kwargs["sync_each_batch"]
+@pytest.mark.parametrize(("gradient_sync", "in_parts"), [("micro_step", True), ("auto", True), ("step", False)])
+def test_ranks_keep_their_share_of_accumulated_gradients_unless_whole_ones_fit(
+    tmp_path: Path, gradient_sync: str, in_parts: bool
+) -> None:
+    changes = {"gradient_accumulation_steps": 2, "gradient_sync": gradient_sync}
+    config = sft_arguments(spec_of(tmp_path, "sft", 2, **changes), torch.device("cpu")).accelerator_config
+    assert config.gradient_accumulation_kwargs["sync_each_batch"] is in_parts
+    assert spec_of(tmp_path, "sft", 2).gradient_sync == "micro_step"  # as stored jobs of earlier releases
+
+
+def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_path: Path) -> None:
+    def of(root: Path, gradient_sync: str) -> JobSpec:
+        changes = {"gradient_accumulation_steps": 2, "batch_size": 1, "rows": ROWS["sft"][:8], "save_steps": 2}
+        return spec_of(root, "sft", 2, gradient_sync=gradient_sync, **changes)
+
+    def counted(run_dir: Path, spec: JobSpec, resume_from: Path | None = None) -> tuple[list[Any], str, float]:
+        """Numbers, the effective setting, and the collectives of an optimizer step."""
+        codes, events = ranks.run(run_dir, spec, resume_from, counted=REDUCE_SCATTER)
+        assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
+        calls = len((run_dir / "calls").read_text().splitlines())
+        effective = of_kind(events, Prepared)[0].effective
+        return numbers(events), effective["gradient_sync"], calls / len(of_kind(events, Progress))
+
+    in_parts, whole = of(tmp_path / "parts", "micro_step"), of(tmp_path / "whole", "auto")
+    expected, sync, per_step = counted(tmp_path / "parts" / "run", in_parts)
+    assert (sync, per_step) == ("micro_step", 2 * UNITS)
+    found, sync, per_step = counted(tmp_path / "whole" / "run", whole)
+    assert (sync, per_step) == ("step", UNITS)
+    assert_same_numbers(found, expected)
+    digests = weight_digests(whole)
+    (whole.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    again, sync, _ = counted(tmp_path / "again", whole, whole.checkpoint_dir / "checkpoint-2")
+    assert (sync, again, weight_digests(whole)) == ("step", found[2:], digests)
+    # An attempt that would choose otherwise does as its checkpoint did: every later number stays the same.
+    resumed = in_parts.model_copy(update={"gradient_sync": "auto"})
+    again, sync, _ = counted(tmp_path / "resumed", resumed, in_parts.checkpoint_dir / "checkpoint-2")
+    assert (sync, again) == ("micro_step", expected[2:])
+
+
+def test_without_shards_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "sft", 2, "NO_SHARD", gradient_accumulation_steps=2, batch_size=1, n_epochs=1)
+    counted = "nn.parallel.DistributedDataParallel.no_sync"
+    codes, events = ranks.run(tmp_path / "run", spec, counted=counted)
+    assert codes == [0, 0]
+    assert of_kind(events, Prepared)[0].effective["gradient_sync"] == "step"
+    assert len((tmp_path / "run" / "calls").read_text().splitlines()) == len(of_kind(events, Progress)) == 3
 
 
 def test_hybrid_sharding_over_two_nodes_has_parts_within_and_copies_across(

@@ -33,7 +33,7 @@ from llama_stack_provider_trl.specs.events import (
     Reason,
     Started,
 )
-from llama_stack_provider_trl.specs.job import AttemptSpec, ResumeFrom
+from llama_stack_provider_trl.specs.job import AttemptSpec, ResumeFrom, ShardingSpec
 from llama_stack_provider_trl.stack.responses import resources
 from llama_stack_provider_trl.system.files import RunDir, write_manifest
 from llama_stack_provider_trl.system.process import FileLock
@@ -624,6 +624,25 @@ def test_a_smaller_batch_divides_the_larger_one(size: int, smaller: int) -> None
     found = job_spec("a", batch_size=size, gradient_accumulation_steps=3).in_smaller_parts()
     assert found is not None
     assert (found.batch_size, found.batch_size * found.gradient_accumulation_steps) == (smaller, size * 3)
+
+
+def test_ranks_that_chose_whole_gradients_and_ran_out_of_memory_keep_parts(world: World) -> None:
+    chosen = {"ranks": 2, "sharding": ShardingSpec(), "gradient_accumulation_steps": 4, "gradient_sync": "auto"}
+    smaller = job_spec("a", **{**chosen, "batch_size": 2}).in_smaller_parts()
+    assert smaller is not None
+    assert (smaller.batch_size, smaller.gradient_accumulation_steps, smaller.gradient_sync) == (1, 8, "micro_step")
+    alone = job_spec("a", **{**chosen, "batch_size": 1}).in_smaller_parts()
+    assert alone == job_spec("a", **{**chosen, "batch_size": 1, "gradient_sync": "micro_step"})
+    for other in ({"gradient_sync": "step"}, {"gradient_accumulation_steps": 1}, {"ranks": 1}):
+        assert job_spec("a", **{**chosen, "batch_size": 1, **other}).in_smaller_parts() is None
+
+
+def test_a_job_that_ran_out_of_memory_with_whole_gradients_reports_how_it_continues(world: World) -> None:
+    changes = {"ranks": 2, "sharding": ShardingSpec(), "gradient_accumulation_steps": 4, "batch_size": 1}
+    world.supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, ports=PortRange(29500, 100))
+    world.add("a", oom_retry=True, gradient_sync="auto", **changes)
+    run_out_of_memory(world, 1, PREPARED)
+    assert "train with gradient_sync micro_step instead of gradient_sync auto" in world.job().warnings[0]
 
 
 def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
-from ..model.fsdp import num_shards, ranks_per_machine
+from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
@@ -48,6 +48,8 @@ _QUANTIZING = 14
 
 def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
     """The memory that each device (or, on a CPU, each rank) needs at its peak.
+
+    `gradient_sync` auto counts as micro_step, which always remains possible.
 
     Args:
         batch: the largest one that a rank will see.
@@ -102,6 +104,7 @@ class _Placed:
         # On a CPU offloading moves nothing.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
         self.compute = 4 if spec.dtype == "fp32" else 2
+        self.whole_gradients = keeps_whole_gradients(spec)
         self.quantized = is_quantized(spec)
         self.is_deferred = WeightStorage.of(spec).is_deferred
         self.reference = (model.reference or model) if loads_reference(spec) else None
@@ -196,14 +199,15 @@ class _Placed:
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
-            gradients /= self.shards
+            gradients /= 1 if self.whole_gradients else self.shards
             blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
             trained = 0 if spec.lora else model.block
             gathered = self._gathered(model, blocks) + trained * (self.compute + 4)
         reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
         if self.offload:
             at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
-            weights, optimizer, gradients = self.constants(model), 0, min(gradients, model.block * 4)
+            weights, optimizer = self.constants(model), 0
+            gradients = gradients if self.whole_gradients else min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
         copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
         return MemoryEstimate(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
 from ...specs.memory import MemoryEstimate
+from ..model.fsdp import keeps_whole_gradients
 from .estimate import estimate
 from .trace import Batch, attention_modules
 
@@ -55,8 +56,9 @@ class Proposal:
 def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Proposal | None:
     """The first job that fits, with changes in the order of their cost; None where no change is sufficient.
 
-    First changes without effect on the result (recomputing activations, smaller micro batches with the same global
-    batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter sequences.
+    First changes without effect on the result (gradients in parts, recomputing activations, smaller micro batches with
+    the same global batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter
+    sequences.
     """
     shards = spec.lora is None or spec.lora.method != "vera"  # VeRA's shared matrices cannot be sharded
     most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
@@ -115,6 +117,10 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
 
 def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_Changes]:
     made: _Changes = ()
+    if keeps_whole_gradients(spec):
+        field = "provider_options.gradient_sync"
+        made = (_Change((("gradient_sync", "micro_step"),), ((field, "micro_step"),)),)
+        yield made
     if not spec.gradient_checkpointing or spec.checkpoint_every > 1:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
         made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))

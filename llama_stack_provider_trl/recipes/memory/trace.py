@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ...specs.job import JobSpec, ModelSource
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
-from ..model.fsdp import is_sharded, num_shards
+from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
 from ..model.loading import (
     WeightStorage,
     adapter_config,
@@ -204,7 +204,7 @@ def _key(spec: JobSpec) -> str:
     """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
     relevant |= {"checkpoint_every", "activation_offloading", "attention_mask", "attn_implementation", "packed", "qat"}
-    accumulates, sharded = spec.gradient_accumulation_steps > 1, num_shards(spec)
+    accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
@@ -339,7 +339,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
     torch knows every CPU kernel's memory without a GPU, and flash attention saves the same tensors there.
     """
-    weigh = 1.0 / num_shards(spec)
+    weigh = 1.0 if keeps_whole_gradients(spec) else 1.0 / num_shards(spec)
     live = _LiveMemory(weigh)
     with ExitStack() as stack:
         with torch.device("meta"):

@@ -31,7 +31,17 @@ from ..distributed import ranks
 
 def is_sharded(spec: JobSpec) -> bool:
     """Whether the job shards the model, rather than using one process or DDP."""
-    return spec.ranks > 1 and spec.sharding is not None and spec.sharding.strategy != "NO_SHARD"
+    return spec.is_sharded
+
+
+def accumulates_shards(spec: JobSpec) -> bool:
+    """Whether the job accumulates gradients on ranks that shard the model: whole or in parts, by `gradient_sync`."""
+    return is_sharded(spec) and spec.gradient_accumulation_steps > 1
+
+
+def keeps_whole_gradients(spec: JobSpec) -> bool:
+    """Whether each rank holds the gradients of all weights between the micro steps of an optimizer step."""
+    return accumulates_shards(spec) and spec.gradient_sync == "step"
 
 
 def num_shards(spec: JobSpec) -> int:
@@ -71,8 +81,8 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
         "state_dict_type": "SHARDED_STATE_DICT",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # every block that the architecture lists in _no_split_modules
     }
-    # By default every rank keeps whole gradients until the last micro batch of a step: 28 GB for 7B weights.
-    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    # Without it every rank keeps whole gradients until the last micro batch of a step: 28 GB for 7B weights.
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": not keeps_whole_gradients(spec)}}
     return {"fsdp": True, "fsdp_config": config, "accelerator_config": accumulation, **_mesh(spec.sharding)}
 
 

@@ -27,7 +27,7 @@ from ..data.packing import num_rows
 from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
 from ..model.deferred import DeferredWeights
-from ..model.fsdp import is_sharded, sharding_on_any_device
+from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
 from .trl_patches import fuse_head, keep_allocator_cache
@@ -45,6 +45,7 @@ class RecipeTrainer(Trainer):
     Args:
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
+        chooses_gradient_sync: the job leaves `gradient_sync` to the recipe: `spec` has what its memory permits.
         require_space: called with the bytes of a checkpoint before it is written; raises where they do not fit.
         fencing_token: whether this attempt may write into the job's checkpoint directory.
         deferred: the model's weights, where they stay in their files until it is sharded.
@@ -66,6 +67,7 @@ class RecipeTrainer(Trainer):
         *,
         spec: JobSpec,
         batch_plan: BatchPlan,
+        chooses_gradient_sync: bool = False,
         writer: EventWriter,
         require_space: Callable[[int], None],
         fencing_token: FencingToken,
@@ -79,7 +81,7 @@ class RecipeTrainer(Trainer):
         if spec.lora and spec.lora.quantize_base:
             keep_adapters_in_fp32(self.model)
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
-        self._deferred = deferred
+        self._chooses_gradient_sync, self._deferred = chooses_gradient_sync, deferred
         self.notes: dict[str, Any] = {}
         """Further state of the job that step checkpoints hold, as JSON values; a resumed job finds it here."""
         self._saver = Saver(spec, self.args.device, writer, fencing_token)
@@ -193,6 +195,19 @@ class RecipeTrainer(Trainer):
         return spec.group_by_length and several and not has_batch_means
 
     @property
+    def gradient_sync(self) -> str | None:
+        """When accumulated gradients are reduced over the ranks: `step`, as always under DDP, or `micro_step`. None:
+        nothing is accumulated over several ranks."""
+        if self.spec.ranks == 1 or self.spec.gradient_accumulation_steps == 1:
+            return None
+        return "micro_step" if self._gradient_kwargs.get("sync_each_batch") else "step"
+
+    @property
+    def _gradient_kwargs(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.accelerator.gradient_state.plugin_kwargs  # Trainer reads it in every micro step
+        return found
+
+    @property
     def rows_of_step(self) -> int:
         """Rows (SFT) or pairs (DPO) of the optimizer step at hand, over all ranks and micro steps."""
         return self._train_sampler.rows_of_step(self.state.global_step)
@@ -300,6 +315,7 @@ class RecipeTrainer(Trainer):
             "row": position.row,
             "rows_per_step": self.batch_plan.rows_per_step,
             "world_size": ranks.world_size(),
+            "gradient_sync": self.gradient_sync,
             "notes": self.notes,
         }
 
@@ -319,6 +335,11 @@ class RecipeTrainer(Trainer):
                 f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
         self._total_train_tokens += self._restored["num_tokens"]
+        may_choose = self._chooses_gradient_sync and accumulates_shards(self.spec)
+        same_ranks = self._restored.get("world_size", ranks.world_size()) == ranks.world_size()
+        if may_choose and same_ranks and self._restored.get("gradient_sync") != "step":
+            # Sums in another order round differently: every later number would differ from an uninterrupted job's.
+            self._gradient_kwargs["sync_each_batch"] = True
         given = self.spec.resume_from
         if given is None or checkpoint != given.path:  # another job's notes are about its own evaluations
             self.notes.update(self._restored.get("notes", {}))

@@ -130,6 +130,9 @@ class MemoryVerdict(BaseModel):
     ranks_per_machine: int
     machine_limit_bytes: int | None
     """CPU memory of the machine; null: the devices are on other machines."""
+    gradient_sync: str | None = None
+    """step: each rank keeps whole gradients between micro steps; micro_step: its part of them. null: nothing is
+    accumulated on ranks that shard the model."""
     nearest: Nearest | None = None
     """Changes after which a job fits that does not; null: there are none."""
     message: str | None = None
