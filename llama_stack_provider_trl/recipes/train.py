@@ -113,7 +113,8 @@ def _unused_libraries_hidden(job: JobSpec) -> Iterator[None]:
     `sys.modules` would hide them too, but TRL's activation offloading empties CUDA's cache at every micro step where
     bitsandbytes is a key there.
     """
-    unused = {"bitsandbytes": not (job.lora and job.lora.quantize_base), "torchao": not job.qat}
+    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or (job.lora is not None and job.lora.quantize_base)
+    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
     finders = sys.meta_path[:]
     hidden = {name for name, is_unused in unused.items() if is_unused}
     sys.meta_path[:] = [_HidingFinder(finder, hidden) for finder in finders]

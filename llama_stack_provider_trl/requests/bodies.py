@@ -46,11 +46,11 @@ class DataConfig(_Body):
 
 class OptimizerConfig(_Body):
     optimizer_type: str | None = None
-    """adamw (default), adam or sgd."""
+    """adamw (default), adamw_8bit, adam or sgd."""
     lr: float | None = Field(None, gt=0)
     """Peak learning rate."""
     weight_decay: float | None = Field(None, ge=0)
-    """adamw: decoupled; adam and sgd: L2. Default 0."""
+    """adamw and adamw_8bit: decoupled; adam and sgd: L2. Default 0."""
     num_warmup_steps: int | None = Field(None, ge=0, le=10**9)
     """Optimizer steps of linear warmup. Default 0."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)

@@ -97,11 +97,11 @@ class ProviderOptions(Documented):
     num_cycles: float | None = Field(None, gt=0, le=10**6)
     """With cosine: waves of the schedule after the warmup; at half a wave the learning rate is 0. Default: 0.5."""
     adam_beta1: float | None = Field(None, ge=0, lt=1)
-    """adam and adamw: decay of the mean of the gradients. Default: 0.9."""
+    """adam, adamw and adamw_8bit: decay of the mean of the gradients. Default: 0.9."""
     adam_beta2: float | None = Field(None, ge=0, lt=1)
-    """adam and adamw: decay of the mean of the squared gradients. Default: 0.999."""
+    """adam, adamw and adamw_8bit: decay of the mean of the squared gradients. Default: 0.999."""
     adam_epsilon: float | None = Field(None, gt=0, le=1)
-    """adam and adamw: added to the root of that mean. Default: 1e-8."""
+    """adam, adamw and adamw_8bit: added to the root of that mean. Default: 1e-8."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip gradients to this norm; 0: no clipping."""
     save_steps: int | None = Field(None, gt=0, le=10**9)

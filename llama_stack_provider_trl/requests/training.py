@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import InvalidRequest
-from ..specs.job import Algorithm, OptimizerSpec, default_dtype
+from ..specs.job import Algorithm, OptimizerName, OptimizerSpec, default_dtype
 from .bodies import (
     OptimizerConfig,
     TrainingConfig,
@@ -41,7 +41,7 @@ def resolve_training(
         "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
         "gradient_sync": options.gradient_sync,
-        "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters]),
+        "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters], device),
         "seed": options.seed,
     }
 
@@ -92,13 +92,17 @@ def resolve_attention(
     return name
 
 
-def resolve_optimizer(training: TrainingConfig, options: ProviderOptions, default_lr: float) -> OptimizerSpec:
+def resolve_optimizer(
+    training: TrainingConfig, options: ProviderOptions, default_lr: float, device: str
+) -> OptimizerSpec:
     given = training.optimizer_config or OptimizerConfig()
     name = given.optimizer_type or "adamw"
-    if name not in ("adam", "adamw", "sgd"):
-        raise InvalidRequest(
-            "training_config.optimizer_config.optimizer_type", name, nearest_choice(name, ["adam", "adamw", "sgd"])
-        )
+    if name not in get_args(OptimizerName):
+        field = "training_config.optimizer_config.optimizer_type"
+        raise InvalidRequest(field, name, nearest_choice(name, get_args(OptimizerName)))
+    if name == "adamw_8bit" and device.startswith("mps"):
+        hint = f"its kernels are for cuda and cpu, and this job trains on {device}; send 'adamw'"
+        raise InvalidRequest("training_config.optimizer_config.optimizer_type", name, hint)
     if given.lr and training.learning_rate and given.lr != training.learning_rate:
         raise InvalidRequest(
             "training_config.learning_rate",

@@ -15,7 +15,7 @@ from ..system.files import RunDir as RunDir  # lives where the runner can import
 
 Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adam", "adamw", "sgd"]
+OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
@@ -131,7 +131,7 @@ class OptimizerSpec(_Frozen):
     name: OptimizerName = "adamw"
     learning_rate: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    """adamw: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
+    """adamw and adamw_8bit: decoupled. adam and sgd: L2, added to the gradient. Never applied to biases and norms."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)

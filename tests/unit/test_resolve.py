@@ -330,10 +330,19 @@ def test_waves_belong_to_the_cosine_schedule(settings: Settings) -> None:
 def test_coefficients_of_adam_are_refused_with_an_optimizer_that_has_none(settings: Settings, option: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"provider_options.{option}=0.5 .* 'sgd' .* 'adamw'"):
         spec_of(with_training(optimizer_config={"optimizer_type": "sgd"}), settings, **{option: 0.5})
-    for name in ("adam", "adamw"):
+    for name in ("adam", "adamw", "adamw_8bit"):
         body = with_training(optimizer_config={"optimizer_type": name})
         default = spec_of(body, settings).optimizer
         assert spec_of(body, settings, **{option: 0.5}).optimizer == default.model_copy(update={option: 0.5})
+
+
+def test_moments_in_8_bits_are_refused_where_there_is_no_kernel(settings: Settings) -> None:
+    body = with_training(optimizer_config={"optimizer_type": "adamw_8bit"})
+    assert spec_of(body, settings).optimizer.name == "adamw_8bit"
+    with pytest.raises(
+        InvalidRequest, match=r"optimizer_type='adamw_8bit' .* its kernels are for cuda and cpu.*'adamw'"
+    ):
+        spec_of(body, settings.model_copy(update={"devices": ("mps",)}))
 
 
 def evaluated(**changes: Any) -> SupervisedFineTuneRequest:

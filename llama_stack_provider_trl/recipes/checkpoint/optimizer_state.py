@@ -137,7 +137,12 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _empty_for(saved: shards.Outline, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor to read a saved one into: sharded as its weight where it has that shape, else whole on every rank."""
+    """A tensor to read a saved one into: sharded as its weight where it has that shape, or a part of each row of it,
+    else whole on every rank."""
     if saved.shape == weight.shape:
         return torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)
+    if weight.ndim > 1 and len(saved.shape) == 2 and saved.shape[0] == weight.shape[0]:
+        rows = weight.detach().flatten(1)[:, : saved.shape[1]]
+        if rows.shape == saved.shape:
+            return torch.zeros_like(rows, dtype=saved.dtype, memory_format=torch.contiguous_format)
     return torch.empty(saved.shape, dtype=saved.dtype)

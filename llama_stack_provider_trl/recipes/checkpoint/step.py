@@ -41,6 +41,7 @@ from ... import faults
 from ...errors import JobFailure
 from ...specs.events import CheckpointDamaged, EventWriter, NullEventWriter, Reason, Warned
 from ...specs.job import JobSpec, OptimizerSpec
+from ...specs.moments import elements_in_8_bits, moment_bytes
 from ...system.files import (
     MANIFEST,
     damage,
@@ -406,11 +407,11 @@ def _uploads(path: Path | None) -> int | None:
 
 def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
     """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them."""
-    moments = 0 if optimizer.name == "sgd" else 2
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     untrained = _untrained(model) if isinstance(model, PeftModel) else {}
-    size = sum(weight.numel() * (weight.element_size() + moments * 4) for weight in trained)
-    return size + sum(weight.nbytes for weight in untrained.values())
+    in_8_bits = elements_in_8_bits(weight.shape for weight in trained)
+    moments = moment_bytes(optimizer.name, sum(weight.numel() for weight in trained), in_8_bits)
+    return sum(weight.nbytes for weight in (*trained, *untrained.values())) + moments
 
 
 def _untrained(model: PeftModel) -> dict[str, torch.Tensor]:

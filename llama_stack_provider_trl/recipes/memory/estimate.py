@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
+from ...specs.moments import moment_bytes
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
 from ..trainer.reference import precomputes
@@ -88,8 +89,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
 
 def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
     """Bytes on disk of one step checkpoint, `final` and `merged`."""
-    moments = _moments(spec)
-    step = model.trainable * 4 * (1 + moments)
+    step = model.trainable * 4 + _moment_bytes(spec, model)
     final = model.trainable * 4 if spec.lora else (model.trainable + model.frozen) * _export_bytes(spec)
     merged = (model.frozen * _export_bytes(spec)) if spec.lora and spec.merge_adapter else 0
     return {"step_checkpoint": step, "final": final, "merged": merged}
@@ -195,7 +195,7 @@ class _Placed:
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
         weights = self.part(model) + (self.mapped(model) if self.shards == 1 else 0)
-        optimizer = model.trainable * 4 * _moments(spec) // self.shards
+        optimizer = _moment_bytes(spec, model) // self.shards
         if spec.ranks > 1 and self.shards == 1:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
@@ -209,7 +209,7 @@ class _Placed:
             weights, optimizer = self.constants(model), 0
             gradients = gradients if self.whole_gradients else min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
-        copied = model.trainable * 4 * (1 + _moments(spec)) // self.shards
+        copied = (model.trainable * 4 + _moment_bytes(spec, model)) // self.shards
         return MemoryEstimate(
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
@@ -256,8 +256,8 @@ class _Placed:
         return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
 
 
-def _moments(spec: JobSpec) -> int:
-    return 0 if spec.optimizer.name == "sgd" else 2
+def _moment_bytes(spec: JobSpec, model: Traced) -> int:
+    return moment_bytes(spec.optimizer.name, model.trainable, model.in_8_bits)
 
 
 def _export_bytes(spec: JobSpec) -> int:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec, ModelSource
+from ...specs.moments import elements_in_8_bits
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
@@ -77,6 +78,8 @@ class Traced:
 
     trainable: int
     """Parameters that get a gradient; tied ones count once."""
+    in_8_bits: int
+    """Of those: parameters whose moments adamw_8bit holds in 8 bits."""
     frozen: int
     block: int
     """Parameters of the largest block."""
@@ -267,7 +270,7 @@ def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
         model = _built(config, source, spec)
     total = sum(weight.numel() for weight in model.parameters())
     numbers = _numbers(model, _blocks(model))
-    return Traced(trainable=0, frozen=total, **_files(config, source, spec), windows=(), **numbers)
+    return Traced(trainable=0, in_8_bits=0, frozen=total, **_files(config, source, spec), windows=(), **numbers)
 
 
 def _files(config: Any, source: ModelSource, spec: JobSpec) -> dict[str, Any]:
@@ -387,12 +390,14 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         if spec.activation_offloading:
             stack.enter_context(_offloading(live))
         _step(trained, spec, batch, kind, reference)
-    trainable = sum(weight.numel() for weight in trained.parameters() if weight.requires_grad)
+    shapes = [weight.shape for weight in trained.parameters() if weight.requires_grad]
+    trainable = sum(shape.numel() for shape in shapes)
     total = sum(weight.numel() for weight in trained.parameters())
     scale = 4 / (2 if spec.dtype != "fp32" and is_sharded(spec) and not spec.lora else 4)
     windows = tuple(replace(window, gradients=window.gradients * scale) for window in live.windows)
     return Traced(
         trainable=trainable,
+        in_8_bits=elements_in_8_bits(shapes),
         frozen=total - trainable,
         **_files(config, spec.source, spec),
         windows=windows,

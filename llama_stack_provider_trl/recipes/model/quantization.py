@@ -1,6 +1,6 @@
 """Quantization: a frozen base in 4 bits under adapters (QLoRA), and quantization-aware training (QAT).
 
-The only module that uses bitsandbytes and torchao. It imports them only for a job that quantizes: they are in the extra
+bitsandbytes and torchao are imported here only, and only for a job that uses them: they are in the extra
 `quantization`, and together they cost a training process 1.5 s of its start.
 """
 
@@ -34,7 +34,7 @@ def base_arguments(dtype: Dtype, device: torch.device | str) -> dict[str, Any]:
     Raises:
         JobFailure: invalid_request, when bitsandbytes is not installed.
     """
-    _library("bitsandbytes", "algorithm_config.quantize_base")
+    library("bitsandbytes", "algorithm_config.quantize_base")
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -164,7 +164,7 @@ def fake_quantize(model: PreTrainedModel, layers: Iterable[str], qat: QatSpec) -
         JobFailure: invalid_request, when torchao is not installed, or a layer is no torch.nn.Linear, or its width no
             multiple of the group size.
     """
-    torchao = _library("torchao.quantization", "QAT")
+    torchao = library("torchao.quantization", "QAT")
     names = set(layers)
     modules = {name: module for name, module in model.named_modules() if name in names}
     _check_layers(model, modules, qat.group_size)
@@ -208,7 +208,12 @@ def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], g
         )
 
 
-def _library(name: str, feature: str) -> ModuleType:
+def library(name: str, feature: str) -> ModuleType:
+    """Import a module of the extra `quantization`.
+
+    Raises:
+        JobFailure: invalid_request, when it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -16,6 +16,7 @@ from ...specs.events import Reason
 from ...specs.job import JobSpec, OptimizerSpec
 from ..distributed.ranks import COLLECTIVE_TIMEOUT
 from ..model.fsdp import fsdp_arguments, is_sharded
+from .adamw_8bit import AdamW8Bit
 
 
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
@@ -45,13 +46,16 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
     """The optimizer class and its arguments beyond weight decay (which Trainer sets per parameter group)."""
     optimizer = spec.optimizer
     shared: dict[str, Any] = {"lr": optimizer.learning_rate}
+    adam_arguments = {"betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_epsilon}
+    if optimizer.name == "adamw_8bit":
+        return AdamW8Bit, {**shared, **adam_arguments}
     if device.type in ("cuda", "cpu") and not (optimizer.name == "sgd" and is_sharded(spec)):
         # One kernel for all parameters, Trainer's own default where torch has it: for SGD on shards it has none.
         shared["fused"] = True
     if optimizer.name == "sgd":
         return torch.optim.SGD, shared
     adam = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
-    return adam, {**shared, "betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_epsilon}
+    return adam, {**shared, **adam_arguments}
 
 
 def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
