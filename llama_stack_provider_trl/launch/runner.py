@@ -24,6 +24,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -324,7 +325,7 @@ class Runner:
         if limits.processes is not None and len(processes) > limits.processes:
             found = f"it has {len(processes)} processes, max_training_processes is {limits.processes}"
             self.report(ended=Ended.too_many_processes, detail=found)
-        elif limits.memory_bytes is not None and (taken := memory_of(processes)) > limits.memory_bytes:
+        elif limits.memory_bytes is not None and (taken := _more_than(limits.memory_bytes, processes)):
             found = f"it takes {taken / 2**30:.1f} GiB, max_training_memory_gb is {limits.memory_bytes / 2**30:.1f}"
             self.report(ended=Ended.out_of_memory, detail=found)
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
@@ -443,6 +444,15 @@ def _is_final(line: bytes) -> bool:
     except ValueError:  # the supervisor reports it; it must not end the runner
         return False
     return isinstance(event, dict) and event.get("type") in _FINAL_EVENTS
+
+
+def _more_than(limit: int, processes: Sequence[ProcessId]) -> int:
+    """Memory of processes where it exceeds a limit, else 0. Loader workers share most pages with the rank that forked
+    them: those count once, which is measured only where counting them several times exceeds the limit."""
+    if memory_of(processes) <= limit:
+        return 0
+    taken = memory_of(processes, exact=True)
+    return taken if taken > limit else 0
 
 
 def collect(trainer: Trainer) -> int | None:

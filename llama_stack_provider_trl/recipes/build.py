@@ -101,6 +101,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
             "data": _counts(data.report),
         }
         if self.trainer.gradient_sync is not None:

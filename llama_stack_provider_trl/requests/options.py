@@ -90,6 +90,8 @@ class ProviderOptions(Documented):
     """`eager`, `sdpa`, or on cuda `flash_attention_2` or `flash_attention_3`, where installed. Default: the model's."""
     gradient_sync: GradientSync = "auto"
     """Sharded ranks that accumulate: reduce gradients once per `step` or `micro_step`. `auto`: by the memory."""
+    dataloader_num_workers: int | None = Field(None, ge=0, le=64)
+    """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Learning rate after warmup."""
     lr_decay_steps: int | None = Field(None, gt=0, le=10**9)

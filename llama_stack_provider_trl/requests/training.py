@@ -41,6 +41,7 @@ def resolve_training(
         "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
         "gradient_sync": options.gradient_sync,
+        "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters], device),
         "seed": options.seed,
     }

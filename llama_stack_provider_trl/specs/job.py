@@ -272,6 +272,8 @@ class JobSpec(_Frozen):
     """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
     activation_offloading: bool = False
     """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
+    dataloader_num_workers: int | None = Field(0, ge=0)
+    """Processes per rank that prepare batches; None: 2 on cuda, else 0. The default is that of earlier releases."""
     optimizer: OptimizerSpec
     lora: LoraSpec | None = None
     qat: QatSpec | None = None

@@ -31,6 +31,7 @@ machine may hold jobs of the same name."""
 
 _LINUX = sys.platform == "linux"
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_PROPORTIONAL = re.compile(r"^Pss_Anon:\s+(\d+) kB$", re.MULTILINE)
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 _PF_EXITING = 0x4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
@@ -227,21 +228,35 @@ def allocated_memory() -> int:
     return int(found[1]) << 10 if found else 0
 
 
-def memory_of(processes: Iterable[ProcessId]) -> int:
+def memory_of(processes: Iterable[ProcessId], *, exact: bool = False) -> int:
     """Bytes of memory that processes use together. Memory that they share through a tmpfs counts once, mapped files do
-    not count. Elsewhere than on Linux, the sum of their resident memory."""
+    not count. Elsewhere than on Linux, the sum of their resident memory.
+
+    Args:
+        exact: count pages once that a process shares with one that it forked. The kernel visits every page for it.
+    """
     own = shared = 0
     for process in processes:
         try:
             if _LINUX:
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 sizes = {name: int(size) << 10 for name, size in _RESIDENT.findall(status)}
-                own, shared = own + sizes.get("Anon", 0), max(shared, sizes.get("Shmem", 0))
+                share = _share_of_own_pages(process.pid) if exact else None
+                own += sizes.get("Anon", 0) if share is None else share
+                shared = max(shared, sizes.get("Shmem", 0))
             else:
                 own += psutil.Process(process.pid).memory_info().rss
         except (OSError, psutil.Error):  # it has ended
             continue
     return own + shared
+
+
+def _share_of_own_pages(pid: int) -> int | None:
+    """Bytes of anonymous pages, each divided by the number of processes that share it; None: not available."""
+    with suppress(OSError):
+        found = _PROPORTIONAL.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+        return int(found[1]) << 10 if found else None
+    return None
 
 
 def work_done() -> tuple[float, int]:

@@ -321,6 +321,7 @@ OPTION_ASKS: dict[str, Try] = {
     "attn_implementation": Try("eager"),
     "attention_mask": Try("always"),
     "gradient_sync": Try("micro_step"),
+    "dataloader_num_workers": Try(3),
     "peft_method": Try("vera", around={"algorithm_config": LORA}),
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
     "use_rslora": Try(True, around={"algorithm_config": LORA}),

@@ -315,6 +315,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "preflight": "tests/process/test_preflight.py",
     OPTION + "max_duration": NO_TRAINING + "tests/unit/test_supervisor.py",
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",
+    OPTION + "dataloader_num_workers": "the same batches, from other processes: tests/process/test_loader_workers.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",

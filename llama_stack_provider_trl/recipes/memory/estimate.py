@@ -9,6 +9,7 @@ from ...specs.memory import MemoryEstimate
 from ...specs.moments import moment_bytes
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
+from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
 
@@ -31,6 +32,10 @@ _CPU_SLACK = 0.02
 _HOST_PROCESS = 1 << 30
 """Bytes of CPU memory of a rank that trains on another device, beyond its weights: the libraries as imported (measured
 on a CPU: 0.8 GiB)."""
+
+
+_LOADER_WORKER = 128 << 20
+"""Bytes of a process that prepares batches, beyond the pages that it shares with its rank."""
 
 
 _FOUR_BIT = 0.5
@@ -73,8 +78,11 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
         loading = max(0, placed.loading - used)
     else:
         overhead, loading = _CUDA_CONTEXT + int(_CUDA_SLACK * used), 0
+    workers = num_workers(spec, kind) * _LOADER_WORKER
+    # On a CPU they keep every page as it was that their rank changes after the fork.
+    overhead += used + workers if kind == "cpu" and workers else 0
     most_host, host_loading = max(moments, key=lambda memory: memory.host), placed.host_loading
-    rank = used + overhead + loading if kind == "cpu" else max(most_host.host, host_loading) + _HOST_PROCESS
+    rank = used + overhead + loading if kind == "cpu" else max(most_host.host, host_loading) + _HOST_PROCESS + workers
     return replace(
         peak,
         overhead=overhead,

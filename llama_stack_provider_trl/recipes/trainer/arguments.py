@@ -17,6 +17,7 @@ from ...specs.job import JobSpec, OptimizerSpec
 from ..distributed.ranks import COLLECTIVE_TIMEOUT
 from ..model.fsdp import fsdp_arguments, is_sharded
 from .adamw_8bit import AdamW8Bit
+from .loader import loader_arguments
 
 
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
@@ -80,7 +81,7 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
 
 
 def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    optimizer = spec.optimizer
+    optimizer, sharding = spec.optimizer, fsdp_arguments(spec)
     return {
         "output_dir": str(spec.checkpoint_dir),
         "trust_remote_code": spec.trust_remote_code,
@@ -106,7 +107,7 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "fp16": spec.dtype == "fp16",
         "seed": spec.seed,
         "use_cpu": device.type == "cpu",
-        "dataloader_pin_memory": device.type == "cuda",
+        **loader_arguments(spec, device.type),
         "logging_steps": spec.logging_steps,
         # With the filter on, Trainer reports the last finite loss in place of a NaN; a NaN fails the job.
         "logging_nan_inf_filter": False,
@@ -116,5 +117,6 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
-        **fsdp_arguments(spec),
+        **sharding,
+        "accelerator_config": {"non_blocking": device.type == "cuda", **sharding.get("accelerator_config", {})},
     }
