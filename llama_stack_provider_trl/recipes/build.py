@@ -19,6 +19,8 @@ from .checkpoint.step import need_space
 from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
+from .fast.model import use_rows
+from .fast.support import why_padded
 from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights, has_placeholders
 from .model.loading import (
@@ -84,6 +86,8 @@ class BuiltTrainer:
     """The estimate of the memory check; None where there was none."""
     head_kernels: str
     """What the fused head computes with: triton or torch."""
+    padding_free: str
+    """Whether batches have padding, and why; empty: the job asks for it."""
 
     @property
     def passes_mask(self) -> bool:
@@ -98,6 +102,7 @@ class BuiltTrainer:
             "model_class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "attention_mask": "passed" if self.passes_mask else "not passed",
+            **({"padding_free": self.padding_free} if self.padding_free else {}),
             "head_kernels": self.head_kernels,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
@@ -141,6 +146,7 @@ def build_trainer(
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     data = load_data(spec, tokenizer)
+    spec, padding_free = with_batches(spec)
     head_kernels, no_triton = choose_head_kernels(device.type)
     for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
         writer.write(Warned(message=message))
@@ -165,7 +171,17 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free)
+
+
+def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
+    """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
+    if not spec.padding_free:
+        return spec, ""
+    reason = why_padded(spec)
+    if not reason:
+        return spec, "used"
+    return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
@@ -184,13 +200,15 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device)
     set_attention(spec, model)
+    if spec.padding_free:
+        use_rows(model)
     check_length(model, spec.max_seq_length)
-    if spec.packed and (spec.uses_flash_kernels or has_placeholders(model)):
+    if spec.packed and not spec.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
         # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32.
         shallow = shallow_model(spec.source, DTYPES[spec.dtype], device)
         set_attention(spec, shallow)
         check_isolation(shallow, sequences=1 if spec.uses_flash_kernels else 2)
-    elif spec.packed:
+    elif spec.packed and not spec.padding_free:
         check_isolation(model)
     # QAT replaces layers, whose weights are then deferred. A base in 4 bits is measured as it will be.
     quantization = None if storage.in_4_bits else quantize(spec, model)

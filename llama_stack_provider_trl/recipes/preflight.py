@@ -7,7 +7,7 @@ The same check runs before a job loads its model (`before_training`) and, on req
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from .data.packing import pack
 from .data.prepare import DataReport, prepare
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
+from .fast.batches import largest_groups
+from .fast.support import why_padded
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, nearest
@@ -70,6 +72,15 @@ def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int)
     return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
 
 
+def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
+    """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
+    if not spec.padding_free:
+        return batch
+    rows = batch.sequences // (2 if spec.algorithm == "dpo" else 1)
+    groups, scored = largest_groups(dataset, rows)
+    return replace(batch, groups=groups, scored=scored)
+
+
 def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
     """Rows by length, in powers of two: those of more than `up_to` / 2 tokens and at most `up_to`."""
     counts: dict[int, int] = {}
@@ -110,7 +121,7 @@ def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[
         "devices": spec.ranks,
         "estimate_bytes": memory.total,
         "limit_bytes": capacity.device,
-        "largest_batch": asdict(batch),
+        "largest_batch": batch.shown,
         **memory.shown(),
         "ranks_per_machine": ranks_per_machine(spec),
         "machine_limit_bytes": capacity.machine,
@@ -144,7 +155,7 @@ def before_training(
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
-    batch = plan_steps(spec, row_lengths(dataset), batch_plan).batch
+    batch = _with_groups(plan_steps(spec, row_lengths(dataset), batch_plan).batch, spec, dataset)
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
@@ -201,9 +212,13 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
+    if spec.padding_free and why_padded(spec):
+        spec = spec.model_copy(update={"padding_free": False})
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec.source))
     lengths = row_lengths(dataset)
-    planned = plan_steps(spec, row_lengths(pack(dataset, spec.max_seq_length)) if spec.packed else lengths)
+    packed = pack(dataset, spec.max_seq_length) if spec.packed else dataset
+    planned = plan_steps(spec, row_lengths(packed))
+    planned = replace(planned, batch=_with_groups(planned.batch, spec, packed))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
         machine=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),

@@ -84,6 +84,8 @@ class ProviderOptions(Documented):
     """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
     group_by_length: bool = True
     """The rows of an optimizer step are put into micro batches and ranks by length, which saves padding."""
+    padding_free: bool = True
+    """Batches without padding, and each DPO prompt computed once, where the architecture allows it."""
     attention_mask: AttentionMask = "auto"
     """`auto`: the model gets the padding mask only where its attention is not causal throughout. `always`: always."""
     attn_implementation: AttnImplementation | None = None

@@ -40,6 +40,7 @@ def resolve_training(
         "attention_mask": options.attention_mask,
         "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
+        "padding_free": options.padding_free,
         "gradient_sync": options.gradient_sync,
         "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters], device),

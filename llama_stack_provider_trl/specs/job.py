@@ -261,6 +261,9 @@ class JobSpec(_Frozen):
     group_by_length: bool = False
     """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding. The
     default is that of jobs of earlier releases, as in the next field."""
+    padding_free: bool = False
+    """Batches in one sequence: no padding, and of a pair the prompt once, where the model's attention allows it
+    (`recipes.fast`). The default is that of jobs of earlier releases."""
     attention_mask: AttentionMask = "always"
     """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
     but in packed sequences."""

@@ -318,6 +318,7 @@ OPTION_ASKS: dict[str, Try] = {
     "lora": Try({"rank": 4}, "dpo"),
     "label_smoothing": Try(0.1, "dpo"),
     "group_by_length": Try(False),
+    "padding_free": Try(False),
     "attn_implementation": Try("eager"),
     "attention_mask": Try("always"),
     "gradient_sync": Try("micro_step"),

@@ -224,11 +224,21 @@ CASES: dict[str, Case] = {
         ),
         around={TRAINING + "gradient_accumulation_steps": 2},
     ),
+    OPTION + "padding_free": Case(
+        False,
+        ("padding_free",),
+        lambda base, changed: (
+            [base.effective["padding_free"], changed.effective.get("padding_free")] == ["used", None]
+            and base.losses == pytest.approx(changed.losses, rel=1e-5)
+        ),
+    ),
     OPTION + "attn_implementation": Case(
         "eager",
         ("attn_implementation",),
         lambda base, changed: (
-            [base.effective["attention"], changed.effective["attention"]] == ["sdpa", "eager"]
+            [base.effective["padding_free"], changed.effective["padding_free"]]
+            == ["used", "not used: attn_implementation is 'eager'"]
+            and changed.effective["attention"] == "eager"
             and base.losses == pytest.approx(changed.losses, rel=1e-5)
         ),
     ),
@@ -237,6 +247,7 @@ CASES: dict[str, Case] = {
         ("attention_mask",),
         lambda base, changed: (
             [base.effective["attention_mask"], changed.effective["attention_mask"]] == ["not passed", "passed"]
+            and changed.effective["padding_free"] == "not used: attention_mask is 'always'"
             and base.losses == pytest.approx(changed.losses, rel=1e-6)
         ),
     ),
@@ -393,6 +404,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
     """What becomes of a request; the same one is trained once."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
+    from llama_stack_provider_trl.recipes.fast.support import why_padded
+
     forwards: list[None] = []
     original = LlamaAttention.forward
 
@@ -404,6 +417,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
     def train(call: str, fields: str) -> Outcome:
         root = tmp_path_factory.mktemp("job")
         spec = job(call, json.loads(fields), root)
+        why_padded(spec)  # computes with a small model, once per process
         forwards.clear()
         status, events = run(root / "run", spec)
         assert status == 0, [event.message + event.traceback for event in of_kind(events, Failed)]

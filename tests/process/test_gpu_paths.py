@@ -118,7 +118,7 @@ def test_the_clock_of_a_step_stops_when_the_loss_is_known(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tmp_path)
+    spec = job_spec(tmp_path, tmp_path, padding_free=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]), dtype=torch.float32)
     assert passes_padding_mask(JobSpec.model_validate(spec.model_dump(exclude={"attention_mask"})), model, "cpu")
@@ -147,11 +147,11 @@ def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp
 )
 def test_a_model_whose_attention_is_not_known_to_be_causal_gets_the_mask(config: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
-    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model, "cpu")
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path, padding_free=False), model, "cpu")
 
 
 def test_grouped_queries_get_the_mask_on_gpus_in_fp32_where_torch_would_hold_all_scores(tmp_path: Path) -> None:
-    grouped, spec = small_llama(), job_spec(tmp_path, tmp_path)
+    grouped, spec = small_llama(), job_spec(tmp_path, tmp_path, padding_free=False)
     assert passes_padding_mask(spec, grouped, "cuda")
     assert not passes_padding_mask(spec.model_copy(update={"dtype": "bf16"}), grouped, "cuda")
     plain = LlamaConfig(**SIZES, intermediate_size=48)
@@ -161,14 +161,14 @@ def test_grouped_queries_get_the_mask_on_gpus_in_fp32_where_torch_would_hold_all
 def test_experts_whose_load_is_balanced_over_tokens_get_the_mask(tmp_path: Path) -> None:
     model = small_llama()
     model.config.output_router_logits = True
-    assert passes_padding_mask(job_spec(tmp_path, tmp_path), model, "cpu")
+    assert passes_padding_mask(job_spec(tmp_path, tmp_path, padding_free=False), model, "cpu")
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_a_job_without_the_mask_learns_what_it_learns_with_it(algorithm: str, tmp_path: Path) -> None:
     losses = {}
     for mask in ("auto", "always"):
-        spec = job_spec(tmp_path / mask, tiny_model(), algorithm=algorithm, attention_mask=mask)
+        spec = job_spec(tmp_path / mask, tiny_model(), algorithm=algorithm, attention_mask=mask, padding_free=False)
         status, events = run(tmp_path / mask / "run", spec)
         assert status == 0
         losses[mask] = [event.metrics["loss"] for event in of_kind(events, Progress)]
@@ -226,7 +226,7 @@ def test_the_isolation_of_flash_kernels_is_checked_on_the_device_in_the_jobs_dty
     monkeypatch.setattr(build, "check_isolation", lambda model, sequences=2: checked.append((model, sequences)))
     flash = {"packed": True, "dtype": "bf16", "attn_implementation": "flash_attention_2", "lora": None}
     state = torch.random.get_rng_state()
-    spec = job_spec(tmp_path, tiny_model(), **flash)
+    spec = job_spec(tmp_path, tiny_model(), **flash, padding_free=False)
     policy = build.load_policy(spec, torch.device("cpu"))
     (model, sequences), *others = checked
     assert (others, sequences, model.dtype, policy.model.dtype) == ([], 1, torch.bfloat16, torch.float32)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes import preflight
+from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
@@ -63,7 +64,10 @@ def shaped(root: Path, layers: int, **more: Any) -> Path:
         ("sft", {"gradient_checkpointing": True, "checkpoint_every": 2}),
         ("sft", {"packed": True}),
         ("sft", {"qat": QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)}),
+        ("sft", {"packed": True, "padding_free": False}),
+        ("sft", {"padding_free": False}),
         ("dpo", {}),
+        ("dpo", {"padding_free": False}),
         ("dpo", {"gradient_checkpointing": True}),
     ],
 )
@@ -123,6 +127,8 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
         )
+    if spec.padding_free:
+        use_rows(model)
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
     if spec.lora:
         model = get_peft_model(model, adapter_config(model, spec.lora))

@@ -68,7 +68,8 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
         tokens = min(batch.tokens, changed.max_seq_length)
         sequences = max(batch.sequences * changed.batch_size // spec.batch_size, 2 if spec.algorithm == "dpo" else 1)
         changes = {name: value for change in candidate for name, value in change.request}
-        return Proposal(changed, changes, estimate(changed, Batch(sequences, tokens), device, capacity.baseline))
+        reduced = batch.reduced(sequences, tokens)
+        return Proposal(changed, changes, estimate(changed, reduced, device, capacity.baseline))
 
     families = (_families(spec, most_ranks, may_offload) for may_offload in (True, False))
     for candidates, without_offloading in zip(*families, strict=True):

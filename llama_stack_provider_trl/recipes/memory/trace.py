@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...specs.job import JobSpec, ModelSource
 from ...specs.moments import elements_in_8_bits
+from ..fast.layout import Group, Layout
+from ..fast.model import use_rows
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
@@ -53,12 +55,35 @@ _OFFLOADED = 1024
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest batch of a job, for one rank and micro step: sequences padded to one length."""
+    """The largest batch of a job, for one rank and micro step: sequences padded to one length, or in one sequence."""
 
     sequences: int
     """Rows; for DPO two per pair."""
     tokens: int
-    """Tokens of each, padding included."""
+    """Tokens of the longest; in a padded batch of each."""
+    groups: tuple[Group, ...] = ()
+    """In one sequence: its groups; empty: rows of `tokens` tokens each, which share nothing."""
+    scored: int = 0
+    """In one sequence: tokens that the head computes; 0: all."""
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """For users."""
+        return {"sequences": self.sequences, "tokens": self.tokens}
+
+    def reduced(self, sequences: int, tokens: int) -> Batch:
+        """The batch with fewer and shorter sequences."""
+
+        def cut(group: Group) -> Group:
+            prefix = min(group[0], tokens)
+            return prefix, tuple(min(size, tokens - prefix) for size in group[1])
+
+        kept = self.groups[: -(-len(self.groups) * sequences // self.sequences)]
+        groups = tuple(cut(group) for group in kept)
+        before = sum(prefix + sum(sizes) for prefix, sizes in self.groups)
+        after = sum(prefix + sum(sizes) for prefix, sizes in groups)
+        scored = -(-self.scored * after // before) if before else 0
+        return Batch(sequences, tokens, groups, scored)
 
 
 @dataclass(frozen=True)
@@ -206,7 +231,15 @@ class _LiveMemory(TorchDispatchMode):
 def _key(spec: JobSpec) -> str:
     """The inputs of a trace, as a key: other fields of a job do not change it."""
     relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
-    relevant |= {"checkpoint_every", "activation_offloading", "attention_mask", "attn_implementation", "packed", "qat"}
+    relevant |= {
+        "padding_free",
+        "checkpoint_every",
+        "activation_offloading",
+        "attention_mask",
+        "attn_implementation",
+        "packed",
+        "qat",
+    }
     accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
     reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
@@ -349,6 +382,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             model = _built(config, spec.source, spec)
             if not spec.uses_flash_kernels:  # which hold what torch's own flash kernel holds
                 set_attention(spec, model)
+            if spec.padding_free:
+                use_rows(model)
             fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
@@ -412,6 +447,8 @@ def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
     config = load_config(source)
     is_shallow = _blocks_are_alike(config, source, spec)
     model = _built(with_depth(config, 2) if is_shallow else config, source, spec)
+    if spec.padding_free:
+        use_rows(model)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
@@ -483,7 +520,13 @@ def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = N
     loss.backward()
 
 
-def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, torch.Tensor]:
+def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
+    if spec.padding_free:
+        groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
+        ids = torch.zeros(1, sum(prefix + sum(sizes) for prefix, sizes in groups), dtype=torch.long)
+        scored = torch.zeros(batch.scored or ids.shape[1], dtype=torch.long)
+        inputs = {"input_ids": ids, "position_ids": ids.clone(), "scored": scored}
+        return {**inputs, "shift_labels": scored[None].clone(), "layout": Layout(groups)}
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
     if spec.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)

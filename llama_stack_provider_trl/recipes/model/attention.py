@@ -57,14 +57,16 @@ def passes_padding_mask(spec: JobSpec, model: torch.nn.Module, kind: str) -> boo
     Args:
         kind: of the device: cuda, mps or cpu.
     """
-    if spec.attention_mask == "always" or not _is_causal_throughout(model) or _balances_experts(model):
+    if spec.padding_free:
+        return False
+    if spec.attention_mask == "always" or not is_causal_throughout(model) or balances_experts(model):
         return True
     # Without a mask transformers leaves grouped keys and values to torch, whose kernels for them on cuda are flash, in
     # bf16 (on older GPUs not in fp16), and one that holds all scores.
     return kind == "cuda" and spec.dtype != "bf16" and not spec.uses_flash_kernels and _groups_queries(model)
 
 
-def _is_causal_throughout(model: torch.nn.Module) -> bool:
+def is_causal_throughout(model: torch.nn.Module) -> bool:
     """Whether every block is known to have causal attention: False for code of a model's own and for hybrid models."""
     config: Any = model.config
     attention = [module for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
@@ -79,7 +81,7 @@ def _groups_queries(model: torch.nn.Module) -> bool:
     return getattr(text, "num_key_value_heads", None) not in (None, heads)
 
 
-def _balances_experts(model: torch.nn.Module) -> bool:
+def balances_experts(model: torch.nn.Module) -> bool:
     """Whether the loss has a mean over all tokens that are not padding, by the mask."""
     config: Any = model.config
     return bool(getattr(config.get_text_config(), "output_router_logits", False))

@@ -197,7 +197,8 @@ def with_depth(config: Any, layers: int) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
+    is_derived = isinstance(getattr(type(text), "layer_types", None), property)  # of Mamba, from the number of blocks
+    if getattr(text, "layer_types", None) and not is_derived:
         text.layer_types = text.layer_types[:layers]
     return config
 

@@ -19,9 +19,10 @@ from peft.tuners.lora import LoraLayer
 from trl import DPOTrainer
 
 from ...specs.job import DpoSpec, JobSpec
-from ..model.attention import passes_padding_mask
+from ..fast.batches import FlatPairs
 from ..model.fsdp import is_sharded
 from .base import RecipeTrainer
+from .pairs import PaddedPairs
 from .reference import NoReference, is_needed, load_reference, precomputes
 from .trl_patches import PreparedDatasets, without_adapter
 
@@ -107,7 +108,14 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
     def __init__(self, *, spec: JobSpec, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
         given = None if peft_config else NoReference()
-        super().__init__(spec=spec, ref_model=given, peft_config=peft_config, **arguments)
+        self._batches = FlatPairs() if spec.padding_free else PaddedPairs(spec)
+        super().__init__(
+            spec=spec,
+            ref_model=given,
+            peft_config=peft_config,
+            data_collator=self._batches.collate if isinstance(self._batches, FlatPairs) else None,
+            **arguments,
+        )
         self.ref_model = None
         if spec.lora:
             _set_adapter_dropout(self.model, spec.lora.dropout)
@@ -115,12 +123,11 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        mask = inputs["completion_mask"]
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        outputs = model(**self._arguments(self.model, inputs), **router)
-        logps = outputs.log_probs.sum(dim=1)
+        outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+        logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.reference_logps(inputs)
-        lengths = mask[:, 1:].sum(dim=1)
+        lengths = self._batches.lengths(inputs)
         real = _real(lengths)
         losses = self._losses(logratios, lengths) * real
         num_pairs = self.accelerator.reduce(real.sum())
@@ -134,7 +141,7 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             self.add_evaluation(losses.sum(), real.sum())
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
-        num_tokens = inputs["attention_mask"].masked_fill(real.repeat(2)[:, None] == 0, 0).sum()
+        num_tokens = (self._batches.num_tokens(inputs) * real).sum()
         self._note(logps.detach(), logratios.detach(), real, num_pairs, num_tokens)
         return loss
 
@@ -165,23 +172,14 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         model = self.model if self.ref_model is None else self.ref_model
-        forward = self._arguments(model, inputs)
-        with torch.no_grad(), no_recomputation(self.model), self._precision():
-            if self.ref_model is not None:
-                return model(**forward).log_probs.float().sum(dim=1)
-            if is_peft_model(self.model):
-                with without_adapter(self.accelerator.unwrap_model(self.model)):
-                    return model(**forward).log_probs.float().sum(dim=1)
-            if self.state.global_step > 0:
-                raise AssertionError("full fine-tuning without a reference model")
-            return model(**forward).log_probs.float().sum(dim=1)  # still the base model
-
-    def _arguments(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Arguments of a forward of `model` that scores the completions of a collated batch."""
-        passes = passes_padding_mask(self.spec, model, self.args.device.type)
-        mask = {"attention_mask": inputs["attention_mask"]} if passes else {}
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-        return {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False, "fused_lm_head": True, **mask}
+        forward = self._batches.forward_arguments(model, inputs)
+        adapter_off: AbstractContextManager[Any] = nullcontext()
+        if self.ref_model is None and is_peft_model(self.model):
+            adapter_off = without_adapter(self.accelerator.unwrap_model(self.model))
+        elif self.ref_model is None and self.state.global_step > 0:  # at step 0 it is still the base model
+            raise AssertionError("full fine-tuning without a reference model")
+        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off:
+            return self._batches.log_probs(model(**forward), inputs).float()
 
     def _precision(self) -> AbstractContextManager[Any]:
         """The precision of the policy's forward, so that a policy equal to its reference has log-ratios of exactly 0:

@@ -21,6 +21,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..distributed import ranks
+from ..fast.model import use_rows
 from ..model.attention import set_attention
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import describe, is_sharded, shard_frozen
@@ -80,6 +81,8 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     storage = WeightStorage.of(spec)
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     set_attention(spec, model)
+    if spec.padding_free:
+        use_rows(model)
     check_length(model, spec.max_seq_length)
     fuse_head(model, outputs=("log_probs",))
     if not is_sharded(spec):
@@ -162,7 +165,8 @@ class Precomputation:
             dtype=self._spec.dtype,
             weights=str(policy.dtype),
             quantization=str(getattr(policy.config, "quantization_config", None)),
-            attention=policy.config._attn_implementation,
+            # Of batches in one sequence, too: they differ from padded ones by rounding.
+            attention="sdpa" if self._spec.padding_free else policy.config._attn_implementation,
             device=self._trainer.args.device.type,
             # Where bf16 rounds depends on it; entries of earlier releases have none.
             precision="units" if is_sharded(self._spec) and self._spec.dtype != "fp32" else "autocast",

@@ -8,6 +8,7 @@ import torch
 from trl import SFTTrainer
 
 from ...specs.job import JobSpec
+from ..fast.batches import collate_rows, forward_arguments
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 
@@ -36,8 +37,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     head_outputs = ("log_probs", "is_top1")
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        super().__init__(spec=spec, **arguments)
-        self.data_collator.return_position_ids = spec.packed
+        super().__init__(spec=spec, data_collator=collate_rows if spec.padding_free else None, **arguments)
+        if not spec.padding_free:
+            self.data_collator.return_position_ids = spec.packed
 
     def compute_loss(
         self,
@@ -48,14 +50,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        mask = inputs["attention_mask"]
-        # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
-        # each padding token for a row.
-        if self.spec.packed or not passes_padding_mask(self.spec, self.model, self.args.device.type):
-            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        if self.spec.packed and self.spec.uses_flash_kernels:
-            inputs = in_one_sequence(inputs)
-        outputs = model(**inputs, **router, use_cache=False, fused_lm_head=True)
+        outputs = model(**self._arguments(inputs), **router)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         loss = -outputs.log_probs.sum() / torch.as_tensor(count).clamp(min=1)
@@ -66,10 +61,27 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not self.model.training:
             self.add_evaluation(-outputs.log_probs.sum(), trained)
-        fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
-        num_tokens = mask.masked_fill(fillers, 0).sum()
-        self._note(torch.stack([outputs.is_top1.sum(), trained, num_tokens]))
+        self._note(torch.stack([outputs.is_top1.sum(), trained, self._num_tokens(inputs, outputs)]))
         return loss
+
+    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a forward that scores a collated batch."""
+        if self.spec.padding_free:
+            return forward_arguments(inputs)
+        # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
+        # each padding token for a row.
+        if self.spec.packed or not passes_padding_mask(self.spec, self.model, self.args.device.type):
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        if self.spec.packed and self.spec.uses_flash_kernels:
+            inputs = in_one_sequence(inputs)
+        return {**inputs, "use_cache": False, "fused_lm_head": True}
+
+    def _num_tokens(self, inputs: dict[str, Any], outputs: Any) -> torch.Tensor:
+        """Tokens of the batch, padding and fillers left out."""
+        if self.spec.padding_free:
+            return inputs["num_tokens"]
+        fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
+        return inputs["attention_mask"].masked_fill(fillers, 0).sum()
 
     def _note(self, counts: torch.Tensor) -> None:
         hits, trained, num_tokens = self.accelerator.reduce(counts.detach())

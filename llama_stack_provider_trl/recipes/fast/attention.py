@@ -1,0 +1,109 @@
+"""The attention of a batch in one sequence (`fast.layout`), as an implementation of transformers' attention.
+
+transformers calls it by its name, and makes no mask for a name that it has no function of masks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface
+
+from .layout import Layout
+
+NAME = "rows_in_one_sequence"
+"""Of this implementation, in the configuration of a model that trains. Checkpoints do not contain it."""
+_OTHER_SCORES = ("softcap", "s_aux", "position_bias", "cache")
+"""Arguments with which an architecture asks for other scores than those of the scaled product."""
+
+
+def attend_in_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    layout: Layout | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each row.
+
+    Args:
+        query: shape (sequences, heads, tokens, head size); with a layout of one sequence.
+        key: shape (sequences, key heads, tokens, head size), as `value`.
+        sliding_window: tokens that a token attends to, itself included; None: all before it in its row.
+        layout: where the rows are; None: each sequence is a row.
+
+    Returns:
+        The output, shape (sequences, tokens, heads, head size), and no weights.
+
+    Raises:
+        ValueError: the architecture asks for something else.
+    """
+    unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
+    if unknown:
+        raise ValueError(f"its attention has {unknown[0]}")
+    if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise ValueError("its attention is not causal, or has a mask of its own")
+    attend = _Attend(layout or Layout([]), scaling, dropout, sliding_window, query.shape[1] != key.shape[1])
+    if layout is None:
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    sizes = layout.sizes()
+    parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = []
+    for prefix, continuations in layout.groups:
+        queries, keys, values = next(parts)
+        outputs.append(attend(queries, keys, values))
+        shared = keys[:, :, :prefix], values[:, :, :prefix]
+        for _ in continuations[1:]:
+            queries, *own = next(parts)
+            keys, values = (torch.cat(both, dim=2) for both in zip(shared, own, strict=True))
+            outputs.append(attend(queries, keys, values))
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+class _Attend(NamedTuple):
+    """Causal attention of the last queries of a row to all of its keys."""
+
+    layout: Layout
+    scaling: float | None
+    dropout: float
+    window: int | None
+    is_grouped: bool
+    """Whether several heads of queries share a head of keys."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        queries, keys = query.shape[2], key.shape[2]
+        if self.is_grouped and query.device.type == "cuda" and query.dtype is not torch.bfloat16:
+            # Only the flash kernels take shared heads without holding all scores, and they compute in half precision.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        is_causal, mask = False, None
+        if self.window is not None and keys > self.window:
+            mask = self.layout.mask(query, keys, self.window)
+        elif queries == keys:
+            is_causal = queries > 1
+        elif queries > 1:
+            # GPUs have a kernel that computes this without a mask.
+            on_gpu = query.device.type == "cuda"
+            mask = causal_lower_right(queries, keys) if on_gpu else self.layout.mask(query, keys, keys)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=is_causal,
+            scale=self.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+AttentionInterface.register(NAME, attend_in_rows)

@@ -1,0 +1,118 @@
+"""Whether a model can be trained on batches in one sequence. It is tried out on a small copy of the architecture."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ...errors import JobFailure
+from ...specs.job import JobSpec, ModelSource
+from ..model.attention import balances_experts, is_causal_throughout
+from ..model.loading import load_config, with_depth
+from .batches import FlatPairs
+from .model import use_rows
+
+_TOLERANCE = 1e-5
+"""Largest difference of a logit from that of a row alone, relative to the largest one. Rounding in fp32 is 1e-6."""
+_WINDOW = 5
+"""Tokens of a sliding window in the small copy, so that its rows are longer."""
+_VOCABULARY = 64
+_HEAD_SIZE = 16
+_ROPE_OF_BATCHES = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that depend on the longest row of a batch."""
+
+
+def why_padded(spec: JobSpec) -> str:
+    """Why a job's batches are padded although its `padding_free` is true; empty: they are not.
+
+    The same on every rank and machine: nothing is computed with the job's own weights or on its device.
+    """
+    if spec.attention_mask == "always":
+        return "attention_mask is 'always'"
+    if spec.attn_implementation not in (None, "sdpa"):
+        return f"attn_implementation is {spec.attn_implementation!r}"
+    sources = dict.fromkeys([spec.source, spec.reference_source])
+    return next((reason for source in sources if (reason := _unsupported(source, spec.max_seq_length))), "")
+
+
+@cache
+def _unsupported(source: ModelSource, max_seq_length: int) -> str:
+    if source.trust_remote_code:
+        return "the model has code of its own"
+    try:
+        config = load_config(source)
+    except JobFailure:
+        return ""  # loading the model reports it
+    if not getattr(config.get_text_config(), "num_attention_heads", None):
+        return "it has no attention"
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_OF_BATCHES:
+        unscaled = rope.get("original_max_position_embeddings") or config.get_text_config().max_position_embeddings
+        if max_seq_length > unscaled:
+            return f"its {rope['rope_type']} rotary embeddings depend on the longest row of a batch"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            return _difference(AutoModelForCausalLM.from_config(_small(config), dtype=torch.float32))
+    except Exception as error:  # whatever an architecture does with what it does not know
+        return f"its attention cannot be tried out ({' '.join(str(error).split())[:200]})"
+
+
+def _small(config: Any) -> Any:
+    """A configuration with the same kinds of blocks, few of them and small ones."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    small = with_depth(config, max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)), 0) if kinds else 2)
+    text = small.get_text_config()
+    heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    fewer = {"num_attention_heads": 2 * heads // key_heads}
+    if getattr(text, "head_dim", None):
+        fewer["head_dim"] = head_size = min(head_size, _HEAD_SIZE)
+    if getattr(text, "num_key_value_heads", None):
+        fewer["num_key_value_heads"] = 2
+    fewer["hidden_size"] = 2 * heads // key_heads * head_size
+    for name, value in {**fewer, "vocab_size": _VOCABULARY}.items():
+        setattr(text, name, value)
+    for name in [name for name in text.to_dict() if name.endswith("intermediate_size")]:
+        if isinstance(getattr(text, name), int):
+            setattr(text, name, 2 * text.hidden_size)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = _WINDOW
+    return small
+
+
+def _difference(model: PreTrainedModel) -> str:
+    """How the model computes pairs in one sequence otherwise than one row at a time; empty: it does not."""
+    if not is_causal_throughout(model):
+        return "not every block is known to have causal attention"
+    if balances_experts(model):
+        return "the loss that balances its experts is a mean over padded batches"
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # as initialized, attention would be nearly uniform
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    model.eval()
+    ids = torch.randint(_VOCABULARY, (40,)).tolist()
+    pairs = [
+        {"prompt_ids": ids[:9], "chosen_ids": ids[9:17], "rejected_ids": ids[17:22]},
+        {"prompt_ids": ids[22:25], "chosen_ids": ids[25:26], "rejected_ids": ids[26:40]},
+    ]
+    with torch.no_grad():
+        rows = [(pair["prompt_ids"], pair[side]) for pair in pairs for side in ("chosen_ids", "rejected_ids")]
+        alone = torch.cat([_logits_alone(model, prompt, answer) for prompt, answer in rows])
+        use_rows(model)
+        inputs = FlatPairs().collate(pairs)
+        arguments = {name: inputs[name] for name in ("input_ids", "position_ids", "scored", "layout")}
+        together = model(**arguments, use_cache=False).logits[0]
+    error = float((together - alone).abs().max() / alone.abs().max())
+    return "" if error <= _TOLERANCE else f"its logits differ by {error:.1e} of the largest"
+
+
+def _logits_alone(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits of the answer's tokens in a sequence of their own, shape (tokens, vocabulary)."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1]

@@ -1,0 +1,313 @@
+"""Batches in one sequence: the numbers of padded ones, on every architecture that allows it, and what they save."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
+from llama_stack_provider_trl.recipes.fast import support
+from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
+from llama_stack_provider_trl.recipes.fast.layout import Layout
+from llama_stack_provider_trl.recipes.fast.model import use_rows
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.specs.events import Prepared, Progress
+from llama_stack_provider_trl.specs.job import LoraSpec
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WINDOW = {"sliding_window": 6}
+"""Tokens: the rows below are longer."""
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SIZES),
+    "qwen2": ("qwen2", {**SIZES, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 8}),
+    "gemma2 without softcap": ("gemma2", {**SIZES, **WINDOW, "head_dim": 8, "attn_logit_softcapping": None}),
+    "gemma3": (
+        "gemma3_text",
+        {**SIZES, **WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "mistral": ("mistral", {**SIZES, **WINDOW}),
+    "phi3": ("phi3", {**SIZES, **WINDOW}),
+    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+}
+
+
+def model_of(architecture: str, *, lora: bool = False) -> Any:
+    name, sizes = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if name == "gpt2" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **dropout), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():  # as initialized, attention would be nearly uniform
+            weight += torch.randn_like(weight) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.05)
+    fuse_head(model, outputs=("log_probs", "is_top1"))
+    if not lora:
+        return model
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2")
+    )
+    with torch.no_grad():
+        for parameter_name, weight in adapted.named_parameters():
+            if "lora_B" in parameter_name:
+                weight.normal_(std=0.1)
+    return adapted
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def pair(prompt: int, chosen: int, rejected: int, seed: int = 0) -> dict[str, list[int]]:
+    ids = tokens(prompt + chosen + rejected, seed)
+    return {
+        "prompt_ids": ids[:prompt],
+        "chosen_ids": ids[prompt : prompt + chosen],
+        "rejected_ids": ids[prompt + chosen :],
+    }
+
+
+PAIRS = [pair(11, 9, 4, 1), pair(3, 1, 14, 2), pair(20, 6, 6, 3), pair(1, 2, 1, 4)]
+
+
+def gradients(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+def pair_loss(sums: torch.Tensor) -> torch.Tensor:
+    chosen, rejected = sums.chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pairs_in_one_sequence_have_the_numbers_of_padded_ones(architecture: str, lora: bool, tmp_path: Path) -> None:
+    model = model_of(architecture, lora=lora)
+    spec = job_spec(tmp_path, tmp_path, "dpo", padding_free=False, attention_mask="always")
+    padded, flat = PaddedPairs(spec), FlatPairs()
+    inputs = DataCollatorForPreference(pad_token_id=0)(PAIRS)
+    outputs = model(**padded.forward_arguments(model, inputs))
+    expected, each = (
+        padded.log_probs(outputs, inputs),
+        outputs.log_probs[inputs["completion_mask"][:, 1:] == 1].detach(),
+    )
+    expected_gradients = gradients(model, pair_loss(expected))
+    use_rows(model.get_base_model() if lora else model)
+    together = flat.collate(PAIRS)
+    outputs = model(**flat.forward_arguments(model, together))
+    found = flat.log_probs(outputs, together)
+    assert torch.allclose(found, expected, rtol=1e-5)
+    sides = outputs.log_probs[0].detach().split(together["counts"])
+    assert (torch.cat([*sides[::2], *sides[1::2]]) - each).abs().max() < 1e-4
+    difference = gradients(model, pair_loss(found)) - expected_gradients
+    assert difference.norm() < 1e-4 * expected_gradients.norm()
+    assert torch.equal(flat.lengths(together), padded.lengths(inputs))
+    assert torch.equal(flat.num_tokens(together), padded.num_tokens(inputs))
+
+
+ROWS = [
+    {"input_ids": tokens(17, 5), "labels": [IGNORED] * 6 + tokens(17, 5)[6:]},
+    {"input_ids": tokens(9, 6), "labels": tokens(9, 6)},
+    {"input_ids": tokens(2, 7), "labels": tokens(2, 7)},
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+def test_rows_in_one_sequence_have_the_loss_of_padded_ones(architecture: str) -> None:
+    model = model_of(architecture)
+    padded = DataCollatorForLanguageModeling(pad_token_id=0)(ROWS)
+    expected = model(**padded, use_cache=False, fused_lm_head=True)
+    expected_gradients = gradients(model, expected.loss)
+    use_rows(model)
+    flat = collate_rows(ROWS)
+    found = model(**forward_arguments(flat))
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-6)
+    assert found.is_top1.sum() == expected.is_top1.sum()
+    assert (gradients(model, found.loss) - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+    assert int(flat["num_tokens"]) == 28
+
+
+def test_packed_rows_in_one_sequence_are_the_rows_themselves() -> None:
+    packed = pack(Dataset.from_list(ROWS), 26)
+    sequences = collate_rows([packed[number] for number in range(len(packed))])
+    alone = collate_rows(ROWS)
+    assert sorted(sequences["layout"].groups) == sorted(alone["layout"].groups) == [(0, (1,)), (0, (8,)), (0, (16,))]
+    assert sorted(sequences["shift_labels"][0].tolist()) == sorted(alone["shift_labels"][0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "scored"),
+    [
+        (pair(4, 3, 1), ((4, (2, 0)),), [3, 4, 5, 3]),  # both answers begin behind the last token of the prompt
+        (pair(0, 3, 2), ((0, (2, 1)),), [0, 1, 2]),  # nothing predicts a first token
+        (pair(2, 0, 0), ((2, (0, 0)),), [0]),  # a filler
+        (pair(0, 1, 1), ((0, (1, 1)),), [0]),
+    ],
+)
+def test_a_pair_is_its_prompt_and_what_its_answers_predict(
+    rows: dict[str, list[int]], groups: tuple[Any, ...], scored: list[int]
+) -> None:
+    inputs = FlatPairs().collate([rows])
+    assert inputs["layout"].groups == groups
+    assert inputs["scored"].tolist() == scored
+    assert len(inputs["input_ids"][0]) == len(inputs["position_ids"][0]) == sum(inputs["layout"].sizes())
+    assert (inputs["shift_labels"] != IGNORED).sum() == sum(inputs["counts"])
+
+
+def test_a_batch_of_fillers_has_no_loss_and_a_gradient_of_zero() -> None:
+    model, flat = model_of("llama"), FlatPairs()
+    use_rows(model)
+    inputs = flat.collate([pair(2, 0, 0), pair(2, 0, 0)])
+    sums = flat.log_probs(model(**flat.forward_arguments(model, inputs)), inputs)
+    assert sums.tolist() == [0.0] * 4
+    assert not gradients(model, sums.sum() + 0 * model.lm_head.weight.sum()).any()
+
+
+def test_processes_that_load_batches_send_where_the_rows_are() -> None:
+    inputs = FlatPairs().collate(PAIRS)
+    inputs["layout"].mask(torch.zeros(1, 1, 2, 8), 4, 4)
+    received = pickle.loads(pickle.dumps(inputs))
+    assert received["layout"].groups == inputs["layout"].groups
+    assert not received["layout"]._masks
+
+
+def test_a_mask_hides_what_follows_and_what_is_behind_the_window() -> None:
+    mask = Layout([]).mask(torch.zeros(1, 1, 3, 8), 5, 2)
+    assert (mask == 0).int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+
+
+# --- on which models --------------------------------------------------------------------------------------------------
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, config: Any, max_seq_length: int = 64) -> str:
+    monkeypatch.setattr(support, "load_config", lambda source: config)
+    source: Any = SimpleNamespace(model="model", trust_remote_code=False)
+    return support._unsupported.__wrapped__(source, max_seq_length)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_these_architectures_are_trained_without_padding(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, sizes = ARCHITECTURES[architecture]
+    assert reason(monkeypatch, AutoConfig.for_model(name, **sizes)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gemma2", {}, "its attention has softcap"),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention has s_aux"),
+        ("mamba", {}, "not every block is known to have causal attention"),
+        ("bloom", {}, "not every block is known to have causal attention"),
+        ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a mean over padded batches"),
+        ("stablelm", {"num_key_value_heads": 4}, "its logits differ"),
+        (
+            "llama",
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                "max_position_embeddings": 32,
+            },
+            "its dynamic rotary embeddings depend on the longest row of a batch",
+        ),
+    ],
+)
+def test_others_are_padded_and_the_record_states_the_reason(
+    name: str, changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert expected in reason(monkeypatch, AutoConfig.for_model(name, **{**SIZES, **changes}))
+
+
+def test_what_the_user_sets_comes_first(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), "dpo")
+    assert support.why_padded(spec) == ""
+    assert support.why_padded(spec.model_copy(update={"attn_implementation": "sdpa"})) == ""
+    eager = spec.model_copy(update={"attn_implementation": "eager"})
+    assert support.why_padded(eager) == "attn_implementation is 'eager'"
+    assert support.why_padded(spec.model_copy(update={"attention_mask": "always"})) == "attention_mask is 'always'"
+
+
+def test_trying_out_a_model_uses_up_no_random_numbers(tmp_path: Path) -> None:
+    support._unsupported.cache_clear()
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    support.why_padded(job_spec(tmp_path, tiny_model()))
+    assert torch.rand(1) == expected
+
+
+# --- whole jobs -------------------------------------------------------------------------------------------------------
+
+LORA = LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8)
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"n_epochs": 17, "gradient_accumulation_steps": 2, "batch_size": 2}),
+    "dpo": ("dpo", {"n_epochs": 17, "lora": LORA}),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path) -> None:
+    algorithm, changes = JOBS[job]
+    rows = {"sft": SFT_ROWS, "dpo": DPO_ROWS}[algorithm]
+    curves, records = [], []
+    for padding_free in (False, True):
+        root = tmp_path / str(padding_free)
+        spec = job_spec(root, tiny_model(), algorithm, **changes, rows=rows, padding_free=padding_free)
+        status, events = run(root, spec)
+        assert status == 0
+        progress = of_kind(events, Progress)
+        curves.append([[event.metrics[name] for event in progress] for name in ("loss", "grad_norm", "num_tokens")])
+        records.append(of_kind(events, Prepared)[0].effective.get("padding_free"))
+    assert records == [None, "used"]
+    assert len(curves[0][0]) >= 50
+    for expected, found in zip(*curves, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+def test_the_estimate_counts_the_tokens_of_the_largest_batch(tmp_path: Path) -> None:
+    rows = Dataset.from_list([pair(40, 10, 5), pair(2, 3, 4), pair(30, 2, 30)])
+    groups, scored = largest_groups(rows, 2)
+    assert groups == ((30, (1, 29)), (40, (9, 4)))
+    assert scored == 47
+    spec = job_spec(tmp_path, tiny_model(), "dpo", max_seq_length=64)
+    flat = estimate(spec, Batch(4, 60, groups, scored), "cpu")
+    padded = estimate(spec.model_copy(update={"padding_free": False}), Batch(4, 60), "cpu")
+    assert flat.activations + flat.logits < 0.7 * (padded.activations + padded.logits)
+
+
+def test_a_smaller_batch_has_fewer_and_shorter_groups() -> None:
+    batch = Batch(4, 60, ((30, (1, 29)), (40, (9, 4))), 43)
+    assert batch.reduced(2, 60).groups == ((30, (1, 29)),)
+    assert batch.reduced(4, 35).groups == ((30, (1, 5)), (35, (0, 0)))
+    assert batch.reduced(4, 60) == batch
