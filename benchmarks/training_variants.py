@@ -169,26 +169,7 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     model = AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32)
-    common = {
-        "output_dir": str(run_dir / "checkpoints"),
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": options.batch,
-        "max_length": options.max_length,
-        "learning_rate": options.learning_rate,
-        "lr_scheduler_type": "linear",
-        "max_grad_norm": 1.0,
-        # TRL's own defaults are bf16 and gradient checkpointing.
-        "bf16": options.dtype == "bf16",
-        "gradient_checkpointing": None,
-        "activation_checkpointing": False,
-        "use_cpu": options.device == "cpu",
-        "dataloader_pin_memory": options.device != "cpu",
-        "train_sampling_strategy": "sequential",
-        "logging_steps": options.logging_steps,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    common = stock_arguments(options, run_dir)
     lora = lora_fields(options)
     adapter = LoraConfig(
         r=lora["rank"], lora_alpha=lora["alpha"], target_modules=list(lora["target_modules"]), task_type="CAUSAL_LM"
@@ -202,6 +183,30 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
         peft_config=adapter if options.lora else None,
     )
     trainer.train()
+
+
+def stock_arguments(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
+    """Arguments of TRL's trainers: its defaults, but for what would change the work."""
+    return {
+        "output_dir": str(run_dir / "checkpoints"),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": options.batch,
+        "max_length": options.max_length,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 1.0,
+        # TRL's own defaults are bf16 and gradient checkpointing.
+        "bf16": options.dtype == "bf16",
+        "gradient_checkpointing": None,
+        "activation_checkpointing": False,
+        "use_cpu": getattr(options, "device", "cpu") == "cpu",
+        "dataloader_pin_memory": getattr(options, "device", "cpu") != "cpu",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": getattr(options, "logging_steps", 1),
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
