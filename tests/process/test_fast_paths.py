@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
-from llama_stack_provider_trl.recipes.fast import support
+from llama_stack_provider_trl.recipes.fast import attention, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -227,6 +227,7 @@ def test_these_architectures_are_trained_without_padding(architecture: str, monk
         ("gemma2", {}, "its attention has softcap"),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention has s_aux"),
         ("mamba", {}, "not every block is known to have causal attention"),
+        ("qwen3_moe", {"num_experts": 8000}, "million parameters"),
         ("bloom", {}, "not every block is known to have causal attention"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a mean over padded batches"),
         ("stablelm", {"num_key_value_heads": 4}, "its logits differ"),
@@ -290,6 +291,33 @@ def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path) -> N
     assert len(curves[0][0]) >= 50
     for expected, found in zip(*curves, strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_kernels_of_gpus_get_queries_keys_and_values_of_one_dtype(
+    lora: LoraSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)  # whose lower right mask refuses others
+    spec = job_spec(tmp_path, tiny_model(), "dpo", lora=lora, dtype="bf16", rows=DPO_ROWS[:4])
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert of_kind(events, Prepared)[0].effective["padding_free"] == "used"
+
+
+def test_shared_heads_are_repeated_on_gpus_where_a_mask_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)
+    heads: list[tuple[bool, int]] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(query: Any, key: Any, value: Any, attn_mask: Any = None, **arguments: Any) -> Any:
+        heads.append((type(attn_mask) is torch.Tensor, key.shape[1]))
+        return original(query, key, value, attn_mask=attn_mask, **arguments)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", seen)
+    model, flat = model_of("mistral").bfloat16(), FlatPairs()
+    use_rows(model)
+    model(**flat.forward_arguments(model, flat.collate(PAIRS)))
+    assert {(True, 4), (False, 2)} == set(heads)  # of four heads of queries, two share one of keys
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ def attend_in_rows(
         raise ValueError(f"its attention has {unknown[0]}")
     if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise ValueError("its attention is not causal, or has a mask of its own")
+    # As autocast would: rotary embeddings leave queries and keys in fp32 under it, which kernels without a mask refuse.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _Attend(layout or Layout([]), scaling, dropout, sliding_window, query.shape[1] != key.shape[1])
     if layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
@@ -81,10 +83,6 @@ class _Attend(NamedTuple):
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         queries, keys = query.shape[2], key.shape[2]
-        if self.is_grouped and query.device.type == "cuda" and query.dtype is not torch.bfloat16:
-            # Only the flash kernels take shared heads without holding all scores, and they compute in half precision.
-            repeats = query.shape[1] // key.shape[1]
-            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         is_causal, mask = False, None
         if self.window is not None and keys > self.window:
             mask = self.layout.mask(query, keys, self.window)
@@ -92,8 +90,11 @@ class _Attend(NamedTuple):
             is_causal = queries > 1
         elif queries > 1:
             # GPUs have a kernel that computes this without a mask.
-            on_gpu = query.device.type == "cuda"
-            mask = causal_lower_right(queries, keys) if on_gpu else self.layout.mask(query, keys, keys)
+            mask = causal_lower_right(queries, keys) if _is_on_gpu(query) else self.layout.mask(query, keys, keys)
+        if self.is_grouped and _is_on_gpu(query) and (query.dtype is not torch.bfloat16 or type(mask) is torch.Tensor):
+            # Only the flash kernels take shared heads without holding all scores: in half precision, without a mask.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -104,6 +105,10 @@ class _Attend(NamedTuple):
             scale=self.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 AttentionInterface.register(NAME, attend_in_rows)

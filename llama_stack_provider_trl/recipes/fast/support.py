@@ -20,6 +20,8 @@ _TOLERANCE = 1e-5
 _WINDOW = 5
 """Tokens of a sliding window in the small copy, so that its rows are longer."""
 _VOCABULARY = 64
+_LARGEST = 50_000_000
+"""Parameters of the small copy: mixtures of many experts stay large. Every rank makes one, 200 MB in fp32."""
 _HEAD_SIZE = 16
 _ROPE_OF_BATCHES = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest row of a batch."""
@@ -46,19 +48,35 @@ def _unsupported(source: ModelSource, max_seq_length: int) -> str:
         config = load_config(source)
     except JobFailure:
         return ""  # loading the model reports it
-    if not getattr(config.get_text_config(), "num_attention_heads", None):
-        return "it has no attention"
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _ROPE_OF_BATCHES:
-        unscaled = rope.get("original_max_position_embeddings") or config.get_text_config().max_position_embeddings
-        if max_seq_length > unscaled:
-            return f"its {rope['rope_type']} rotary embeddings depend on the longest row of a batch"
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
-            return _difference(AutoModelForCausalLM.from_config(_small(config), dtype=torch.float32))
+        return _why_unsuitable(config, max_seq_length) or _why_different(config)
     except Exception as error:  # whatever an architecture does with what it does not know
         return f"its attention cannot be tried out ({' '.join(str(error).split())[:200]})"
+
+
+def _why_unsuitable(config: Any, max_seq_length: int) -> str:
+    """What a few short rows would not show."""
+    text = config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        return "it has no attention"
+    given = getattr(text, "rope_parameters", None) or {}
+    for rope in (given, *(one for one in given.values() if isinstance(one, dict))):  # some have one per kind of block
+        if rope.get("rope_type") in _ROPE_OF_BATCHES:
+            unscaled = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+            if max_seq_length > unscaled:
+                return f"its {rope['rope_type']} rotary embeddings depend on the longest row of a batch"
+    return ""
+
+
+def _why_different(config: Any) -> str:
+    small = _small(config)
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters())
+    if size > _LARGEST:
+        return f"a small copy of it has {size / 1e6:.0f} million parameters, too many to try it out"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        return _difference(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
 
 
 def _small(config: Any) -> Any:
