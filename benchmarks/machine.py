@@ -59,7 +59,7 @@ def commit() -> str:
 
 
 def command() -> str:
-    return shlex.join([os.path.relpath(sys.executable), *sys.argv])
+    return shlex.join([os.path.relpath(sys.executable), os.path.relpath(sys.argv[0]), *sys.argv[1:]])
 
 
 def spread(ratios: list[float], resamples: int = 10_000) -> dict[str, float]:

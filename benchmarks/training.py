@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import command, machine, print_header, spread
 from recipe_throughput import SAME_LOSS, enter_environment, import_libraries, in_child
 from training_inputs import data_file, model_of, prepare_inputs, read_rows
-from training_variants import Clock, bare_batches, bare_dpo_loss, bare_sft_loss, stock_arguments
+from training_variants import Clock, stock_arguments, time_training, train_bare
 
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import Algorithm
@@ -110,6 +109,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="decides the order within rounds and the bootstrap")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="writes OUT.png and OUT.svg; needs matplotlib")
+    parser.set_defaults(device="cpu", logging_steps=1)
     options = parser.parse_args()
     if options.model and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: expected a directory with config.json")
@@ -234,35 +234,15 @@ def measure(variant: Variant, folder: Path, algorithm: Algorithm, options: argpa
     torch.set_num_threads(options.threads)
     set_seed(42)
     began, before = time.perf_counter(), _peak_mb()
+    report = partial(report_run, out, folder, algorithm, options, began, before)
     if variant.kind == "bare":
-        return run_bare(folder, algorithm, options, partial(report_run, out, folder, algorithm, options, began, before))
-    report_training(partial(report_run, out, folder, algorithm, options, began, before))
+        return report(*train_bare(folder, algorithm, options))
+    time_training(lambda trainer, clock, losses: report(trainer.model, clock, losses))
     if variant.kind == "ours":
         run_ours(variant, folder, algorithm, options, out.parent)
     else:
         run_trl(variant, folder, algorithm, options, out.parent)
     raise RuntimeError("train() was never called")
-
-
-def report_training(report: Callable[..., None]) -> None:
-    """Make `Trainer.train` measure itself, report and end the process."""
-    from transformers import Trainer, TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            clock.read()
-
-    train, clock = Trainer.train, Clock()
-
-    def timed(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.add_callback(Steps())
-        clock.read()
-        train(trainer, *args, **kwargs)
-        clock.read()
-        report(trainer.model, clock, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        os._exit(0)
-
-    Trainer.train = timed
 
 
 def report_run(
@@ -383,33 +363,6 @@ def run_trl(variant: Variant, folder: Path, algorithm: Algorithm, options: argpa
         processing_class=AutoTokenizer.from_pretrained(model_of(folder)),
     )
     trainer.train()
-
-
-def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, report: Callable[..., None]) -> None:
-    """The loop that one would write by hand: forward, loss, backward, clip, fused AdamW, linear schedule."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    batches = bare_batches(folder, algorithm, options)
-    model = AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32)
-    loss_of = bare_sft_loss(model) if algorithm == "sft" else bare_dpo_loss(model)
-    clock, losses = Clock(), []
-    clock.read()
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.dtype == "bf16"):
-            loss = loss_of(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        clock.read()
-    clock.read()
-    report(model, clock, losses)
 
 
 # --- Rows and surroundings --------------------------------------------------------------------------------------------

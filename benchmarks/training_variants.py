@@ -70,9 +70,10 @@ def measure(variant: str, folder: Path, algorithm: Algorithm, options: argparse.
     torch.set_num_threads(options.threads)
     set_seed(42)
     if variant == BARE:
-        run_bare(folder, algorithm, options, out)
-        return
-    time_training(out)
+        _, clock, losses = train_bare(folder, algorithm, options)
+        logged = [statistics.fmean(chunk) for chunk in itertools.batched(losses, options.logging_steps)]
+        return report_run(out, clock, bare_batches(folder, algorithm, options), logged)
+    time_training(lambda trainer, clock, losses: report_run(out, clock, trainer.get_train_dataloader(), losses))
     if variant in (OURS, CAREFUL):
         run_ours(folder, algorithm, options, out.parent, careful=variant == CAREFUL)
     else:
@@ -80,26 +81,22 @@ def measure(variant: str, folder: Path, algorithm: Algorithm, options: argparse.
     raise RuntimeError("train() was never called")
 
 
-def time_training(out: Path) -> None:
-    """Make every `Trainer.train` measure itself, report and end the process: both trainers are timed by one code."""
+def time_training(report: Callable[[Any, Clock, list[float]], None]) -> None:
+    """Make every `Trainer.train` measure itself, report and end the process: all trainers are timed by one code."""
     from transformers import Trainer, TrainerCallback
 
     class Steps(TrainerCallback):
-        def __init__(self, clock: Clock) -> None:
-            self.clock = clock
-
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.clock.read()
+            clock.read()
 
     train, clock = Trainer.train, Clock()
 
     def timed(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.add_callback(Steps(clock))
+        trainer.add_callback(Steps())
         clock.read()
         train(trainer, *args, **kwargs)
         clock.read()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        report_run(out, clock, trainer.get_train_dataloader(), losses)
+        report(trainer, clock, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         os._exit(0)
 
     Trainer.train = timed
@@ -199,18 +196,22 @@ def stock_arguments(options: argparse.Namespace, run_dir: Path) -> dict[str, Any
         "bf16": options.dtype == "bf16",
         "gradient_checkpointing": None,
         "activation_checkpointing": False,
-        "use_cpu": getattr(options, "device", "cpu") == "cpu",
-        "dataloader_pin_memory": getattr(options, "device", "cpu") != "cpu",
+        "use_cpu": options.device == "cpu",
+        "dataloader_pin_memory": options.device != "cpu",
         "train_sampling_strategy": "sequential",
-        "logging_steps": getattr(options, "logging_steps", 1),
+        "logging_steps": options.logging_steps,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
 
 
-def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
-    """The loop that one would write by hand: forward, loss, backward, clip, fused AdamW, linear schedule."""
+def train_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> tuple[Any, Clock, list[float]]:
+    """The loop that one would write by hand: forward, loss, backward, clip, fused AdamW, linear schedule.
+
+    Returns:
+        The model, the clock, and the loss of each step.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -234,8 +235,7 @@ def run_bare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ou
         losses.append(loss.item())
         clock.read()
     clock.read()
-    logged = [statistics.fmean(chunk) for chunk in itertools.batched(losses, options.logging_steps)]
-    report_run(out, clock, batches, logged)
+    return model, clock, losses
 
 
 def bare_batches(folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> Any:
