@@ -184,6 +184,12 @@ def test_a_pair_is_its_prompt_and_what_its_answers_predict(
     assert (inputs["shift_labels"] != IGNORED).sum() == sum(inputs["counts"])
 
 
+def test_a_row_without_a_loss_counts_no_token() -> None:
+    inputs = collate_rows([{"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}])
+    assert inputs["shift_labels"].tolist() == [[IGNORED]]
+    assert int(inputs["num_tokens"]) == 0
+
+
 def test_a_batch_of_fillers_has_no_loss_and_a_gradient_of_zero() -> None:
     model, flat = model_of("llama"), FlatPairs()
     use_rows(model)
