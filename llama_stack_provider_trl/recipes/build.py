@@ -20,7 +20,7 @@ from .data.packing import num_rows, pack
 from .data.prepare import DataReport, prepare, with_filler
 from .data.sampling import BatchPlan
 from .fast.model import use_rows
-from .fast.support import why_padded
+from .fast.support import with_batches
 from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights, has_placeholders
 from .model.loading import (
@@ -172,16 +172,6 @@ def build_trainer(
         peft_config=policy.adapters,
     )
     return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free)
-
-
-def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
-    """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
-    if not spec.padding_free:
-        return spec, ""
-    reason = why_padded(spec)
-    if not reason:
-        return spec, "used"
-    return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:

@@ -24,7 +24,7 @@ from .data.prepare import DataReport, prepare
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .fast.batches import largest_groups
-from .fast.support import why_padded
+from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, nearest
@@ -212,8 +212,7 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
-    if spec.padding_free and why_padded(spec):
-        spec = spec.model_copy(update={"padding_free": False})
+    spec, _ = with_batches(spec)
     dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec.source))
     lengths = row_lengths(dataset)
     packed = pack(dataset, spec.max_seq_length) if spec.packed else dataset

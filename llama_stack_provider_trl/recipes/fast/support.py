@@ -27,6 +27,16 @@ _ROPE_OF_BATCHES = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest row of a batch."""
 
 
+def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
+    """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
+    if not spec.padding_free:
+        return spec, ""
+    reason = why_padded(spec)
+    if not reason:
+        return spec, "used"
+    return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"
+
+
 def why_padded(spec: JobSpec) -> str:
     """Why a job's batches are padded although its `padding_free` is true; empty: they are not.
 
