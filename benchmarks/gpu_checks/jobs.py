@@ -111,8 +111,9 @@ def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
         "lora": lora,
         "dpo": DpoSpec() if algorithm == "dpo" else None,
         "preflight": "off",  # the estimate has a check of its own
-        "attention_mask": "auto",  # this and the next as a request has them by default
+        "attention_mask": "auto",  # this and the next ones as a request has them by default
         "group_by_length": True,
+        "padding_free": True,
     }
     return JobSpec(**{**fields, **changes})
 

@@ -20,6 +20,47 @@ PACKED_ROWS = 48
 """Rows of the jobs that compare packed attention."""
 
 
+IN_ONE_SEQUENCE = "rows_in_one_sequence"
+"""The attention of batches without padding, in the record of a job."""
+
+
+def padding_free(setting: Setting) -> Finding:
+    """Decides whether batches without padding train as padded ones do on a GPU, and what they save.
+
+    A third of the rows is half as long, and of a pair the rejected answer is. Both answers attend to one prompt.
+    """
+    sizes: dict[str, Any] = {"steps": 8, "tokens": 64 if setting.is_dry_run else 1024, "batch_size": 4}
+    path = model(setting, DEEP)
+    found = {}
+    for algorithm in ("sft", "dpo"):
+        names = {f"{algorithm}, {name}": name == "one sequence" for name in ("padded", "one sequence")}
+        jobs = [
+            spec(setting, name.replace(", ", "-"), path, algorithm=algorithm, padding_free=is_flat, **sizes)
+            for name, is_flat in names.items()
+        ]
+        found |= dict(zip(names, run_all(setting, jobs), strict=True))
+    return judge_padding_free(found, agreement=1e-4 if setting.is_dry_run else AGREEMENT)
+
+
+def judge_padding_free(found: Mapping[str, Outcome], agreement: float) -> Finding:
+    """Losses agree as a fraction, and the jobs trained on the batches that they name."""
+    if failed := problems(found):
+        return Finding(False, failed)
+    rows, wrong, differences = {}, [], []
+    for algorithm in ("sft", "dpo"):
+        padded, flat = found[f"{algorithm}, padded"], found[f"{algorithm}, one sequence"]
+        differences.append(largest_difference(flat.losses, padded.losses))
+        if not differences[-1] <= agreement:
+            wrong.append(f"{algorithm}: losses differ by {differences[-1]:.1e}")
+        if (padded.attention == IN_ONE_SEQUENCE, flat.attention == IN_ONE_SEQUENCE) != (False, True):
+            wrong.append(f"{algorithm}: trained with attention {padded.attention!r} and {flat.attention!r}")
+        rows[algorithm] = (
+            f"padded {padded.step_seconds:.3f} s a step, {padded.peak_gib:.2f} GiB; in one sequence "
+            f"{flat.step_seconds:.3f} s, {flat.peak_gib:.2f} GiB"
+        )
+    return Finding(not wrong, "; ".join(wrong) or f"losses agree within {max(differences):.1e}", rows)
+
+
 def packed_attention(setting: Setting) -> Finding:
     """Decides whether flash kernels train packed rows as sdpa does, and what they save.
 
@@ -31,6 +72,7 @@ def packed_attention(setting: Setting) -> Finding:
         _require("flash_attn")
     # A batch of one: flash kernels separate the rows of no other.
     sizes: dict[str, Any] = {"packed": True, "batch_size": 1, "tokens": tokens, "max_seq_length": 8 * tokens}
+    sizes["padding_free"] = False  # which has an attention of its own
     path = model(setting, DEEP)
     names = ("sdpa", other)
     jobs = [spec(setting, name, path, attn_implementation=name, steps=PACKED_ROWS, **sizes) for name in names]

@@ -34,6 +34,7 @@ CHECKS = (
     Check("cpu_offload", "gpu_checks.sharding:cpu_offload", 90),
     Check("tokens per second", "gpu_checks.speed:clock", 90),
     Check("attention mask", "gpu_checks.speed:masks", 90),
+    Check("padding-free batches", "gpu_checks.numerics:padding_free", 150),
     Check("packed attention", "gpu_checks.numerics:packed_attention", 120),
     Check("activation offloading", "gpu_checks.peak_memory:offloading", 90),
     Check("repeat and resume", "gpu_checks.recovery:repeat_and_resume", 120),

@@ -234,6 +234,7 @@ def test_these_architectures_are_trained_without_padding(architecture: str, monk
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention has s_aux"),
         ("mamba", {}, "not every block is known to have causal attention"),
         ("qwen3_moe", {"num_experts": 8000}, "million parameters"),
+        ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "blocks of kind chunked_attention"),
         ("bloom", {}, "not every block is known to have causal attention"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a mean over padded batches"),
         ("stablelm", {"num_key_value_heads": 4}, "its logits differ"),

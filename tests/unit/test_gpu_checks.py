@@ -64,6 +64,12 @@ MACHINE = environment.Machine(
 )
 MEASURED = peak_memory.Measured("SFT", estimate=10 * GIB, peak=10 * GIB, context=GIB, slack=0.05)
 FORWARD = speed.Forward(seconds=1.0, loss=2.0, gradient_norm=3.0, peak_gib=1.0)
+FLAT = numerics.IN_ONE_SEQUENCE
+BATCHES = {
+    f"{algorithm}, {name}": job(attention=FLAT if name == "one sequence" else "sdpa")
+    for algorithm in ("sft", "dpo")
+    for name in ("padded", "one sequence")
+}
 MASKS = {"mask": FORWARD, "no mask": FORWARD, "packed": FORWARD}
 SPEEDS = {
     name: {"steady_tokens_per_s": 1000.0, "speed_against_stock": {"steady_wall_s": {"median": 1.0}}}
@@ -152,6 +158,17 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "not a number": ({2048: {**MASKS, "no mask": replace(FORWARD, loss=float("nan"))}}, True),
             "packed rows are not a number": ({2048: {**MASKS, "packed": replace(FORWARD, loss=float("nan"))}}, True),
             "slower without": ({2048: {**MASKS, "no mask": replace(FORWARD, seconds=1.2)}}, True),
+        },
+    ),
+    "padding-free batches": (
+        numerics.judge_padding_free,
+        (BATCHES, 1e-2),
+        {
+            "other losses": ({**BATCHES, "sft, one sequence": replace(DIVERGED, attention=FLAT)}, 1e-2),
+            "a pair has other losses": ({**BATCHES, "dpo, one sequence": replace(DIVERGED, attention=FLAT)}, 1e-2),
+            "it was padded": ({**BATCHES, "dpo, one sequence": job(attention="sdpa")}, 1e-2),
+            "both are in one sequence": ({**BATCHES, "sft, padded": job(attention=FLAT)}, 1e-2),
+            "it fails": ({**BATCHES, "sft, one sequence": FAILED}, 1e-2),
         },
     ),
     "packed attention": (

@@ -23,6 +23,8 @@ _VOCABULARY = 64
 _LARGEST = 50_000_000
 """Parameters of the small copy: mixtures of many experts stay large. Every rank makes one, 200 MB in fp32."""
 _HEAD_SIZE = 16
+_KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of blocks that a short row can try out. Of others, such as chunked attention, it would show nothing."""
 _ROPE_OF_BATCHES = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest row of a batch."""
 
@@ -69,6 +71,9 @@ def _why_unsuitable(config: Any, max_seq_length: int) -> str:
     text = config.get_text_config()
     if not getattr(text, "num_attention_heads", None):
         return "it has no attention"
+    kinds = set(getattr(text, "layer_types", None) or ()) - _KINDS
+    if kinds:
+        return f"it has blocks of kind {', '.join(sorted(kinds))}"
     given = getattr(text, "rope_parameters", None) or {}
     for rope in (given, *(one for one in given.values() if isinstance(one, dict))):  # some have one per kind of block
         if rope.get("rope_type") in _ROPE_OF_BATCHES:
