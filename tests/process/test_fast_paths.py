@@ -12,18 +12,19 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
-from llama_stack_provider_trl.recipes.fast import attention, support
+from llama_stack_provider_trl.recipes.fast import attention, head, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
-from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keeping_logits
 from llama_stack_provider_trl.specs.events import Prepared, Progress
 from llama_stack_provider_trl.specs.job import LoraSpec
 from tests.tiny import tiny_model
@@ -124,7 +125,8 @@ def test_pairs_in_one_sequence_have_the_numbers_of_padded_ones(architecture: str
     expected_gradients = gradients(model, pair_loss(expected))
     use_rows(model.get_base_model() if lora else model)
     together = flat.collate(PAIRS)
-    outputs = model(**flat.forward_arguments(model, together))
+    with keeping_logits():
+        outputs = model(**flat.forward_arguments(model, together))
     found = flat.log_probs(outputs, together)
     assert torch.allclose(found, expected, rtol=1e-5)
     sides = outputs.log_probs[0].detach().split(together["counts"])
@@ -150,7 +152,8 @@ def test_rows_in_one_sequence_have_the_loss_of_padded_ones(architecture: str) ->
     expected_gradients = gradients(model, expected.loss)
     use_rows(model)
     flat = collate_rows(ROWS)
-    found = model(**forward_arguments(flat))
+    with keeping_logits():
+        found = model(**forward_arguments(flat))
     assert torch.allclose(found.loss, expected.loss, rtol=1e-6)
     assert found.is_top1.sum() == expected.is_top1.sum()
     assert (gradients(model, found.loss) - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
@@ -210,6 +213,50 @@ def test_processes_that_load_batches_send_where_the_rows_are() -> None:
 def test_a_mask_hides_what_follows_and_what_is_behind_the_window() -> None:
     mask = Layout([]).mask(torch.zeros(1, 1, 3, 8), 5, 2)
     assert (mask == 0).int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    ("scale", "with_bias", "trains_head"), [(1.0, False, True), (0.5, True, True), (1.0, False, False)]
+)
+def test_the_head_has_the_numbers_of_trls(
+    kept: bool, scale: float, with_bias: bool, trains_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 3)  # three tokens
+    monkeypatch.setattr(head, "KEPT_BYTES", 4 * 50 * 7 if kept else 0)
+    torch.manual_seed(0)
+    targets, gradient = torch.randint(50, (11,)), torch.randn(11)
+    hidden, weight, bias = torch.randn(11, 8), torch.randn(50, 8), torch.randn(50) if with_bias else None
+    found = []
+    for function in ("ours", "trl"):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains_head)]
+        given = None if bias is None else bias.clone().requires_grad_()
+        if function == "ours":
+            log_probs, top1 = head.LogProbs.apply(*leaves, given, targets, scale, True)
+        else:
+            arguments = (targets, 1.0, 16, None, scale, ("log_probs", "is_top1"))
+            log_probs, _, _, _, top1 = ChunkedLogProbFunction.apply(*leaves, given, *arguments)
+        log_probs.backward(gradient)
+        gradients = [leaf.grad for leaf in (*leaves, given) if leaf is not None]
+        found.append((log_probs.detach(), top1, gradients))
+    (ours, hits, gradients), (theirs, expected_hits, expected_gradients) = found
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.equal(hits, expected_hits)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_capped_logits_are_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, flat = model_of("gemma2 without softcap"), FlatPairs()
+    assert model.config.final_logit_softcapping
+    use_rows(model)
+    monkeypatch.setattr(head.LogProbs, "apply", None)
+    with keeping_logits():
+        assert model(**flat.forward_arguments(model, flat.collate(PAIRS))).log_probs.isfinite().all()
 
 
 # --- on which models --------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
         live.ignore(weight)
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
-    with memory._head_of("cpu", live, config), live:
+    with memory._head_of(spec, "cpu", live, config), live:
         memory._step(model, spec, batch, "cpu")
     return live.windows
 

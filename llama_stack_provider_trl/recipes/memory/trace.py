@@ -12,8 +12,9 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,14 @@ from ..model.loading import (
 )
 from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, precomputes
-from ..trainer.trl_patches import fuse_head, traced_attention, traced_experts, traced_head
+from ..trainer.trl_patches import (
+    fuse_head,
+    keeping_logits,
+    keeps_logits,
+    traced_attention,
+    traced_experts,
+    traced_head,
+)
 
 _STASH = 5
 """Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -420,7 +428,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                 weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
         _mark_middle([block for _, block in blocks], live)
         stack.enter_context(traced_experts())
-        stack.enter_context(_head_of(kind, live, config))
+        stack.enter_context(_head_of(spec, kind, live, config))
         stack.enter_context(live)
         if spec.activation_offloading:
             stack.enter_context(_offloading(live))
@@ -460,7 +468,7 @@ def _trace_reference_scoring(
     live = _LiveMemory(1.0)
     for weight in weights:
         live.ignore(weight)
-    with _head_of(kind, live, model.config), live:
+    with _head_of(spec, kind, live, model.config), live:
         _score_reference(model, spec, batch, kind, reference)
     return live.windows[0]
 
@@ -587,6 +595,12 @@ def _mark_middle(blocks: list[torch.nn.Module], live: _LiveMemory) -> None:
         weight.register_post_accumulate_grad_hook(begin)
 
 
-def _head_of(kind: str, live: _LiveMemory, config: Any) -> AbstractContextManager[None]:
-    """While this is open, the memory of TRL's fused head counts as logits, with the kernels of this kind of device."""
-    return traced_head(kind, config.get_text_config().vocab_size, lambda: live.counting("logits"))
+@contextmanager
+def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterator[None]:
+    """While this is open, the memory of the fused head counts as logits, with the kernels of this kind of device."""
+    counting = partial(live.counting, "logits")
+    with ExitStack() as stack:
+        stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
+        if keeps_logits(spec, kind):
+            stack.enter_context(keeping_logits(counting))
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..model.deferred import DeferredWeights
 from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
-from .trl_patches import fuse_head, keep_allocator_cache
+from .trl_patches import fuse_head, keep_allocator_cache, keeping_logits, keeps_logits
 
 _STATE = "recipe_state.json"
 """In a step checkpoint: the position in the data, and other state that Trainer's own files lack. `row`: rows of the
@@ -112,6 +112,10 @@ class RecipeTrainer(Trainer):
         """
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """While this is open, forwards score batches with the head that is fastest on this device."""
+        return keeping_logits() if keeps_logits(self.spec, self.args.device.type) else nullcontext()
 
     def add_metrics(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
         """Add a batch of all ranks to the metrics.

@@ -124,7 +124,8 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+        with self.scoring():
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
         logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.reference_logps(inputs)
         lengths = self._batches.lengths(inputs)
@@ -178,7 +179,7 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             adapter_off = without_adapter(self.accelerator.unwrap_model(self.model))
         elif self.ref_model is None and self.state.global_step > 0:  # at step 0 it is still the base model
             raise AssertionError("full fine-tuning without a reference model")
-        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off:
+        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off, self.scoring():
             return self._batches.log_probs(model(**forward), inputs).float()
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -50,7 +50,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        outputs = model(**self._arguments(inputs), **router)
+        with self.scoring():
+            outputs = model(**self._arguments(inputs), **router)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         loss = -outputs.log_probs.sum() / torch.as_tensor(count).clamp(min=1)

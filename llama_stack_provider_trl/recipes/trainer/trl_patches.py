@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+from ...specs.job import JobSpec
 from ...system.compiler import ADVICE, missing_compiler
+from ..fast.head import LogProbs
 
 RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 """Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
@@ -111,6 +113,35 @@ def fuse_head(model: Any, outputs: tuple[str, ...]) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(model, outputs=outputs)
+
+
+def keeps_logits(spec: JobSpec, kind: str) -> bool:
+    """Whether a job's head computes in `keeping_logits` on a kind of device: cuda, mps or cpu. For cuda TRL has Triton
+    kernels, which fold a tile in one pass."""
+    return spec.padding_free and kind != "cuda"
+
+
+@contextmanager
+def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+    """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits."""
+    import trl.trainer.utils as utils
+
+    folding = utils._ChunkedLogProbFunction
+
+    class Head:
+        @staticmethod
+        def apply(
+            hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
+        ) -> Any:
+            scale, outputs = more
+            if cap is not None or set(outputs) - {"log_probs", "is_top1"}:
+                return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
+            with counting():
+                found, top1 = LogProbs.apply(hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs)
+            return found, None, None, None, top1
+
+    with patch.object(utils, "_ChunkedLogProbFunction", Head):
+        yield
 
 
 def keep_allocator_cache(trainer: Any) -> None:
