@@ -106,7 +106,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint; left out: a random Llama of 10M parameters")
     parser.add_argument("--full-rows", action="store_true", help="every row is as long as --max-length")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned", help="glibc malloc's settings")
-    parser.add_argument("--seed", type=int, default=0, help="decides the order within rounds and the bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="decides the rows, the order within rounds, the bootstrap")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="writes OUT.png and OUT.svg; needs matplotlib")
     parser.set_defaults(device="cpu", logging_steps=1)
@@ -146,7 +146,8 @@ def measure_algorithm(folder: Path, algorithm: Algorithm, options: argparse.Name
 
 def prepare(folder: Path, algorithm: Algorithm, options: argparse.Namespace, out: Path) -> None:
     """Write the model, the rows that every variant trains on, and the held-out rows after them."""
-    more = argparse.Namespace(**{**vars(options), "steps": options.steps + -(-HELD_OUT // options.batch)})
+    steps = options.steps + -(-HELD_OUT // options.batch)
+    more = argparse.Namespace(**{**vars(options), "steps": steps, "sample_rows": True})
     prepare_inputs(folder, algorithm, more, out)
     lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
     trained = options.steps * options.batch

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,11 +81,14 @@ def train_tokenizer() -> Any:
 
 
 def usable_rows(algorithm: Algorithm, model: Path, options: argparse.Namespace) -> Rows:
-    """The first steps x batch rows whose answer is not cut away whole, as TRL's conversational columns."""
+    """The first steps x batch rows whose answer is not cut away whole, as TRL's conversational columns; with
+    `sample_rows` in a random order."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = conversational_rows(algorithm)
+    if getattr(options, "sample_rows", False):  # a few steps are then like those of the whole file
+        rows = iter(random.Random(options.seed).sample(found := list(rows), len(found)))
     if options.full_rows:
         rows = (lengthened(row, options.max_length) for row in rows)
     usable = (row for row in rows if _has_answer(row, algorithm, tokenizer, options.max_length))
