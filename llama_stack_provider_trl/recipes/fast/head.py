@@ -13,7 +13,7 @@ import torch
 
 KEPT_BYTES = 256 << 20
 """Logits that are kept for the backward pass; those of further tokens are computed again."""
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
 """Logits that are computed at a time."""
 
 
