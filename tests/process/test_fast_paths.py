@@ -23,6 +23,7 @@ from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keeping_logits
 from llama_stack_provider_trl.specs.events import Prepared, Progress
@@ -235,7 +236,7 @@ def test_the_head_has_the_numbers_of_trls(
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains_head)]
         given = None if bias is None else bias.clone().requires_grad_()
         if function == "ours":
-            log_probs, top1 = head.LogProbs.apply(*leaves, given, targets, scale, True)
+            log_probs, top1 = head.LogProbs.apply(*leaves, given, targets, scale, True, True)
         else:
             arguments = (targets, 1.0, 16, None, scale, ("log_probs", "is_top1"))
             log_probs, _, _, _, top1 = ChunkedLogProbFunction.apply(*leaves, given, *arguments)
@@ -248,6 +249,33 @@ def test_the_head_has_the_numbers_of_trls(
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_head_scales_logits_of_bf16_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(64, 8).bfloat16(), torch.randn(50, 8).bfloat16(), torch.randint(50, (64,))
+    ours, _ = head.LogProbs.apply(hidden, weight, None, targets, 0.3, False, False)
+    logits = (hidden @ weight.t()).float() * 0.3
+    assert torch.allclose(ours, torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_head_keeps_logits_only_for_a_backward_pass(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    class Recorded(head.LogProbs):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            outputs = head.LogProbs.forward(ctx, *arguments)
+            kept.extend(ctx.kept)
+            return outputs
+
+    monkeypatch.setattr(trl_patches, "LogProbs", Recorded)
+    model, flat = model_of("llama"), FlatPairs()
+    use_rows(model)
+    with keeping_logits(), torch.set_grad_enabled(keep):
+        model(**flat.forward_arguments(model, flat.collate(PAIRS)))
+    assert [one is not None for one in kept] == [keep]
 
 
 def test_capped_logits_are_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:

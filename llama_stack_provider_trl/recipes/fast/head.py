@@ -29,6 +29,7 @@ class LogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         scale: float,
         with_top1: bool,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities, shape (tokens,), and whether each target has the largest logit.
 
@@ -36,6 +37,7 @@ class LogProbs(torch.autograd.Function):
             hidden: shape (tokens, hidden size).
             weight: shape (vocabulary, hidden size).
             targets: token ids, shape (tokens,).
+            keep: whether a backward pass follows. In `forward` itself gradients are always off.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
@@ -49,7 +51,7 @@ class LogProbs(torch.autograd.Function):
             if with_top1:
                 top1.append(found.argmax(dim=1) == wanted)
             budget -= found.nbytes
-            ctx.kept.append(found if budget >= 0 and any(ctx.needs_input_grad) else None)
+            ctx.kept.append(found if keep and budget >= 0 else None)
         hits = torch.cat(top1) if with_top1 else None
         if hits is not None:
             ctx.mark_non_differentiable(hits)
@@ -60,7 +62,7 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         of_log_probs = gradients[0]
         if of_log_probs is None:
-            return (None,) * 6
+            return (None,) * 7
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         of_hidden = []
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if to_weight else None
@@ -86,7 +88,7 @@ class LogProbs(torch.autograd.Function):
             torch.cat(of_hidden) if to_hidden else None,
             of_weight.to(weight.dtype) if of_weight is not None else None,
             of_bias.to(bias.dtype) if of_bias is not None else None,
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
@@ -102,5 +104,5 @@ def _log_softmax(
     if bias is not None:
         logits += bias.to(dtype)
     if scale != 1.0:
-        logits *= scale
+        logits = logits.float().mul_(scale)  # as TRL's head does: bf16 would round again
     return torch.log_softmax(logits, dim=1, dtype=torch.float32)

@@ -124,6 +124,7 @@ def keeps_logits(spec: JobSpec, kind: str) -> bool:
 @contextmanager
 def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
     """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits."""
+    import torch
     import trl.trainer.utils as utils
 
     folding = utils._ChunkedLogProbFunction
@@ -136,8 +137,11 @@ def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullco
             scale, outputs = more
             if cap is not None or set(outputs) - {"log_probs", "is_top1"}:
                 return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
+            keep = torch.is_grad_enabled()
             with counting():
-                found, top1 = LogProbs.apply(hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs)
+                found, top1 = LogProbs.apply(
+                    hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep
+                )
             return found, None, None, None, top1
 
     with patch.object(utils, "_ChunkedLogProbFunction", Head):
