@@ -198,6 +198,9 @@ DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > 
 UPDATE attempts SET step = :step, stepped_at = :time, progress = json_patch(progress, :progress)
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
+-- name: note_tokenizing
+UPDATE attempts SET progress = json_patch(progress, :progress) WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
 -- name: note_finished
 -- A job that stops early ends at its last step all the same.
 UPDATE attempts SET finished = 1, total_steps = min(total_steps, :step) WHERE job_uuid = :job_uuid AND attempt = :attempt;

@@ -23,6 +23,7 @@ from ..specs.events import (
     Progress,
     Reason,
     Started,
+    Tokenizing,
     Warned,
 )
 from ..specs.job import JobSpec
@@ -51,6 +52,8 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             resumed_from = None if event.resumed_from is None else str(event.resumed_from)
             yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
             yield "supersede_points", steps
+        case Tokenizing():
+            yield "note_tokenizing", {"progress": event.values().model_dump_json(exclude_none=True)}
         case Warned():
             yield "insert_warning", {"message": event.message}
         case Progress():

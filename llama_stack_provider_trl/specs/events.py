@@ -141,6 +141,19 @@ class Started(_Event):
     versions: Annotated[dict[Name, Name], Field(max_length=256)]
 
 
+class Tokenizing(_Event):
+    """Rows are being tokenized, before training."""
+
+    type: Literal["tokenizing"] = "tokenizing"
+    rows: Count
+    """Rows that are done, of all datasets of the job."""
+    total_rows: Count
+
+    def values(self) -> ProgressValues:
+        """What this has for the status."""
+        return ProgressValues(tokenized_rows=self.rows, total_rows=self.total_rows)
+
+
 class Prepared(_Event):
     """Model loaded and data tokenized: training starts now."""
 
@@ -185,9 +198,9 @@ class Preflighted(_Event):
 class ProgressValues(BaseModel):
     """What the status shows of the last metric point, under these names: the only list of them.
 
-    Each is a field of `Progress`, or one of its metrics (a float). The store keeps them as JSON. A value that a point
-    lacks stays as an earlier point of the attempt had it. They have no bounds here: `Progress` has them, and databases
-    of earlier releases may exceed them.
+    Each is a field of `Progress`, one of its metrics (a float), or of `Tokenizing`. The store keeps them as JSON. A
+    value that a point lacks stays as an earlier event of the attempt had it. They have no bounds here: the events have
+    them, and databases of earlier releases may exceed them.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -199,6 +212,9 @@ class ProgressValues(BaseModel):
     tokens_per_second: float | None = None
     peak_memory_bytes: int | None = None
     tokens_seen: int | None = None
+    tokenized_rows: int | None = None
+    """This and `total_rows` are of `Tokenizing`: None where no row was tokenized, or all of them within 2 seconds."""
+    total_rows: int | None = None
 
 
 class Progress(_Event):
@@ -290,6 +306,7 @@ class Failed(_Event):
 
 Event = Annotated[
     Started
+    | Tokenizing
     | Prepared
     | Warned
     | Preflighted

@@ -26,6 +26,8 @@ def progress_line(status: dict[str, Any]) -> str:
     parts = [str(resources.get("state") or status["status"])]
     if progress.get("total_steps"):
         parts.append(f"{progress['percent']:3.0f}% step {progress['step']}/{progress['total_steps']}")
+    elif progress.get("total_rows"):
+        parts.append(f"tokenized {progress['tokenized_rows']:,}/{progress['total_rows']:,} rows")
     if progress.get("loss") is not None:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_second"):

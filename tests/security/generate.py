@@ -425,6 +425,7 @@ _HEADERS: dict[str, tuple[bytes, ...]] = {
 }
 _EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "started", "pid": 1, "device": "cpu", "versions": {}},
+    {"type": "tokenizing", "rows": 4, "total_rows": 8},
     {"type": "prepared", "total_steps": 4, "num_rows": 8, "trainable_parameters": 1, "total_parameters": 1},
     {"type": "progress", "step": 1, "epoch": 0.5, "metrics": {"loss": 2.5}, "peak_memory_bytes": 1},
     {"type": "checkpoint", "kind": "step", "step": 2, "epoch": 1, "path": "/tmp/x", "train_loss": 2.5},

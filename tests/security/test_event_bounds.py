@@ -62,6 +62,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "an integer of 5000 digits": {**PREPARED, "effective": {"a": 10**4299}},
     "a path with a NUL": {"type": "checkpoint_damaged", "path": "/a\0b", "message": ""},
     "a path of 5000 characters": {"type": "checkpoint_damaged", "path": "/" + 5000 * "a", "message": ""},
+    "rows beyond all rows": {"type": "tokenizing", "rows": 10**30, "total_rows": 1},
     "a rank beyond all ranks": {"type": "failed", "reason": "internal", "message": "", "rank": 10**30},
 }
 

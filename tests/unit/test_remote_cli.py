@@ -569,6 +569,10 @@ def test_texts_are_as_short_as_they_can_be() -> None:
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
     assert line == "in_progress   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"
+    tokenizing = {"tokenized_rows": 120_000, "total_rows": 1_000_000}
+    line = progress_line(status("x", "in_progress", progress={"step": 0, "total_steps": None, **tokenizing}))
+    assert line == "in_progress  tokenized 120,000/1,000,000 rows"
+    assert "tokenized" not in progress_line(status("x", "in_progress", progress={**full, **tokenizing}))
 
 
 def _tree(directory: Path) -> dict[str, bytes]:

@@ -27,6 +27,7 @@ from llama_stack_provider_trl.specs.events import (
     Progress,
     Reason,
     Started,
+    Tokenizing,
     Warned,
 )
 from tests.fakes import FakeClock, job_spec
@@ -296,6 +297,16 @@ def test_a_heartbeat_does_not_bring_back_a_job_that_is_being_cancelled(store: St
     store.request_cancel("job-1")
     store.apply_events("job-1", 1, [STARTED], 10)
     assert store.get("job-1").state is JobState.cancelling
+
+
+def test_tokenized_rows_are_in_the_progress_of_their_attempt(store: Store) -> None:
+    running(store)
+    store.apply_events("job-1", 1, [Tokenizing(rows=3, total_rows=8), Tokenizing(rows=6, total_rows=8)], 20)
+    progress = store.get("job-1").progress
+    assert (progress.tokenized_rows, progress.total_rows, progress.step, progress.eta_seconds) == (6, 8, 0, None)
+    store.transition("job-1", 1, JobState.in_progress, JobState.scheduled)
+    store.launch("job-1", 2, "cpu", Path("/runs/job-1/2"))
+    assert store.get("job-1").progress.tokenized_rows is None
 
 
 def test_progress_and_the_time_that_is_left_follow_the_events(store: Store) -> None:
