@@ -42,6 +42,7 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
         "attention_mask": "auto",
         "group_by_length": True,
         "padding_free": True,
+        "token_cache": root / "tokens",
         "device": "cpu",
         "optimizer": OptimizerSpec(learning_rate=1e-3),
         "dpo": DpoSpec() if algorithm == "dpo" else None,

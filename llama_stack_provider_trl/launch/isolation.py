@@ -213,7 +213,8 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found = SpecPaths()
     job = spec.get("job") or {}
     reference = (job.get("dpo") or {}).get("reference") or {}
-    if not spec.get("preflight"):  # which writes no files
+    found.write += _paths(job.get("token_cache"))
+    if not spec.get("preflight"):  # which writes nothing else
         found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))
     found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
     found.read += _paths((job.get("resume_from") or {}).get("path"))

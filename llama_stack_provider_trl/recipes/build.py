@@ -16,8 +16,9 @@ from ..specs.events import EventWriter, NullEventWriter, Warned
 from ..specs.job import Dtype, JobSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
-from .data.packing import num_rows, pack
-from .data.prepare import DataReport, prepare, with_filler
+from .data.lengths import num_rows
+from .data.prepare import DataReport, with_filler
+from .data.prepared import Preparation
 from .data.sampling import BatchPlan
 from .fast.model import use_rows
 from .fast.support import with_batches
@@ -53,6 +54,8 @@ class TrainingData:
     validation_report: DataReport | None
     packing: dict[str, int] | None
     """Of a packed job: rows and sequences."""
+    sources: dict[str, str]
+    """Of a job that has a token cache: dataset -> whether its rows were found there (`PreparedRows.source`)."""
 
     @property
     def warnings(self) -> list[str]:
@@ -115,6 +118,8 @@ class BuiltTrainer:
             found["group_by_length"] = True
         if data.packing:
             found["packing"] = data.packing
+        if data.sources:
+            found["token_cache"] = data.sources
         if self.memory:
             found["memory"] = self.memory
         if policy.quantization:
@@ -145,7 +150,7 @@ def build_trainer(
     tokenizer = load_tokenizer(spec.source)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    data = load_data(spec, tokenizer)
+    data = load_data(spec, tokenizer, writer)
     spec, padding_free = with_batches(spec)
     head_kernels, no_triton = choose_head_kernels(device.type)
     for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
@@ -174,15 +179,23 @@ def build_trainer(
     return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free)
 
 
-def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
+def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:
     """Tokenize the job's datasets, and pack them where the job does."""
-    train, report = prepare(spec, spec.dataset, tokenizer)
-    validation, validation_report = _validation(spec, tokenizer)
-    if not spec.packed:
-        return TrainingData(train, validation, report, validation_report, packing=None)
-    train, validation = pack(train, spec.max_seq_length), validation and pack(validation, spec.max_seq_length)
-    packing = {"rows": num_rows(train), "sequences": len(train)}
-    return TrainingData(train, validation, report, validation_report, packing)
+    preparation = Preparation(spec, tokenizer, writer, spec.dataset, spec.validation)
+    train, validation = preparation.rows(spec.dataset), None
+    sources = {"train_dataset": train.source}
+    if spec.validation is not None:
+        steps = spec.max_validation_steps
+        validation = preparation.rows(spec.validation, None if steps is None else steps * spec.batch_size)
+        sources["validation_dataset"] = validation.source
+    return TrainingData(
+        train=train.dataset,
+        validation=validation.dataset if validation else None,
+        report=train.report,
+        validation_report=validation.report if validation else None,
+        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.packed else None,
+        sources=sources if spec.token_cache else {},
+    )
 
 
 def load_policy(spec: JobSpec, device: torch.device) -> Policy:
@@ -207,15 +220,6 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
         quantization = quantize(spec, model)
     adapters = adapter_config(model, spec.lora) if spec.lora else None
     return Policy(model, quantization, adapters, deferred)
-
-
-def _validation(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | None, DataReport | None]:
-    if spec.validation is None:
-        return None, None
-    dataset, report = prepare(spec, spec.validation, tokenizer)
-    if spec.max_validation_steps is not None:
-        dataset = dataset.select(range(min(len(dataset), spec.max_validation_steps * spec.batch_size)))
-    return dataset, report
 
 
 def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:

@@ -18,9 +18,9 @@ from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
 from ..system.files import free_bytes
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
-from .data.lengths import row_lengths
-from .data.packing import pack
-from .data.prepare import DataReport, prepare
+from .data.lengths import lengths_before_packing, row_lengths
+from .data.prepare import DataReport
+from .data.prepared import Preparation
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .fast.batches import largest_groups
@@ -45,7 +45,7 @@ class StepPlan:
     batch: Batch
 
 
-def plan_steps(spec: JobSpec, lengths: Sequence[int], batch_plan: BatchPlan | None = None) -> StepPlan:
+def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan: BatchPlan | None = None) -> StepPlan:
     """Compute the steps that the trainer will do with a job's rows.
 
     Args:
@@ -62,7 +62,7 @@ def plan_steps(spec: JobSpec, lengths: Sequence[int], batch_plan: BatchPlan | No
         steps,
         steps * spec.n_epochs,
         batch_plan.rows_per_step,
-        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, max(lengths)),
+        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, int(torch.as_tensor(lengths).max())),
     )
 
 
@@ -81,12 +81,12 @@ def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
     return replace(batch, groups=groups, scored=scored)
 
 
-def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
+def histogram(lengths: torch.Tensor | Sequence[int]) -> list[dict[str, int]]:
     """Rows by length, in powers of two: those of more than `up_to` / 2 tokens and at most `up_to`."""
     counts: dict[int, int] = {}
-    for length in lengths:
-        up_to = 1 << max(0, length - 1).bit_length()
-        counts[up_to] = counts.get(up_to, 0) + 1
+    for length, rows in zip(*torch.as_tensor(lengths).unique(return_counts=True), strict=True):
+        up_to = 1 << max(0, int(length) - 1).bit_length()
+        counts[up_to] = counts.get(up_to, 0) + int(rows)
     return [{"up_to": up_to, "rows": counts[up_to]} for up_to in sorted(counts)]
 
 
@@ -213,11 +213,9 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
-    dataset, report = prepare(spec, spec.dataset, load_tokenizer(spec.source))
-    lengths = row_lengths(dataset)
-    packed = pack(dataset, spec.max_seq_length) if spec.packed else dataset
-    planned = plan_steps(spec, row_lengths(packed))
-    planned = replace(planned, batch=_with_groups(planned.batch, spec, packed))
+    prepared = Preparation(spec, load_tokenizer(spec.source), writer, spec.dataset).rows(spec.dataset)
+    planned = plan_steps(spec, row_lengths(prepared.dataset))
+    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
         machine=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),
@@ -230,7 +228,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         Preflighted(
             fits=memory["fits"] and disk["fits"],
             message=" ".join(filter(None, [memory.get("message"), disk.pop("message")])) or "The job fits.",
-            data=_data(report, lengths),
+            data=_data(prepared.report, lengths_before_packing(prepared.dataset)),
             steps={
                 "epochs": planned.epochs,
                 "steps_per_epoch": planned.steps_per_epoch,
@@ -239,15 +237,15 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *report.warnings],
+            warnings=[*notes, *prepared.report.warnings],
         ),
         durable=True,
     )
     writer.write(Finished(step=0), durable=True)
 
 
-def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
-    ordered = sorted(lengths)
+def _data(report: DataReport, lengths: torch.Tensor) -> dict[str, Any]:
+    ordered = lengths.sort().values
     return {
         "num_rows": report.num_rows,
         "trained": report.kept,
@@ -256,8 +254,8 @@ def _data(report: DataReport, lengths: Sequence[int]) -> dict[str, Any]:
         "total_tokens": report.total_tokens,
         "trained_tokens": report.trained_tokens,
         "longest_before_cut": report.max_tokens,
-        "median_tokens": ordered[len(ordered) // 2],
-        "max_tokens": ordered[-1],
+        "median_tokens": int(ordered[len(ordered) // 2]),
+        "max_tokens": int(ordered[-1]),
         "histogram": histogram(lengths),
     }
 

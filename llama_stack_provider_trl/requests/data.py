@@ -41,6 +41,7 @@ def resolve_data(
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
+        "token_cache": settings.data_dir / "tokens" if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),
     }
 

@@ -80,6 +80,8 @@ class ProviderOptions(Documented):
     """DPO: the reference's answers are computed once, before training, and kept for later jobs on the same rows."""
     max_seq_length: int | None = Field(None, gt=1, le=10**7)
     """Tokens per sequence; longer ones are cut and counted. Default: the provider configuration's."""
+    token_cache: bool = True
+    """Tokenized rows are kept on disk for the job's ranks and attempts, its preflight and later jobs."""
     truncation_side: Literal["right", "left"] = "right"
     """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
     group_by_length: bool = True

@@ -348,10 +348,15 @@ class FileLock:
             os.close(fd)
             return False
         self._fd = fd
-        with suppress(OSError):  # on a full disk the lock is held without a name
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, holder.encode(), 0)
+        self.describe(holder)
         return True
+
+    def describe(self, holder: str) -> None:
+        """Replace the text for other processes, while the lock is held."""
+        assert self._fd is not None, f"{self.path} is not held by this object"
+        with suppress(OSError):  # on a full disk the lock is held without a name
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, holder.encode(), 0)
 
     def holder(self) -> str:
         """The last text in the file: the holder, if `acquire` has just returned False."""

@@ -120,7 +120,8 @@ class Agent:
                 its token is wrong, it was removed. After a join, a wrong token is tolerated for LEASE.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("jobs", "datasets", "reference"):  # in a directory that was there, and may have others' files too
+        # In a directory that was there, and may have others' files too.
+        for name in ("jobs", "datasets", "tokens", "reference"):
             private_directory(self._data_dir / name)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):

@@ -113,6 +113,8 @@ class PathMap:
         spec["resume_from"], spec["fall_back_to"] = next(iter(candidates), None), candidates[1:]
         if (job.get("resume_from") or {}).get("path"):
             job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
+        if job.get("token_cache"):
+            job["token_cache"] = str(self.data_dir / "tokens")
         reference = (job.get("dpo") or {}).get("reference") or {}
         if reference.get("cache"):
             reference["cache"] = str(self.data_dir / "reference")

@@ -319,6 +319,7 @@ OPTION_ASKS: dict[str, Try] = {
     "label_smoothing": Try(0.1, "dpo"),
     "group_by_length": Try(False),
     "padding_free": Try(False),
+    "token_cache": Try(False),
     "attn_implementation": Try("eager"),
     "attention_mask": Try("always"),
     "gradient_sync": Try("micro_step"),

@@ -224,6 +224,14 @@ CASES: dict[str, Case] = {
         ),
         around={TRAINING + "gradient_accumulation_steps": 2},
     ),
+    OPTION + "token_cache": Case(
+        False,
+        ("token_cache",),
+        lambda base, changed: (
+            ("token_cache" in base.effective, "token_cache" in changed.effective) == (True, False)
+            and base.losses == changed.losses
+        ),
+    ),
     OPTION + "padding_free": Case(
         False,
         ("padding_free",),

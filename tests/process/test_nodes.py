@@ -96,6 +96,7 @@ def at(root: Path, spec: JobSpec) -> JobSpec:
     paths: dict[str, Any] = {
         "checkpoint_dir": root / "checkpoints",
         "dataset": spec.dataset.model_copy(update={"path": rows}),
+        "token_cache": root / "tokens",
     }
     if spec.dpo:
         reference = spec.dpo.reference.model_copy(update={"cache": root / "reference"})

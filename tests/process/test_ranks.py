@@ -127,6 +127,9 @@ def test_two_ranks_train_what_one_process_trains(
     assert_same_numbers(numbers(events), numbers(expected))
     (prepared,) = of_kind(events, Prepared)
     assert prepared.num_rows == 11
+    assert prepared.effective["token_cache"].keys() == {"train_dataset", "validation_dataset"}
+    kept = [path.suffix for path in (tmp_path / "tokens").iterdir() if path.suffix != ".lock"]
+    assert kept == [""] * (4 if together.packed else 2)  # each written by one of the ranks
     assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * single.gradient_accumulation_steps
     sharding = prepared.effective["sharding"]
     assert sharding["strategy"] == strategy

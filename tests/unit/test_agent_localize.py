@@ -22,6 +22,7 @@ RESUMED = spec(
     job={
         "validation": {"dataset_id": "v", "path": f"/service/datasets/{BB}.jsonl", "sha256": BB, "num_rows": 1},
         "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
+        "token_cache": "/service/tokens",
         "dpo": {"reference": {"precompute": True, "cache": "/service/reference"}},
     },
 )
@@ -40,6 +41,7 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     borrowed = "/node/jobs/job/borrowed/checkpoint-2"
     assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
     assert found["job"]["resume_from"]["path"] == borrowed
+    assert found["job"]["token_cache"] == "/node/tokens"
     assert found["job"]["dpo"]["reference"]["cache"] == "/node/reference"
     assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
 
@@ -47,7 +49,7 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
 def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
     assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
-        *("job.dataset.path", "job.validation.path", "job.dpo.reference.cache"),
+        *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
     }
 
 

@@ -47,11 +47,12 @@ def test_below_the_data_directory_only_what_the_specification_names_is_seen(data
         "model": str(data / "checkpoints/first/final"),
         "checkpoint_dir": str(data / "checkpoints/mine"),
         "dataset": {"path": str(data / "datasets/rows.jsonl")},
+        "token_cache": str(data / "tokens"),
         "dpo": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
     }
     found = view(data, {"job": job, "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
     assert str(data) in found.covers
-    assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference"]
+    assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference", "tokens"]
     # The checkpoint is in a directory that is writable: as a mount of its own it could not be renamed.
     assert below(data, found.read) == ["checkpoints/first/final", "datasets/rows.jsonl"]
 
@@ -86,9 +87,14 @@ def test_what_keeps_device_locks_in_the_cache_is_covered(data: Path) -> None:
     assert str(Path("~/.cache/llama-stack-trl").expanduser().resolve()) in view(data, {}).covers
 
 
-def test_a_preflight_neither_creates_nor_sees_the_checkpoint_directory(data: Path) -> None:
-    found = view(data, {"job": {"checkpoint_dir": str(data / "checkpoints/mine")}, "preflight": {"device": "cpu"}})
-    assert below(data, found.write) == ["jobs/mine"]
+def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_directory(data: Path) -> None:
+    job = {
+        "checkpoint_dir": str(data / "checkpoints/mine"),
+        "token_cache": str(data / "tokens"),
+        "dpo": {"reference": {"cache": str(data / "reference")}},
+    }
+    found = view(data, {"job": job, "preflight": {"device": "cpu"}})
+    assert below(data, found.write) == ["jobs/mine", "tokens"]
     assert not (data / "checkpoints").exists()
 
 

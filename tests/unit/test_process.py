@@ -73,6 +73,9 @@ def test_a_released_lock_can_be_taken_and_names_only_its_new_holder(tmp_path: Pa
     first.release()
     assert second.acquire("short")
     assert second.holder() == "short"
+    second.describe("a longer description")
+    second.describe("mine")
+    assert first.holder() == "mine"
 
 
 def test_a_lock_is_not_inherited_by_programs_that_are_started(tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(job_uuid="checkpoint-7"), "job_uuid"),
         (sft(checkpoint_dir="jobs/x"), "checkpoint_dir"),
         (sft(checkpoint_dir="preflights"), "checkpoint_dir"),
+        (sft(checkpoint_dir="tokens/mine"), "checkpoint_dir"),
         (sft(job_uuid="..", model="org/base"), "job_uuid"),
         (sft(checkpoint_dir="/etc"), "checkpoint_dir"),
         (sft(checkpoint_dir="../outside"), "checkpoint_dir"),

@@ -28,6 +28,11 @@ DEFAULT_CHAT_TEMPLATE = (
 """For tokenizers without a template: plain-text role headers, no new tokens, an assistant turn ends in `eos_token`."""
 
 
+DEFAULT_TEMPLATE_WARNING = (
+    "the tokenizer has no chat template: it was given a plain one (### User: ... ### Assistant: ...)"
+)
+
+
 _MARKER = "\ue000turn\ue001"
 """Replaces a turn's content to find its position. Private-use characters, so that no content matches."""
 
@@ -56,9 +61,14 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
             Reason.invalid_model,
             "the tokenizer has neither a chat_template nor an eos_token: set eos_token in its tokenizer_config.json",
         )
+    tokenizer.chat_template = default_chat_template(tokenizer)
+    return DEFAULT_TEMPLATE_WARNING
+
+
+def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template that a tokenizer without one is given."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + DEFAULT_CHAT_TEMPLATE
-    return "the tokenizer has no chat template: it was given a plain one (### User: ... ### Assistant: ...)"
+    return ("{{ bos_token }}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
 
 class Chat:
@@ -68,6 +78,8 @@ class Chat:
         self.tokenizer = tokenizer
         self.template_warning: str | None = None
         """The warning that the default template was given."""
+        self.has_rendered = False
+        """Whether a conversation was rendered, and the tokenizer has a template for it."""
         self.diverged = 0
         """Rows whose prompt the template writes differently when the answer follows."""
         self.missing_turns = 0
@@ -76,6 +88,7 @@ class Chat:
     def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
         self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
+        self.has_rendered = True
         try:
             text = self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError) as error:

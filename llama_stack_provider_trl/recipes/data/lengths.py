@@ -1,21 +1,36 @@
-"""Lengths of prepared rows in tokens."""
+"""Lengths of prepared rows in tokens, from Arrow's offsets: no token id is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-
+import torch
 from datasets import Dataset
 
 
-def row_lengths(dataset: Dataset) -> list[int]:
-    """Tokens of each prepared row; of a pair, of its longer half with the prompt."""
-
-    def of(column: str) -> Iterator[int]:
-        # From Arrow's offsets, so that the ids do not become Python numbers.
-        return chain.from_iterable(chunk.value_lengths().to_pylist() for chunk in dataset.data.column(column).chunks)
-
+def row_lengths(dataset: Dataset) -> torch.Tensor:
+    """Tokens of each prepared row, or packed sequence, shape (rows,); of a pair, of its longer half with the prompt."""
     if "input_ids" in dataset.column_names:
-        return list(of("input_ids"))
-    sides = zip(of("prompt_ids"), of("chosen_ids"), of("rejected_ids"), strict=True)
-    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in sides]
+        return list_lengths(dataset, "input_ids")
+    prompt, chosen, rejected = (list_lengths(dataset, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return prompt + torch.maximum(chosen, rejected)
+
+
+def lengths_before_packing(dataset: Dataset) -> torch.Tensor:
+    """Tokens of each row of a dataset that may be packed, in the order of the sequences, shape (rows,)."""
+    if "seq_lengths" not in dataset.column_names:
+        return row_lengths(dataset)
+    values = [chunk.flatten().to_numpy() for chunk in dataset.data.column("seq_lengths").chunks]
+    return torch.cat([torch.tensor(lengths) for lengths in values]).long()
+
+
+def num_rows(dataset: Dataset) -> int:
+    """Rows before packing, or of a dataset that is not packed."""
+    if "seq_lengths" not in dataset.column_names:
+        return len(dataset)
+    return int(list_lengths(dataset, "seq_lengths").sum())
+
+
+def list_lengths(dataset: Dataset, column: str) -> torch.Tensor:
+    """Lengths of the lists of a column, shape (rows,)."""
+    data = dataset.data if dataset._indices is None else dataset.flatten_indices().data
+    found = [torch.tensor(chunk.value_lengths().to_numpy()) for chunk in data.column(column).chunks]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from itertools import batched
+from collections.abc import Iterator, Sequence
+from itertools import batched, chain
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
 
+from .lengths import row_lengths
+from .tables import PACKED_COLUMNS, in_memory, schema
+
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
 IGNORED = -100
 """Label of a token outside the loss (the default of PyTorch's cross-entropy)."""
-_CHUNK = 1000
-"""Sequences that are built at a time, which bounds the size of their Python lists."""
+_CHUNK_TOKENS = 1 << 22
+"""Tokens that are copied at a time, at most: 32 MiB of ids and labels."""
 
 
 def pack(dataset: Dataset, limit: int) -> Dataset:
@@ -26,20 +33,27 @@ def pack(dataset: Dataset, limit: int) -> Dataset:
         has no label: nothing in its own row predicts it. Sequences are in the order of their first rows, and rows keep
         their order within a sequence.
     """
-    lengths = [len(ids) for ids in dataset["input_ids"]]
-    bins = sorted(best_fit(lengths, limit))
-    return concatenate_datasets([_join(dataset, chunk) for chunk in batched(bins, _CHUNK)])
+    return in_memory(packed_tables(dataset, limit))
 
 
-def best_fit(lengths: Iterable[int], limit: int) -> list[list[int]]:
+def packed_tables(dataset: Dataset, limit: int) -> Iterator[pa.Table]:
+    """The sequences of `pack`, in memory a part at a time, beside a number or two for each row."""
+    bins = sorted(best_fit(row_lengths(dataset), limit))
+    ids, labels = _Lists(dataset, "input_ids"), _Lists(dataset, "labels")
+    for members in batched(bins, max(1, _CHUNK_TOKENS // limit)):
+        yield _join(ids, labels, members)
+
+
+def best_fit(lengths: torch.Tensor | Sequence[int], limit: int) -> list[list[int]]:
     """Indices of the rows of each bin: the longest row first, each into the fullest bin that it fits into."""
-    rows = sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
+    tokens = torch.as_tensor(lengths)
+    rows = tokens.argsort(descending=True, stable=True)
     bins: list[list[int]] = []
     bins_by_free: dict[int, list[int]] = {}
     """Free tokens -> bins with so many."""
     free_sizes: list[int] = []
     """Its keys, ascending: at most `limit` of them for any number of rows."""
-    for row, length in rows:
+    for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
         position = bisect_left(free_sizes, length)
         if position == len(free_sizes):
             free, index = limit, len(bins)
@@ -58,22 +72,37 @@ def best_fit(lengths: Iterable[int], limit: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def _join(dataset: Dataset, bins: tuple[list[int], ...]) -> Dataset:
-    members = dataset[[row for rows in bins for row in rows]]
-    ids, labels = iter(members["input_ids"]), iter(members["labels"])
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "seq_lengths": []}
-    for rows in bins:
-        parts = [(next(ids), next(labels)) for _ in rows]
-        columns["input_ids"].append([token for one, _ in parts for token in one])
-        columns["labels"].append([label for _, own in parts for label in (IGNORED, *own[1:])])
-        columns["seq_lengths"].append([len(one) for one, _ in parts])
-    features = dataset.features.copy()
-    features["seq_lengths"] = features["input_ids"]
-    return Dataset.from_dict(columns, features=features)
+class _Lists:
+    """A column of lists, of which rows are read from Arrow's memory without a copy."""
+
+    def __init__(self, dataset: Dataset, column: str) -> None:
+        chunks = dataset.data.column(column).chunks
+        self._starts = np.cumsum([0, *map(len, chunks)])
+        self._offsets = [chunk.offsets.to_numpy() for chunk in chunks]
+        self._values = [chunk.values.to_numpy() for chunk in chunks]
+
+    def take(self, rows: Sequence[int]) -> list[Numbers]:
+        """The lists of some rows, in their order."""
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers = np.asarray(rows) - self._starts[chunks]
+        found = []
+        for chunk, number in zip(chunks.tolist(), numbers.tolist(), strict=True):
+            offsets = self._offsets[chunk]
+            found.append(self._values[chunk][offsets[number] : offsets[number + 1]])
+        return found
 
 
-def num_rows(dataset: Dataset) -> int:
-    """Rows before packing, or of a dataset that is not packed."""
-    if "seq_lengths" not in dataset.column_names:
-        return len(dataset)
-    return sum(len(lengths) for lengths in dataset["seq_lengths"])
+def _join(ids: _Lists, labels: _Lists, bins: Sequence[list[int]]) -> pa.Table:
+    rows = list(chain.from_iterable(bins))
+    parts = ids.take(rows)
+    sizes = np.array([len(part) for part in parts], dtype=np.int32)
+    ends = np.cumsum(sizes, dtype=np.int32)
+    trained = np.concatenate(labels.take(rows)).astype(np.int32)
+    trained[(ends - sizes)[sizes > 0]] = IGNORED
+    of_bins = np.cumsum([0, *map(len, bins)], dtype=np.int32)
+    tokens = np.concatenate([[0], ends]).astype(np.int32)[of_bins]
+    of = schema(PACKED_COLUMNS)
+    columns = ((tokens, np.concatenate(parts).astype(np.int32)), (tokens, trained), (of_bins, sizes))
+    return pa.Table.from_arrays(
+        [pa.ListArray.from_arrays(offsets, values, type=of.field(0).type) for offsets, values in columns], schema=of
+    )

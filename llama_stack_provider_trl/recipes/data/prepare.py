@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+import pyarrow as pa
+from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
@@ -31,6 +32,7 @@ from .packing import IGNORED, pack
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
+from .tables import DPO_COLUMNS, SFT_COLUMNS, in_memory, table
 from .tokenize import SftEncoder, encode_pairs
 
 _CHUNK = 1000
@@ -83,12 +85,43 @@ def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | No
             yield parse_row(row, index, algorithm, data_format)
 
 
-def prepare(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, DataReport]:
-    """Tokenize a dataset of the job for its trainer; returns it with a report on its rows."""
+@dataclass(frozen=True)
+class Tokenization:
+    """The rows of a dataset, which are tokenized a part at a time while `tables` is read."""
+
+    tables: Iterator[pa.Table]
+    columns: tuple[str, ...]
+    chat: Chat
+    unit: str
+    """What a row is called in messages."""
+    counter: _TruncationCounter
+
+    @property
+    def rows(self) -> int:
+        """Rows that have been read so far, dropped ones included."""
+        return self.counter.rows
+
+    def report(self) -> DataReport:
+        """The report on all rows, when they have been read.
+
+        Raises:
+            JobFailure: invalid_dataset, if no row is left to train on.
+        """
+        return self.counter.report(self.unit, self.chat)
+
+    def collect(self) -> tuple[Dataset, DataReport]:
+        """All rows in memory, and the report on them."""
+        tables = list(self.tables)
+        report = self.report()
+        return in_memory(tables), report
+
+
+def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
+    """Tokenize a dataset of the job for its trainer."""
     if spec.algorithm == "sft":
         examples = read_examples(dataset.path, "sft", spec.data_format)
-        return prepare_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
-    return prepare_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+        return tokenize_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
+    return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
 
 
 def prepare_sft(
@@ -113,14 +146,24 @@ def prepare_sft(
         JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
+    return tokenize_sft(examples, tokenizer, max_seq_length, train_on_input, side).collect()
+
+
+def tokenize_sft(
+    examples: Iterable[SftExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    train_on_input: bool = False,
+    side: TruncationSide = "right",
+) -> Tokenization:
+    """Do what `prepare_sft` does, a part at a time."""
     encoder = SftEncoder(Chat(tokenizer), train_on_input)
     counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
-    chunks = [
-        _dataset([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], _SFT_COLUMNS)
+    tables = (
+        table([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], SFT_COLUMNS)
         for chunk in batched(enumerate(examples), _CHUNK)
-    ]
-    report = counter.report("row", encoder.chat)
-    return concatenate_datasets(chunks), report
+    )
+    return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
 
 
 def prepare_dpo(
@@ -140,14 +183,23 @@ def prepare_dpo(
         A dataset with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either
         answer has at most `max_seq_length` tokens, and the report on its rows.
     """
+    return tokenize_dpo(pairs, tokenizer, max_seq_length, side).collect()
+
+
+def tokenize_dpo(
+    pairs: Iterable[PreferenceExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    side: TruncationSide = "right",
+) -> Tokenization:
+    """Do what `prepare_dpo` does, a part at a time."""
     chat = Chat(tokenizer)
     counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
-    chunks = [
-        _dataset([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], _DPO_COLUMNS)
+    tables = (
+        table([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], DPO_COLUMNS)
         for chunk in batched(enumerate(pairs), _CHUNK)
-    ]
-    report = counter.report("pair", chat)
-    return concatenate_datasets(chunks), report
+    )
+    return Tokenization(tables, DPO_COLUMNS, chat, "pair", counter)
 
 
 def with_filler(dataset: Dataset) -> Dataset:
@@ -158,11 +210,11 @@ def with_filler(dataset: Dataset) -> Dataset:
     first = dataset[0]
     if "labels" in first:
         ids = first["input_ids"][:2]
-        filler = _dataset([(ids, [-100] * len(ids))], _SFT_COLUMNS)
+        filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
         if "seq_lengths" in first:
             filler = pack(filler, len(ids))
     else:
-        filler = _dataset([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], _DPO_COLUMNS)
+        filler = in_memory([table([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], DPO_COLUMNS)])
     return concatenate_datasets([dataset, filler])
 
 
@@ -295,16 +347,3 @@ class _TruncationCounter:
             )
         if self.identical:
             yield f"{self.identical} pairs differ only in what was cut: they carry no signal"
-
-
-_SFT_COLUMNS = ("input_ids", "labels")
-
-
-_DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
-
-
-def _dataset(rows: list[Any], columns: tuple[str, ...]) -> Dataset:
-    # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
-    values = zip(*rows, strict=True) if rows else ((),) * len(columns)
-    data = {column: list(value) for column, value in zip(columns, values, strict=True)}
-    return Dataset.from_dict(data, features=Features({column: List(Value("int32")) for column in columns}))

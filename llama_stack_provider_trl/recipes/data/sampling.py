@@ -14,6 +14,9 @@ from torch.utils.data import Sampler
 
 from ...specs.job import JobSpec
 
+_BLOCK = 1 << 16
+"""Rows whose numbers are Python objects at a time."""
+
 
 class Position(NamedTuple):
     """How far a training is in its data, counted in rows."""
@@ -92,9 +95,9 @@ class EpochSampler(Sampler[int]):
         seed: int,
         multiple_of: int = 1,
         batch_plan: BatchPlan | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
-        self._lengths = lengths
+        self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
         self.rows_per_epoch = num_rows if rows_per_epoch is None else min(num_rows, rows_per_epoch)
         self.rows_per_step = batch_plan.rows_per_step if batch_plan else max(1, self.rows_per_epoch)
@@ -127,20 +130,30 @@ class EpochSampler(Sampler[int]):
         return self.rows_per_epoch + self.num_fillers
 
     def __iter__(self) -> Iterator[int]:
-        rows = self._rows()
-        for start in range(0, self.rows_per_epoch, self.rows_per_step):
-            of_step = rows[start : start + self.rows_per_step]
-            if self._lengths is not None:
-                of_step.sort(key=self._lengths.__getitem__, reverse=True)
+        for of_step in self._steps():
             yield from of_step
             is_full = self._fillers_per_step and len(of_step) == self.rows_per_step
             yield from [self.num_rows] * (self._fillers_per_step if is_full else 0)
         yield from [self.num_rows] * self._fillers_at_end
 
-    def _rows(self) -> list[int]:
+    def _steps(self) -> Iterator[list[int]]:
+        """The rows of each optimizer step."""
+        rows = self._rows()
+        size = max(1, _BLOCK // self.rows_per_step) * self.rows_per_step
+        for begin in range(0, self.rows_per_epoch, size):
+            of_block = rows[begin : begin + size]
+            tokens = None if self._lengths is None else self._lengths[of_block].tolist()
+            block = of_block.tolist()
+            for start in range(0, len(block), self.rows_per_step):
+                step = range(start, min(start + self.rows_per_step, len(block)))
+                if tokens is not None:
+                    yield [block[number] for number in sorted(step, key=tokens.__getitem__, reverse=True)]
+                else:
+                    yield block[step.start : step.stop]
+
+    def _rows(self) -> torch.Tensor:
         if not self.shuffle:
-            return list(range(self.rows_per_epoch))
+            return torch.arange(self.rows_per_epoch)
         # On the CPU, so that the numbers do not depend on the training device.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        rows: list[int] = torch.randperm(self.num_rows, generator=generator)[: self.rows_per_epoch].tolist()
-        return rows
+        return torch.randperm(self.num_rows, generator=generator)[: self.rows_per_epoch]

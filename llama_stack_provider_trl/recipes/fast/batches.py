@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from ..data.lengths import list_lengths
 from ..data.packing import IGNORED
 from .layout import Group, Layout
 
@@ -83,20 +84,19 @@ class FlatPairs:
 def largest_groups(dataset: Dataset, rows: int) -> tuple[tuple[Group, ...], int]:
     """The groups of a batch of the `rows` rows (or pairs) with the most tokens, and its scored tokens."""
     columns = [name for name in ("input_ids", "prompt_ids", *_ANSWERS) if name in dataset.column_names]
-    largest = computed_tokens(dataset, columns).argsort(descending=True, stable=True)[:rows].tolist()
+    tokens = torch.stack([list_lengths(dataset, name) for name in columns]).sum(dim=0)
+    largest = first_largest(tokens, rows)
     batch = [dataset[number] for number in largest]
     inputs = collate_rows(batch) if columns == ["input_ids"] else FlatPairs().collate(batch)
     return inputs["layout"].groups, len(inputs["scored"])
 
 
-def computed_tokens(dataset: Dataset, columns: Sequence[str]) -> torch.Tensor:
-    """Tokens of some columns together, of each row, shape (rows,). From Arrow's offsets, without reading the ids."""
-    data = dataset.data if dataset._indices is None else dataset.flatten_indices().data
-    lengths = [
-        torch.cat([torch.tensor(chunk.value_lengths().to_numpy()) for chunk in data.column(name).chunks])
-        for name in columns
-    ]
-    return torch.stack(lengths).sum(dim=0)
+def first_largest(values: torch.Tensor, count: int) -> list[int]:
+    """Indices of the largest values, at most `count` of them, the largest first; of equal ones the first."""
+    least = values.topk(min(count, len(values))).values[-1]
+    candidates = (values >= least).nonzero().flatten()
+    order = values[candidates].argsort(descending=True, stable=True)
+    return candidates[order][:count].tolist()
 
 
 def _chosen_first(values: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
 from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights, step_bytes
 from ..checkpoint.transfer import Disks
-from ..data.lengths import row_lengths
-from ..data.packing import num_rows
+from ..data.lengths import num_rows, row_lengths
 from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
 from ..model.deferred import DeferredWeights
@@ -175,7 +174,7 @@ class RecipeTrainer(Trainer):
         *,
         shuffle: bool,
         batch_plan: BatchPlan | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> EpochSampler:
         world = self.args.world_size
         multiple = world * self.spec.batch_size if world > 1 else 1

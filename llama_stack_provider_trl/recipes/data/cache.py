@@ -1,0 +1,247 @@
+"""A cache on disk of tokenized rows, which ranks, attempts, jobs and preflights of a machine map into memory.
+
+`<data_dir>/tokens/<key>/rows.arrow` is an Arrow stream as `datasets` maps it, `entry.json` beside it has the report on
+the rows and their number. A process that finds no entry writes it under a lock, in a directory of its own, and renames
+that; others wait, and continue the work where the writer ends without a result. Entries that were not used for
+`KEEP_SECONDS` are removed, and the oldest ones beyond `KEEP_BYTES`. A process keeps the rows that it has mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+from datasets import Dataset
+from datasets.table import MemoryMappedTable
+
+from ...system.files import free_bytes, open_regular, put_in_place, read_regular
+from ...system.process import FileLock
+from .tables import schema
+
+KEEP_SECONDS = 30 * 24 * 3600.0
+KEEP_BYTES = 32 << 30
+"""Four billion tokens with their labels."""
+KEEP_SHARE = 0.2
+"""Of the disk, which also holds checkpoints."""
+_ABANDONED = 24 * 3600.0
+"""Seconds without a change after which a directory of a killed writer is removed."""
+_ROWS, _ENTRY = "rows.arrow", "entry.json"
+_BATCH_BYTES = 32 << 20
+"""Of a record batch, of which a file has few: opening it reads the head of each."""
+_POLL = 0.05
+"""Seconds between two polls of a lock."""
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Rows of the cache."""
+
+    rows: Dataset
+    notes: dict[str, Any]
+    """What was stored with them."""
+    was_found: bool
+    """False: this process has written them."""
+
+
+class NotCached(Exception):
+    """Raised where the disk does not hold an entry; the message is the reason."""
+
+
+class Add(Protocol):
+    """Adds a part of the rows to an entry; other processes that wait for it are shown the note."""
+
+    def __call__(self, table: pa.Table, note: str = "") -> None: ...
+
+
+class TokenCache:
+    """The cache directory. Several processes may use it at a time.
+
+    Args:
+        directory: made when something is stored.
+        min_free_bytes: disk space that stays free.
+        waiting: called with the writer's note while another process writes what this one needs.
+    """
+
+    def __init__(self, directory: Path, min_free_bytes: int, waiting: Callable[[str], None]) -> None:
+        self.directory, self._min_free_bytes, self._waiting = directory, min_free_bytes, waiting
+
+    def get(self, key: str, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]) -> CachedRows:
+        """The entry of a key.
+
+        Args:
+            write: called where there is none: adds the rows, and returns the notes.
+
+        Raises:
+            NotCached: the disk is full, or the directory cannot be used.
+            the exceptions of `write`.
+        """
+        if found := self.find(key, columns):
+            return found
+        with self._locked(key) as lock:
+            if found := self.find(key, columns):  # of the process that had the lock before
+                return found
+            self._write(key, columns, write, lock)
+            written = self.find(key, columns)
+        if written is None:
+            raise NotCached(f"{self.directory / key} cannot be read back")
+        self._tidy(key)
+        return CachedRows(written.rows, written.notes, was_found=False)
+
+    def find(self, key: str, columns: tuple[str, ...]) -> CachedRows | None:
+        """The entry of a key; None where there is none, or it is damaged."""
+        path = self.directory / key
+        try:
+            stored = json.loads(read_regular(path / _ENTRY))
+            entry = stored["entry"]
+            if stored["sha256"] != _digest(entry):
+                return None
+            with open_regular(path / _ROWS) as file:
+                is_whole = os.fstat(file.fileno()).st_size == entry["bytes"]
+            if not is_whole:
+                return None
+            table = MemoryMappedTable.from_file(str(path / _ROWS))
+            if not table.schema.equals(schema(columns)) or table.num_rows != entry["rows"]:
+                return None
+            table.validate(full=True)  # no offset leads out of the mapped file
+            found = CachedRows(Dataset(table, fingerprint=key), dict(entry["notes"]), was_found=True)
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+            return None
+        with suppress(OSError):  # of a disk that has become read-only
+            os.utime(path)
+        return found
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[FileLock]:
+        """The lock of a key. Waits while another process has it."""
+        lock = FileLock(self.directory / f"{key}.lock")
+        with self._own_disk():
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            while not lock.acquire(""):
+                self._waiting(lock.holder())
+                time.sleep(_POLL)
+        try:
+            yield lock
+        finally:
+            with suppress(OSError):
+                lock.release()
+
+    def _write(
+        self, key: str, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]], lock: FileLock
+    ) -> None:
+        staging = self.directory / f"{key}.tmp"  # only the process with the lock uses it
+        try:
+            with self._own_disk():
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(mode=0o700)
+                rows = _RowFile(staging / _ROWS, schema(columns), self.check_space)
+
+            def add(table: pa.Table, note: str = "") -> None:
+                with self._own_disk():
+                    rows.add(table)
+                lock.describe(note)
+
+            try:
+                notes = write(add)
+                with self._own_disk():
+                    size = rows.close()
+            except BaseException:
+                rows.abandon()
+                raise
+            with self._own_disk():
+                entry = {"rows": rows.count, "bytes": size, "notes": notes}
+                (staging / _ENTRY).write_text(json.dumps({"entry": entry, "sha256": _digest(entry)}))
+                put_in_place(staging, self.directory / key)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def check_space(self, size: int) -> None:
+        """Return if the disk has room for so many bytes.
+
+        Raises:
+            NotCached: it has less.
+        """
+        with self._own_disk():
+            if free_bytes(self.directory) < self._min_free_bytes + size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def _own_disk(self) -> Iterator[None]:
+        """While this is open, errors are those of the cache's disk."""
+        try:
+            yield
+        except OSError as error:
+            raise NotCached(f"{self.directory}: {error.strerror or error}") from error
+
+    def _tidy(self, newest: str) -> None:
+        """Remove what was not used for long, the oldest entries beyond the limit, and what killed writers left."""
+        now, total, entries = time.time(), 0, []
+        with suppress(OSError):
+            limit = min(KEEP_BYTES, int(shutil.disk_usage(self.directory).total * KEEP_SHARE))
+            for path in self.directory.iterdir():
+                with suppress(OSError):  # another process has removed it
+                    age = now - path.stat().st_mtime
+                    if path.suffix == ".lock" and age > KEEP_SECONDS:
+                        path.unlink()
+                    elif path.suffix in (".tmp", ".old"):
+                        last = max(file.stat().st_mtime for file in (path, *path.iterdir()))
+                        if now - last > _ABANDONED:
+                            shutil.rmtree(path, ignore_errors=True)
+                    elif not path.suffix:
+                        entries.append((path.name != newest, age, (path / _ROWS).stat().st_size, path))
+            for is_older, age, size, path in sorted(entries):
+                total += size
+                if is_older and (total > limit or age > KEEP_SECONDS):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+class _RowFile:
+    """Collects tables, and writes large record batches."""
+
+    def __init__(self, path: Path, of: pa.Schema, check_space: Callable[[int], None]) -> None:
+        self._check_space = check_space
+        self._file = open(path, "xb")  # noqa: SIM115  closed by `close` and `abandon`
+        self._stream = pa.ipc.new_stream(self._file, of)
+        self._tables: list[pa.Table] = []
+        self._bytes = self.count = 0
+
+    def add(self, table: pa.Table) -> None:
+        self._tables.append(table)
+        self._bytes += table.nbytes
+        self.count += len(table)
+        if self._bytes >= _BATCH_BYTES:
+            self._flush()
+
+    def close(self) -> int:
+        """Complete the file; returns its size."""
+        self._flush()
+        self._stream.close()
+        self._file.flush()
+        size = self._file.tell()
+        self._file.close()
+        return size
+
+    def abandon(self) -> None:
+        """Close the file, complete or not."""
+        for closed in (self._stream, self._file):
+            with suppress(OSError, pa.ArrowException):
+                closed.close()
+
+    def _flush(self) -> None:
+        if self._tables:
+            self._check_space(self._bytes)
+            self._stream.write_table(pa.concat_tables(self._tables).combine_chunks())
+        self._tables, self._bytes = [], 0
+
+
+def _digest(entry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()

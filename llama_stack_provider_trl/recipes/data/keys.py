@@ -1,0 +1,84 @@
+"""Keys of tokenized rows: digests of all that determines the token ids and the report on the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import tokenizers
+import transformers
+
+from ...specs import rows as row_shapes
+from ...specs.job import DatasetRef, JobSpec
+from .chat import call_tokenizer, default_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_VARYING = re.compile(r"strftime_now|lipsum|\|\s*random\b")
+"""What makes a template write something else on another day, or by chance."""
+
+
+def _digest_of_code() -> str:
+    """Digest of the modules that turn rows into tokens: what another release has cached is not used."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_shapes.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# At import, so that it is the digest of the code that runs.
+_CODE = _digest_of_code()
+
+
+class RowKeys:
+    """Keys of the rows of one job, with its tokenizer."""
+
+    def __init__(self, spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._spec = spec
+        self._inputs = _tokenizer_inputs(tokenizer)
+
+    def of(self, rows: DatasetRef) -> str | None:
+        """The key of a dataset's rows; None: the content of the tokenizer is not known."""
+        if self._inputs is None:
+            return None
+        spec, is_sft = self._spec, self._spec.algorithm == "sft"
+        varies = _VARYING.search(json.dumps(self._inputs["chat_template"]))
+        return _digest(
+            **self._inputs,
+            rows=rows.sha256,
+            algorithm=spec.algorithm,
+            data_format=spec.data_format if is_sft else None,
+            train_on_input=spec.train_on_input and is_sft,
+            max_seq_length=spec.max_seq_length,
+            truncation_side=spec.truncation_side,
+            # The ranks and attempts of a job train on the same rows also where the template writes the date.
+            job=spec.job_uuid if varies else None,
+        )
+
+    @staticmethod
+    def packed(key: str, first: int | None) -> str:
+        """The key of the sequences that the first rows of `key` are packed into."""
+        return _digest(rows=key, first=first)
+
+
+def _digest(**inputs: Any) -> str:
+    return hashlib.sha256(json.dumps({**inputs, "code": _CODE}, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_inputs(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """What of a tokenizer and its library determines the tokens of a text. None: it is not known, since Python code of
+    the model's own or of a library without such a description decides too."""
+    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    call_tokenizer(tokenizer, [""])  # switches the backend's own truncation and padding off, as every call here does
+    return {
+        "class": type(tokenizer).__qualname__,
+        "backend": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "split_special_tokens": bool(tokenizer.split_special_tokens),
+        "chat_template": tokenizer.chat_template or default_chat_template(tokenizer),
+        "versions": [jinja2.__version__, tokenizers.__version__, transformers.__version__],
+    }
