@@ -28,6 +28,7 @@ from .base import Observation, TaskSpec, TaskState
 from .isolation import NO_ISOLATION, Isolation
 from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask
 from .torchrun import lock_name, task_marks, training_argv, training_environment
+from .warm_processes import WarmProcesses
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
 _RUNNER_TIME = GRACE + 1.0
@@ -44,6 +45,7 @@ class LocalLauncher:
         exit_deadline: seconds that a training process may live on after its `finished` or `failed` event.
         isolation: isolates trainings from this process and from each other.
         limits: limits of the processes of a task, together.
+        warm: starts tasks without the import of torch; None: each starts its own Python.
     """
 
     def __init__(
@@ -52,11 +54,24 @@ class LocalLauncher:
         exit_deadline: float = 30.0,
         isolation: Isolation = NO_ISOLATION,
         limits: Limits | None = None,
+        warm: WarmProcesses | None = None,
     ) -> None:
         self._environ = environ
         self._exit_deadline = exit_deadline
         self._isolation = isolation
         self._limits = limits or Limits()
+        self._warm = warm
+
+    def warm_up(self, python: str | None) -> None:
+        """Begin to import what trains with this interpreter, so that the first task starts without it, too."""
+        if self._warm is not None:
+            common = TaskSpec("", Path("/"), ("cpu",))
+            self._warm.prepare(python, training_environment(common, self._outer()))
+
+    def close(self) -> None:
+        """Start no further tasks warm. Those that run continue."""
+        if self._warm is not None:
+            self._warm.close()
 
     def start(self, task: TaskSpec) -> None:
         """See `Launcher.start`. Of two runners of one task, the second finds the first one's lock and exits."""
@@ -85,6 +100,8 @@ class LocalLauncher:
 
     def poll(self, task: TaskSpec) -> Observation:
         """See `Launcher.poll`. Ends the processes of a task whose runner was killed, since nothing else does."""
+        if self._warm is not None:
+            self._warm.replace_ended()
         status = RunnerStatus.read(RunDir(task.run_dir).runner_status)
         if status is None:
             if left := kill_marked(task):  # the run directory was removed
@@ -137,9 +154,15 @@ class LocalLauncher:
 
     def _spawn(self, task: TaskSpec, paths: RunDir, environment: Mapping[str, str]) -> int:
         """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
+        argv = ["-m", RUNNER, str(paths.task)]
         with open(paths.runner_log, "ab", opener=_private) as output:
+            if self._warm is not None and not any(device.startswith("cuda") for device in task.devices):
+                # A CUDA driver that was opened before a fork does not work after it; no machine has shown yet that the
+                # imports do not open it.
+                if self._warm.start(task.python, argv, environment, task.run_dir, output.fileno()) == 0:
+                    return 0
             first = subprocess.Popen(
-                [sys.executable, "-m", RUNNER, str(paths.task)],
+                [sys.executable, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..system import fork
 from ..system.process import children_of, die_with_parent, innermost_pid
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
@@ -237,8 +238,12 @@ class _Init:
         streams: dict[str, int] = {}  # else those of our parent
         if self.output is not None:
             streams = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": subprocess.STDOUT}
+        program: subprocess.Popen[bytes] | fork.ForkedProgram
         try:
-            program = subprocess.Popen(self.argv, start_new_session=True, pass_fds=self.keep, **streams)  # type: ignore[call-overload]
+            if self.output is not None and fork.can_become(self.argv):
+                program = fork.start(self.argv, output=self.output)
+            else:
+                program = subprocess.Popen(self.argv, start_new_session=True, pass_fds=self.keep, **streams)  # type: ignore[call-overload]
         except OSError as error:
             self._send(error=error.strerror, errno=error.errno)
             return 1

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
+from ..system import fork
 from ..system.beneath import NotAFile
 from ..system.files import RunDir, atomic_write_json, open_in, open_regular, read_regular, tail, tail_of
 from ..system.process import (
@@ -220,6 +221,8 @@ class Runner:
         self.paths = RunDir(task.run_dir)
         self.signals = Signals()
         self.locks: list[FileLock] = []
+        self.init = 0
+        """Pid of the namespace's init; 0: there is none."""
         self.status = RunnerStatus(task.task_id, runner=myself(), state=TaskState.waiting)
         self.status.write(self.paths.runner_status)
         become_subreaper()
@@ -239,6 +242,7 @@ class Runner:
         except OSError as error:
             reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
             return self.report(state=TaskState.exited, launch_error=reason)
+        self.init = trainer.init if isinstance(trainer, Confined) else 0
         self.report(state=TaskState.running, trainer=identify(trainer.pid), detail="")
         faults.reach("runner-trainer-started")
         exit_code = self.watch(trainer)
@@ -279,6 +283,9 @@ class Runner:
                 if any(name.startswith("cuda") for name in self.task.locks):
                     _load_driver()
                 return Confined(self.task.view, self.task.argv, self._in_child(self.umask), output.fileno())
+            prepare = self._in_child(self.umask, os.getpid())
+            if fork.can_become(self.task.argv):
+                return fork.start(self.task.argv, cwd=self.task.run_dir, output=output.fileno(), prepare=prepare)
             return subprocess.Popen(
                 self.task.argv,
                 stdin=subprocess.DEVNULL,
@@ -286,7 +293,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 cwd=self.task.run_dir,
                 start_new_session=True,
-                preexec_fn=self._in_child(self.umask, os.getpid()),
+                preexec_fn=prepare,
             )
 
     def watch(self, trainer: Trainer) -> int:
@@ -325,7 +332,7 @@ class Runner:
         if limits.processes is not None and len(processes) > limits.processes:
             found = f"it has {len(processes)} processes, max_training_processes is {limits.processes}"
             self.report(ended=Ended.too_many_processes, detail=found)
-        elif limits.memory_bytes is not None and (taken := _more_than(limits.memory_bytes, processes)):
+        elif limits.memory_bytes and (taken := _more_than(limits.memory_bytes, self._measured(processes))):
             found = f"it takes {taken / 2**30:.1f} GiB, max_training_memory_gb is {limits.memory_bytes / 2**30:.1f}"
             self.report(ended=Ended.out_of_memory, detail=found)
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
@@ -362,6 +369,10 @@ class Runner:
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
 
+    def _measured(self, processes: list[ProcessId]) -> list[ProcessId]:
+        """The processes without the namespace's init, which shares our memory: of a warm process, all its libraries."""
+        return [process for process in processes if process.pid != self.init]
+
     @staticmethod
     def _in_child(umask: int, parent: int | None = None) -> Any:
         def prepare() -> None:
@@ -373,7 +384,7 @@ class Runner:
         return prepare
 
 
-Trainer = subprocess.Popen[bytes] | Confined
+Trainer = subprocess.Popen[bytes] | fork.ForkedProgram | Confined
 
 
 def _yield_to_others() -> None:

@@ -17,6 +17,7 @@ from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
 from ..system.files import free_bytes
+from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.lengths import lengths_before_packing, row_lengths
 from .data.prepare import DataReport
@@ -296,4 +297,4 @@ def _device_memory(device: str) -> int:
 
 
 def _baseline(device: str) -> int:
-    return resident_memory() if device == "cpu" else 0
+    return max(resident_memory(), imported_memory()) if device == "cpu" else 0

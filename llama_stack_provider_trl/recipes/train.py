@@ -19,10 +19,12 @@ from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
+from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
 from .failures import classify, follows_from_another_rank
 
+QUANTIZATION_LIBRARIES = frozenset({"bitsandbytes", "torchao"})
 _BALLAST = 64 << 10
 """Bytes: an event with a traceback takes 4 KiB at most, the runner's last status 20 KiB."""
 _WAIT_FOR_TORCHRUN = 15.0
@@ -35,13 +37,15 @@ def main(argv: list[str]) -> int:
     """Run the attempt whose spec is the one argument; returns the exit status (0 finished, 1 failed)."""
     spec_path = Path(argv[1])
     attempt, run_dir = AttemptSpec.model_validate_json(spec_path.read_text()), RunDir(spec_path.parent)
+    if needs_cold_start(attempt):
+        os.execv(sys.executable, sys.orig_argv)
     if attempt.is_private:
         os.umask(0o077)  # elsewhere the user's own umask decides who may read the result
     events = EventWriter(run_dir.events)
     try:
         _reserve_disk_space(run_dir)
         _dump_stacks_on_signal(run_dir)
-        with _unused_libraries_hidden(attempt.job):
+        with unused_libraries_hidden(_unused_libraries(attempt.job)):
             run = _import_task(attempt)
             run(attempt, events if _rank() == 0 else NullEventWriter())
     except BaseException as error:
@@ -105,18 +109,26 @@ def _dump_stacks_on_signal(run_dir: RunDir) -> None:
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
+def needs_cold_start(attempt: AttemptSpec) -> bool:
+    """Whether this process was forked from one that has hidden libraries which the attempt's job uses."""
+    return fork.is_prepared() and _unused_libraries(attempt.job) != QUANTIZATION_LIBRARIES
+
+
+def _unused_libraries(job: JobSpec) -> Set[str]:
+    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or (job.lora is not None and job.lora.quantize_base)
+    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
+    return {name for name, is_unused in unused.items() if is_unused}
+
+
 @contextmanager
-def _unused_libraries_hidden(job: JobSpec) -> Iterator[None]:
+def unused_libraries_hidden(hidden: Set[str]) -> Iterator[None]:
     """Hide quantization libraries from a job that does not quantize.
 
     transformers and peft import them wherever they are installed, which costs 1.5 s of CPU time at every start. None in
     `sys.modules` would hide them too, but TRL's activation offloading empties CUDA's cache at every micro step where
     bitsandbytes is a key there.
     """
-    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or (job.lora is not None and job.lora.quantize_base)
-    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
     finders = sys.meta_path[:]
-    hidden = {name for name, is_unused in unused.items() if is_unused}
     sys.meta_path[:] = [_HidingFinder(finder, hidden) for finder in finders]
     try:
         yield

@@ -7,6 +7,8 @@ but the store accepts a listening socket.
 
 Of several nodes only the first one's store listens; the others connect to it.
 
+In a fork of the warm process the ranks are forks, too: torchrun polls, signals and reports them as it does others.
+
 The supervisor has found --master-port free. Importing torch takes seconds, in which another service of this machine may
 take the port. Then the ports after it are tried, up to --last-port. Several nodes use one port, or fail.
 """
@@ -18,12 +20,15 @@ import errno
 import socket
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.distributed import DistError, Store, TCPStore, run
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
 from ...specs.events import EventWriter, Failed, Reason
+from ...system import fork
 from ...system.files import RunDir
 
 
@@ -58,6 +63,13 @@ class ConfinedRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
             ) from error
 
 
+class ForkedRank(SubprocessHandler):
+    """A rank that torchrun forks: it has imported torch and trl already."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        return fork.start(args, environ=env) if fork.can_become(args) else super()._popen(args, env)
+
+
 def listener(address: str, port: int, last_port: int) -> socket.socket:
     """A socket that listens at the first free port from `port` to `last_port`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -82,6 +94,8 @@ def main(argv: list[str]) -> None:
         ConfinedRendezvous.listener = listener(ours.master_addr, port, ours.last_port)
         port = ConfinedRendezvous.listener.getsockname()[1]
     static_tcp_rendezvous.StaticTCPRendezvous = ConfinedRendezvous
+    if fork.is_prepared():
+        api.get_subprocess_handler = ForkedRank
     endpoint = [f"--master-addr={ours.master_addr}", f"--master-port={port}", f"--node-rank={ours.node_rank}"]
     try:
         run.main([*endpoint, *others])
