@@ -18,6 +18,7 @@ from .launch.isolation import isolate
 from .launch.local import LocalLauncher
 from .launch.ports import PortRange
 from .launch.runner import Limits
+from .launch.warm_processes import WarmProcesses
 from .requests.options import ProviderOptions
 from .requests.settings import Request
 from .specs.job import Algorithm, DataFormat, DatasetRef
@@ -43,15 +44,18 @@ class TrlPostTraining(SubmittingCalls):
         self.isolation = isolate(config.isolation, [config.data_dir])
         self.settings = config.resolving(tuple(devices), model_roots=config.model_roots or None)
         self.store = Store(config.data_dir / DATABASE)
+        self.python = str(config.train_python) if config.train_python else None
+        self.launcher = LocalLauncher(
+            isolation=self.isolation,
+            limits=Limits.of(config.max_training_memory_gb, config.max_training_processes),
+            warm=WarmProcesses() if config.warm_start else None,
+        )
         self.supervisor = Supervisor(
             self.store,
-            LocalLauncher(
-                isolation=self.isolation,
-                limits=Limits.of(config.max_training_memory_gb, config.max_training_processes),
-            ),
+            self.launcher,
             devices,
             config.data_dir,
-            python=str(config.train_python) if config.train_python else None,
+            python=self.python,
             hang_timeout=config.hang_timeout,
             ports=PortRange(),
             blob_retention=config.blob_retention,
@@ -60,10 +64,13 @@ class TrlPostTraining(SubmittingCalls):
     async def initialize(self) -> None:
         """Start to supervise, in a thread: the event loop of this call is closed before the first request."""
         self.supervisor.start()
+        if self.supervisor.supervising:
+            await asyncio.to_thread(self.launcher.warm_up, self.python)
 
     async def shutdown(self) -> None:
         """Stop supervising; trainings continue and are resumed at the next start."""
         await asyncio.to_thread(self.supervisor.stop)
+        await asyncio.to_thread(self.launcher.close)
         self.store.close()
 
     @answers_clearly

@@ -156,11 +156,11 @@ class LocalLauncher:
         """Run the runner's first process, which exits once the detached one has reported. Returns its exit code."""
         argv = ["-m", RUNNER, str(paths.task)]
         with open(paths.runner_log, "ab", opener=_private) as output:
-            if self._warm is not None and not any(device.startswith("cuda") for device in task.devices):
-                # A CUDA driver that was opened before a fork does not work after it; no machine has shown yet that the
-                # imports do not open it.
-                if self._warm.start(task.python, argv, environment, task.run_dir, output.fileno()) == 0:
-                    return 0
+            # A CUDA driver that was opened before a fork does not work after it. No machine with a GPU has shown yet
+            # that the imports do not open it.
+            can_fork = self._warm is not None and not any(device.startswith("cuda") for device in task.devices)
+            if can_fork and self._start_warm(task, argv, environment, output.fileno()):
+                return 0
             first = subprocess.Popen(
                 [sys.executable, *argv],
                 stdin=subprocess.DEVNULL,
@@ -175,6 +175,12 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             first.kill()
             return first.wait()
+
+    def _start_warm(self, task: TaskSpec, argv: list[str], environment: Mapping[str, str], output: int) -> bool:
+        """Have a warm process fork the runner; False: it has to be started cold. A runner that was forked too late
+        finds the lock of the other one and exits."""
+        assert self._warm is not None
+        return self._warm.start(task.python, argv, environment, task.run_dir, output) == 0
 
 
 def _private(path: str, flags: int) -> int:

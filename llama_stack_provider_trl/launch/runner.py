@@ -221,8 +221,6 @@ class Runner:
         self.paths = RunDir(task.run_dir)
         self.signals = Signals()
         self.locks: list[FileLock] = []
-        self.init = 0
-        """Pid of the namespace's init; 0: there is none."""
         self.status = RunnerStatus(task.task_id, runner=myself(), state=TaskState.waiting)
         self.status.write(self.paths.runner_status)
         become_subreaper()
@@ -242,7 +240,6 @@ class Runner:
         except OSError as error:
             reason = f"cannot start {self.task.argv[0]}: {error.strerror or error}"
             return self.report(state=TaskState.exited, launch_error=reason)
-        self.init = trainer.init if isinstance(trainer, Confined) else 0
         self.report(state=TaskState.running, trainer=identify(trainer.pid), detail="")
         faults.reach("runner-trainer-started")
         exit_code = self.watch(trainer)
@@ -332,7 +329,7 @@ class Runner:
         if limits.processes is not None and len(processes) > limits.processes:
             found = f"it has {len(processes)} processes, max_training_processes is {limits.processes}"
             self.report(ended=Ended.too_many_processes, detail=found)
-        elif limits.memory_bytes and (taken := _more_than(limits.memory_bytes, self._measured(processes))):
+        elif limits.memory_bytes is not None and (taken := _more_than(limits.memory_bytes, processes)):
             found = f"it takes {taken / 2**30:.1f} GiB, max_training_memory_gb is {limits.memory_bytes / 2**30:.1f}"
             self.report(ended=Ended.out_of_memory, detail=found)
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
@@ -368,10 +365,6 @@ class Runner:
 
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
-
-    def _measured(self, processes: list[ProcessId]) -> list[ProcessId]:
-        """The processes without the namespace's init, which shares our memory: of a warm process, all its libraries."""
-        return [process for process in processes if process.pid != self.init]
 
     @staticmethod
     def _in_child(umask: int, parent: int | None = None) -> Any:
@@ -459,7 +452,7 @@ def _is_final(line: bytes) -> bool:
 
 def _more_than(limit: int, processes: Sequence[ProcessId]) -> int:
     """Memory of processes where it exceeds a limit, else 0. Loader workers share most pages with the rank that forked
-    them: those count once, which is measured only where counting them several times exceeds the limit."""
+    them, and forks of a warm process with it: those count once, which is measured only where counting them several times exceeds the limit."""
     if memory_of(processes) <= limit:
         return 0
     taken = memory_of(processes, exact=True)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, cast
 
 from ..system import fork
 from ..system.files import tail_of
@@ -34,12 +34,15 @@ ANSWER_TIME = 1.0
 MOST_UNANSWERED = 2
 """Requests in a row without an answer, after which the process is replaced: it is stopped or blocked."""
 MOST_PROCESSES = 2
-"""Each takes 0.5 GiB. Tasks with another interpreter or other variables replace the one that was used least recently."""
+"""Each takes 0.5 GiB. A task with another interpreter or other variables replaces the least recently used one."""
+IDLE = 600.0
+"""Seconds after which a process that no task has used is ended, if there is another one."""
 RETRY = 60.0
 """Seconds before another try for an interpreter whose warm process ended before it was ready."""
 _LONGEST_ENVIRONMENT = fork.ROOM_BYTES - 1024
 _AFTER_THE_FORK = re.compile(
     rf"{TASK_MARK}|{RUN_DIR_MARK}|TRL_FAULTS|TRL_LOCK_DIR|(GLOO|NCCL)_SOCKET_IFNAME|{fork.THREADS}|PYTORCH_ALLOC_CONF"
+    r"|TORCHINDUCTOR_CACHE_DIR"
 )
 """Variables that are read after the fork, or applied then. PYTORCH_ALLOC_CONF: only tasks on the CPU are forked."""
 
@@ -78,7 +81,8 @@ class WarmProcess:
         self._python = python
         self._ready: dict[str, Any] | None = None
         self._unanswered = 0
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        # Open as long as the process.
+        self._errors = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
         with theirs:
             self._process = spawn(
                 [python, "-m", WARM, f"{CHANNEL}{theirs.fileno()}", "-" * 1024],
@@ -178,11 +182,16 @@ class WarmProcesses:
     is not safe.
     """
 
-    def __init__(self, make: Callable[[str, Mapping[str, str]], WarmProcess] = WarmProcess) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[str, Mapping[str, str]], WarmProcess] = WarmProcess,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make, self._clock = make, clock
         self._lock = threading.Lock()
         self._kept: dict[Conditions, WarmProcess] = {}
         """Least recently used first."""
+        self._used_at: dict[Conditions, float] = {}
         self._failed_at: dict[str, float] = {}
         self._closed = False
 
@@ -209,8 +218,11 @@ class WarmProcesses:
             return process.start([python, *argv], environ, cwd, output)
 
     def replace_ended(self) -> None:
-        """Replace processes that have ended. Takes no time where none has."""
+        """Replace processes that have ended, and end superfluous ones. Takes no time where there are none."""
         with self._lock:
+            for wanted in list(self._kept)[:-1]:
+                if self._clock() - self._used_at[wanted] > IDLE:
+                    self._kept.pop(wanted).close()
             for wanted, process in list(self._kept.items()):
                 if process.ended():
                     self._find(wanted[0], dict(wanted[1]))
@@ -237,10 +249,11 @@ class WarmProcesses:
         if process is not None and (problem := process.problem()):
             self._drop(python, process, problem)
             process = None
-        if process is None and time.monotonic() - self._failed_at.get(python, -math.inf) > RETRY:
+        if process is None and self._clock() - self._failed_at.get(python, -math.inf) > RETRY:
             process = self._begin(python, wanted)
         if process is not None:
             self._kept[wanted] = process
+            self._used_at[wanted] = self._clock()
         return process
 
     def _begin(self, python: str, wanted: Conditions) -> WarmProcess | None:
@@ -249,7 +262,7 @@ class WarmProcesses:
         try:
             return self._make(python, dict(wanted[1]))
         except OSError as error:
-            self._failed_at[python] = time.monotonic()
+            self._failed_at[python] = self._clock()
             log.warning("no warm process of %s: %s; trainings start cold", python, error)
             return None
 
@@ -259,7 +272,7 @@ class WarmProcesses:
         if is_usable:
             log.info("the warm process of %s is replaced: %s", python, problem)
             return
-        self._failed_at[python] = time.monotonic()
+        self._failed_at[python] = self._clock()
         log.warning("no warm process of %s: %s; trainings start cold. Its log ends with: %s", python, problem, last)
 
 

@@ -36,7 +36,7 @@ _ARGUMENTS_AT = 45
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ForkableProcess:
     """What a fork needs of the process that has imported the libraries."""
 
     executable: str
@@ -52,7 +52,7 @@ class Prepared:
     """Bytes of resident memory after the imports. A fork maps the libraries' files again only where it reads them."""
 
 
-_prepared: Prepared | None = None
+_prepared: ForkableProcess | None = None
 
 
 def prepare(before: Mapping[str, str], resident: int) -> None:
@@ -65,7 +65,7 @@ def prepare(before: Mapping[str, str], resident: int) -> None:
     global _prepared
     start = _addresses()
     openmp = _openmp_library()
-    _prepared = Prepared(
+    _prepared = ForkableProcess(
         executable=sys.executable,
         arguments=(start[0], start[1]),
         environment=(start[2], start[3]),
@@ -231,7 +231,7 @@ def _default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _replace_environment(argv: Sequence[str], environ: Mapping[str, str], prepared: Prepared) -> None:
+def _replace_environment(argv: Sequence[str], environ: Mapping[str, str], prepared: ForkableProcess) -> None:
     """Replace the environment, and what the kernel shows of it and of the command line.
 
     A task's processes are found by /proc/PID/environ: the marks come first, and what does not fit is left out there.
@@ -261,7 +261,7 @@ def _renew_random_numbers() -> None:
         numpy.random.seed()
 
 
-def _set_threads(text: str | None, prepared: Prepared) -> None:
+def _set_threads(text: str | None, prepared: ForkableProcess) -> None:
     """Apply OMP_NUM_THREADS, which OpenMP has read when it was loaded. It starts its threads at the first use."""
     wanted = int(text) if text and text.isdigit() else prepared.default_threads
     if prepared.openmp and wanted:

@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from ..nodes.start import serve, worker_settings
 
-    names = ("name", "data_dir", "device", "upload_mb_per_s", "isolation", "heartbeat_interval")
+    names = ("name", "data_dir", "device", "upload_mb_per_s", "isolation", "warm_start", "heartbeat_interval")
     given = {name: getattr(options, name) for name in names}
     return serve(worker_settings(url, environ, labels=dict(options.label), **given))
 
@@ -138,6 +138,11 @@ def _agent_options(command: argparse.ArgumentParser) -> None:
         "--isolation",
         choices=("auto", "off", "required"),
         help="whether trainings are kept apart from the agent and its files (TRL_NODE_ISOLATION; auto)",
+    )
+    command.add_argument(
+        "--warm-start",
+        choices=("on", "off"),
+        help="whether trainings are forked from a process that has imported torch (TRL_NODE_WARM_START; on)",
     )
     command.add_argument(
         "--label",

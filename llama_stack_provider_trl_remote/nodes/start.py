@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
+from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.system.process import hide_from_other_processes
 
 from ..wire import POLL_SECONDS
@@ -55,6 +56,10 @@ class NodeSettings:
     isolation_mode: Mode = "auto"
     limits: Limits = field(default_factory=Limits)
     """Limits of the processes of a training, together."""
+    warm_start: bool = False
+    """Whether it keeps warm processes of its own."""
+    warm: WarmProcesses | None = None
+    """Warm processes of the service that it belongs to."""
     tls: ssl.SSLContext | None = None
     """Trusted certificates for an https address; None: those of the system."""
 
@@ -77,7 +82,9 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
     isolation = settings.isolation or isolate(settings.isolation_mode, [settings.data_dir])
     if settings.isolation_mode != "off" and not isolation.how:
         hide_from_other_processes()
-    launcher = LocalLauncher(isolation=isolation, limits=settings.limits)
+    warm = settings.warm or (WarmProcesses() if settings.warm_start else None)  # they end with this process
+    launcher = LocalLauncher(isolation=isolation, limits=settings.limits, warm=warm)
+    launcher.warm_up(settings.python)
     return Agent(
         client,
         report,
@@ -98,6 +105,7 @@ def worker_settings(
     labels: Mapping[str, str] | None = None,
     upload_mb_per_s: float | None = None,
     isolation: str | None = None,
+    warm_start: str | None = None,
     heartbeat_interval: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
@@ -129,6 +137,7 @@ def worker_settings(
         upload_mb_per_s=upload_mb_per_s,
         heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
+        warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
         limits=Limits(processes=4096),
     )
 
@@ -153,6 +162,12 @@ def _mode(text: str) -> Mode:
     if text not in get_args(Mode):
         raise NodeError(f"isolation={text!r}: use {', '.join(get_args(Mode))} (--isolation, TRL_NODE_ISOLATION)")
     return cast(Mode, text)
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("on", "off"):
+        raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
+    return text == "on"
 
 
 def serve(settings: NodeSettings) -> int:

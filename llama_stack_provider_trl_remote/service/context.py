@@ -30,6 +30,7 @@ from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.ports import PORTS, PortRange
 from llama_stack_provider_trl.launch.runner import Limits
+from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
@@ -92,7 +93,9 @@ class Service:
         self.feeds = Feeds(self.store)
         self.stopping = asyncio.Event()
         """Set when the service begins to stop: streams end then, instead of keeping it."""
-        local = LocalLauncher(isolation=self.isolation, limits=self.limits)
+        self.warm = WarmProcesses() if settings.warm_start else None
+        self.local = local = LocalLauncher(isolation=self.isolation, limits=self.limits, warm=self.warm)
+        self.python = str(settings.train_python) if settings.train_python else None
         self.node_name = settings.node_name
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; never sent to another client."""
@@ -119,7 +122,7 @@ class Service:
             launcher,
             self.devices,
             settings.data_dir,
-            python=str(settings.train_python) if settings.train_python else None,
+            python=self.python,
             hang_timeout=settings.hang_timeout,
             ports=PortRange(*ports),
             blob_retention=settings.blob_retention,
@@ -135,12 +138,15 @@ class Service:
         self.datasets.prepare()
         self.preflights.prepare()
         self.supervisor.start()
+        if self.supervisor.supervising:
+            self.local.warm_up(self.python)
 
     def stop(self) -> None:
         """Stop supervising; trainings continue."""
         self.digests.close()
         self.bodies.close()
         self.supervisor.stop()
+        self.local.close()
         self.store.close()
         self.refusals.flush()
         self.audit.write("stopped", version=__version__)

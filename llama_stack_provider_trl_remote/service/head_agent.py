@@ -50,6 +50,7 @@ def _agent(service: Service, port: int) -> Agent:
             python=str(settings.train_python) if settings.train_python else None,
             isolation=service.isolation,
             limits=service.limits,
+            warm=service.warm,
             tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
         )
     )

@@ -106,7 +106,8 @@ class Machine:
     def serve(self, settings: Json | None = None, **environ: str) -> None:
         """As the service's machine."""
         ranks = {"torch_run_config": {"nproc_per_node": 1}}
-        block = {"device": "cpu", "hang_timeout": 900, "model_roots": ["/"], **ranks, **(settings or {})}
+        block = {"device": "cpu", "hang_timeout": 900, "model_roots": ["/"], "warm_start": False}
+        block |= {**ranks, **(settings or {})}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
         config = self.root / "run_fsdp.yaml"
         config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
@@ -123,6 +124,7 @@ class Machine:
     def join(self, head: Machine, *arguments: str, **environ: str) -> None:
         """As a worker node."""
         given = {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN, **environ}
+        given = {"TRL_NODE_WARM_START": "off", **given}
         self.start("--data-dir", str(self.data_dir), "--device", "cpu", *arguments, **given)
 
     def pids(self) -> list[int]:

@@ -43,6 +43,7 @@ class TrainingService(Server):
     def configure(self, **settings: Any) -> None:
         """Write the run file; what the service reads at its next start."""
         block = {"device": "cpu", "dataset_roots": [str(self.files)], "torch_run_config": {"nproc_per_node": 1}}
+        block |= {"warm_start": False}  # most tests train once or never
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": {**block, **settings}}
         self.config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
 

@@ -200,6 +200,8 @@ class LlamaStack(Server):
     """With the shipped run.yaml, on the CPU."""
 
     called = "Llama Stack"
+    warm_start = False
+    """Most tests train once or never: the import of a warm process would take CPU time from them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -210,7 +212,8 @@ class LlamaStack(Server):
         # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
         assert shipped.count("device: auto\n") == 1
         self._config = root / "run.yaml"
-        self._config.write_text(shipped.replace("device: auto\n", "device: cpu\n"))
+        on_cpu = f"device: cpu\n      warm_start: {str(self.warm_start).lower()}\n"
+        self._config.write_text(shipped.replace("device: auto\n", on_cpu))
 
     def configure(self, **settings: Any) -> None:
         """Change settings of our provider; what Llama Stack reads at its next start."""

@@ -141,7 +141,7 @@ def test_a_machine_that_cannot_take_part_reports_it_once_and_tries_again(
     troubles: list[Exception] = [full, full, refused, NodeError("no such address")]
     made: list[NodeSettings] = []
     configured = settings(master_addr="10.0.0.1", data_dir=tmp_path)
-    names = {"node_token": "t", "node_name": "head", "devices": ["cpu"]}
+    names = {"node_token": "t", "node_name": "head", "devices": ["cpu"], "warm": None}
     service: Any = SimpleNamespace(settings=configured, isolation=NO_ISOLATION, limits=Limits(), **names)
 
     async def run() -> None:

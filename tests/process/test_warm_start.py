@@ -1,0 +1,204 @@
+"""Trainings that are forked from a process with torch: the same bytes, nothing left from the job before, and they live
+when that process is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl.system import process
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import child_environment
+from tests.census import assert_clean
+from tests.process.test_recovery import World
+from tests.process.waiting import until
+from tests.tiny import REPOSITORY
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="every task starts cold there"),
+]
+NO_LIBRARIES = (
+    "import sys; from llama_stack_provider_trl.launch import warm; warm.import_libraries = lambda: None; "
+    "warm.main(sys.argv[1:])"
+)
+
+
+def without_libraries(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a warm process that imports nothing, in a tenth of a second."""
+    return subprocess.Popen([argv[0], "-c", NO_LIBRARIES, *argv[3:]], **options)
+
+
+def environment(**added: str) -> dict[str, str]:
+    return child_environment(os.environ, {"PYTHONPATH": str(REPOSITORY), **added})
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[WarmProcesses]:
+    """Warm processes without libraries, the first of them ready."""
+    warm = WarmProcesses(lambda python, environ: WarmProcess(python, environ, without_libraries))
+    warm.prepare(None, environment())
+    until(warm.pids)
+    yield warm
+    warm.close()
+
+
+def probe(warm: WarmProcesses, directory: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What a program inherits that is forked from a warm process."""
+    found = directory / "found.json"
+    found.unlink(missing_ok=True)
+    with open(directory / "output", "ab") as output:
+        exit_code = warm.start(None, ["-m", "tests.warm_probe", str(found)], environ, directory, output.fileno())
+    assert exit_code == 7, (directory / "output").read_text()
+    return dict(json.loads(found.read_text()))
+
+
+def test_a_fork_has_what_exec_would_give_it_and_nothing_of_the_job_before(empty: WarmProcesses, tmp_path: Path) -> None:
+    first = probe(empty, tmp_path, environment(TRL_TASK_ID="a", TRL_RUN_DIR="/a", NCCL_SOCKET_IFNAME="eth0"))
+    umask = os.umask(0o027)
+    try:
+        second = probe(empty, tmp_path, environment(TRL_TASK_ID="b", TRL_RUN_DIR="/b"))
+    finally:
+        os.umask(umask)
+    assert second["environ"] == environment(TRL_TASK_ID="b", TRL_RUN_DIR="/b")
+    assert set(second["shown_environ"][:2]) == {"TRL_RUN_DIR=/b", "TRL_TASK_ID=b"}  # by which its processes are found
+    assert set(second["shown_environ"]) == {f"{name}={value}" for name, value in second["environ"].items()}
+    assert second["shown_command"] == [sys.executable, "-m", "tests.warm_probe", str(tmp_path / "found.json")]
+    assert second["argv"][1:] == [str(tmp_path / "found.json")]
+    assert second["files"] == ["0", "1", "2", "3"]  # the last one lists the others
+    assert (first["umask"], second["umask"]) == (umask, 0o027)
+    assert second["cwd"] == str(tmp_path)
+    assert second["session"]
+    assert first["python_random"] != second["python_random"]
+    cold = tmp_path / "cold.json"
+    subprocess.run([sys.executable, "-m", "tests.warm_probe", str(cold)], env=environment(), cwd=tmp_path, check=False)
+    same = ("signals", "nice")
+    assert {name: second[name] for name in same} == {name: json.loads(cold.read_text())[name] for name in same}
+
+
+def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
+    script = (
+        "import os, time; from tests.process.test_warm_start import *\n"
+        "one = WarmProcess(sys.executable, environment(), without_libraries)\n"
+        "while not one.is_ready: time.sleep(0.01)\n"
+        "print(one.pid, flush=True); time.sleep(60)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environ) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        assert psutil.pid_exists(pid)
+        launcher.kill()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_one_that_is_stopped_or_killed_is_replaced(empty: WarmProcesses, tmp_path: Path) -> None:
+    (stopped,) = empty.pids()
+    os.kill(stopped, signal.SIGSTOP)
+    argv = ["-m", "tests.warm_probe", str(tmp_path / "found.json")]
+    with open(tmp_path / "output", "ab") as output:
+        for _ in range(2):
+            assert empty.start(None, argv, environment(), tmp_path, output.fileno()) is None
+    empty.replace_ended()
+    (replaced,) = until(empty.pids)
+    assert replaced != stopped
+    os.kill(replaced, signal.SIGKILL)
+    until(lambda: psutil.Process(replaced).status() == psutil.STATUS_ZOMBIE)
+    empty.replace_ended()
+    (last,) = until(empty.pids)
+    assert last != replaced
+    probe(empty, tmp_path, environment())
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmProcesses]:
+    """The real one. The launchers of this module share it."""
+    warm = WarmProcesses()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmProcesses) -> Iterator[World]:
+    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    monkeypatch.setenv(faults.VARIABLE, str(directory))
+    launcher = LocalLauncher(warm=warm)
+    launcher.warm_up(None)
+    world = World(tmp_path, launcher)
+    yield world
+    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+    world.store.close()
+
+
+def hold(world: World, point: str) -> RunnerStatus:
+    (world.root / "faults" / point).write_text("hold")
+    world.until((world.root / "faults" / f"{point}.taken").exists)
+    status = RunnerStatus.read(RunDir(world.store.get("job").run_dir or Path()).runner_status)
+    assert status is not None
+    return status
+
+
+def is_forked(status: RunnerStatus) -> bool:
+    """Whether the runner has torch, which it does not import itself."""
+    assert status.runner is not None
+    return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_disturbs_none(
+    world: World, warm: WarmProcesses, ranks: int
+) -> None:
+    changes: dict[str, Any] = {"num_threads": None}
+    changes |= {"ranks": 2, "sharding": ShardingSpec(), "batch_size": 1} if ranks == 2 else {}
+    launcher = world.launcher
+    assert isinstance(launcher, LocalLauncher)
+    launcher._warm = None
+    world.add("cold", "dpo-full", **changes)
+    world.finish("cold")
+    launcher._warm = warm
+    until(warm.pids, 60)
+    world.add("job", "dpo-full", **changes)
+    status = hold(world, "step-4")
+    assert is_forked(status)
+    assert status.trainer is not None
+    process.send_signal(status.trainer, signal.SIGKILL)
+    again = hold(world, "step-7")
+    assert is_forked(again)
+    for pid in warm.pids():
+        assert len(os.listdir(f"/proc/{pid}/task")) == 1
+        os.kill(pid, signal.SIGKILL)
+    (world.root / "faults" / "step-7.go").touch()
+    world.finish("job")
+    assert [attempt.start_step for attempt in world.store.attempts("job")] == [0, 3]
+    assert world.outcome("job") == world.outcome("cold")
+    assert_clean(world.root)
+
+
+def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(warm: WarmProcesses, tmp_path: Path) -> None:
+    warm.prepare(None, environment())
+    until(warm.pids, 60)
+    first, second = (probe(warm, tmp_path, environment(OMP_NUM_THREADS=count)) for count in ("1", "3"))
+    assert (first["torch_threads"], second["torch_threads"]) == (1, 3)
+    assert first["numpy_random"] != second["numpy_random"]  # a new process takes the system's entropy
+    script = "import torch; print(torch.rand(3).tolist())"
+    cold = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert first["torch_random"] == second["torch_random"] == json.loads(cold.stdout)
+    assert not first["cuda_initialized"]
