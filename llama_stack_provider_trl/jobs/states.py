@@ -86,7 +86,7 @@ REASONS: dict[Reason, Remedy] = {
         "Correct what the message names (interpreter, data directory, the ports from master_port on) and submit the "
         "job again.",
     ),
-    Reason.rank_failed: Remedy(2.0, "Read the end of the log file (log_path), then submit the job again."),
+    Reason.rank_failed: Remedy(1.0, "Read the end of the log file (log_path), then submit the job again."),
     Reason.out_of_memory: Remedy(
         None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -39,6 +39,8 @@ IDLE = 600.0
 """Seconds after which a process that no task has used is ended, if there is another one."""
 RETRY = 60.0
 """Seconds before another try for an interpreter whose warm process ended before it was ready."""
+_ROOM_FOR_ARGUMENTS = "-" * 1024
+"""An argument whose place a fork's own command line takes."""
 _LONGEST_ENVIRONMENT = fork.ROOM_BYTES - 1024
 _AFTER_THE_FORK = re.compile(
     rf"{TASK_MARK}|{RUN_DIR_MARK}|TRL_FAULTS|TRL_LOCK_DIR|(GLOO|NCCL)_SOCKET_IFNAME|{fork.THREADS}|PYTORCH_ALLOC_CONF"
@@ -76,24 +78,26 @@ class WarmProcess:
     """
 
     def __init__(self, python: str, environ: Mapping[str, str], spawn: Callable[..., Any] = subprocess.Popen) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
         self._python = python
         self._ready: dict[str, Any] | None = None
         self._unanswered = 0
-        # Open as long as the process.
-        self._errors = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
-        with theirs:
-            self._process = spawn(
-                [python, "-m", WARM, f"{CHANNEL}{theirs.fileno()}", "-" * 1024],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                cwd="/",
-                env={**environ, **ARROW, fork.ROOM: "-" * fork.ROOM_BYTES},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        with ExitStack() as on_error:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            on_error.callback(self._channel.close)
+            self._channel.setblocking(False)
+            self._errors = cast(BinaryIO, on_error.enter_context(tempfile.TemporaryFile()))
+            with theirs:
+                self._process = spawn(
+                    [python, "-m", WARM, f"{CHANNEL}{theirs.fileno()}", _ROOM_FOR_ARGUMENTS],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._errors,
+                    cwd="/",
+                    env={**environ, **ARROW, fork.ROOM: "-" * fork.ROOM_BYTES},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            on_error.pop_all()
 
     @property
     def pid(self) -> int:

@@ -43,8 +43,8 @@ class JobSettings(Documented):
     retries: int = Field(3, ge=0)
     """How often a job that sets none is tried again after a failure that another try can get past."""
     retry_backoff: float | None = Field(None, gt=0, le=600)
-    """Seconds to wait before the first retry of a job; doubled with each further one, 10 minutes at most. null: 2, or
-    10 after a failed launch or export, or 30 with a full disk."""
+    """Seconds to wait before the first retry of a job; doubled with each further one, 10 minutes at most. null: 1,
+    or 2 after a hang or a lost node, 10 after a failed launch or export, 30 with a full disk."""
     oom_retry: bool = True
     """Whether a job that ran out of memory, and sets nothing, is tried once more with half the batch size and twice the
     accumulation: the same steps, in less memory."""

@@ -91,15 +91,27 @@ def test_a_fork_has_what_exec_would_give_it_and_nothing_of_the_job_before(empty:
     assert {name: second[name] for name in same} == {name: json.loads(cold.read_text())[name] for name in same}
 
 
-def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_its_memory_does_not_grow_with_the_tasks(empty: WarmProcesses, tmp_path: Path) -> None:
+    (pid,) = empty.pids()
+    resident = []
+    for _ in range(20):
+        probe(empty, tmp_path, environment(NCCL_SOCKET_IFNAME="x" * 10_000))
+        resident.append(psutil.Process(pid).memory_info().rss)
+    assert resident[-1] - resident[2] < 256 << 10, resident
+    assert empty.pids() == [pid]
+
+
+def test_it_ends_with_its_launcher() -> None:
     script = (
-        "import os, time; from tests.process.test_warm_start import *\n"
-        "one = WarmProcess(sys.executable, environment(), without_libraries)\n"
+        "import os, subprocess, sys, time\n"
+        "from llama_stack_provider_trl.launch.warm_processes import WarmProcess\n"
+        "begin = lambda argv, **options: subprocess.Popen([argv[0], '-c', sys.argv[1], *argv[3:]], **options)\n"
+        "one = WarmProcess(sys.executable, dict(os.environ), begin)\n"
         "while not one.is_ready: time.sleep(0.01)\n"
         "print(one.pid, flush=True); time.sleep(60)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environ) as launcher:
+    command = [sys.executable, "-c", script, NO_LIBRARIES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         assert psutil.pid_exists(pid)

@@ -529,7 +529,7 @@ def save(world: World, task_id: str, step: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("chosen", "waits"), [(None, (2.0, 4.0)), (7.5, (7.5, 15.0)), (400.0, (400.0, 600.0))])
+@pytest.mark.parametrize(("chosen", "waits"), [(None, (1.0, 2.0)), (7.5, (7.5, 15.0)), (400.0, (400.0, 600.0))])
 def test_a_killed_training_is_tried_again_after_a_wait_and_fails_after_the_last_retry(
     world: World, chosen: float | None, waits: tuple[float, float]
 ) -> None:
