@@ -240,7 +240,9 @@ def _replace_environment(argv: Sequence[str], environ: Mapping[str, str], prepar
     os.environ.update(environ)
     marks_first = sorted(environ.items(), key=lambda item: not item[0].startswith("TRL_"))
     _overwrite(prepared.environment, [f"{name}={value}" for name, value in marks_first])
-    _overwrite(prepared.arguments, argv)
+    _overwrite(prepared.arguments, [" ".join(argv)])
+    # Without a NUL at its end the kernel shows the area up to the first NUL only.
+    ctypes.memset(prepared.arguments[1] - 1, ord("-"), 1)
 
 
 def _overwrite(area: tuple[int, int], parts: Sequence[str]) -> None:

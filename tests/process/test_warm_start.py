@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
+from llama_stack_provider_trl.launch.isolation import probe as probe_isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
@@ -78,7 +80,7 @@ def test_a_fork_has_what_exec_would_give_it_and_nothing_of_the_job_before(empty:
     assert second["environ"] == environment(TRL_TASK_ID="b", TRL_RUN_DIR="/b")
     assert set(second["shown_environ"][:2]) == {"TRL_RUN_DIR=/b", "TRL_TASK_ID=b"}  # by which its processes are found
     assert set(second["shown_environ"]) == {f"{name}={value}" for name, value in second["environ"].items()}
-    assert second["shown_command"] == [sys.executable, "-m", "tests.warm_probe", str(tmp_path / "found.json")]
+    assert second["shown_command"] == [f"{sys.executable} -m tests.warm_probe {tmp_path / 'found.json'}"]
     assert second["argv"][1:] == [str(tmp_path / "found.json")]
     assert second["files"] == ["0", "1", "2", "3"]  # the last one lists the others
     assert (first["umask"], second["umask"]) == (umask, 0o027)
@@ -152,7 +154,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmProcesses) 
     directory = tmp_path / "faults"
     directory.mkdir()
     monkeypatch.setenv(faults.VARIABLE, str(directory))
-    launcher = LocalLauncher(warm=warm)
+    found = probe_isolation()
+    isolation = Isolation(found.how, "", (tmp_path,)) if found.how else NO_ISOLATION
+    launcher = LocalLauncher(isolation=isolation, warm=warm)
     launcher.warm_up(None)
     world = World(tmp_path, launcher)
     yield world
@@ -166,6 +170,10 @@ def hold(world: World, point: str) -> RunnerStatus:
     status = RunnerStatus.read(RunDir(world.store.get("job").run_dir or Path()).runner_status)
     assert status is not None
     return status
+
+
+def spec_of(world: World) -> Path:
+    return RunDir(world.store.get("job").run_dir or Path()).spec
 
 
 def is_forked(status: RunnerStatus) -> bool:
@@ -191,7 +199,12 @@ def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_dist
     status = hold(world, "step-4")
     assert is_forked(status)
     assert status.trainer is not None
-    process.send_signal(status.trainer, signal.SIGKILL)
+    trainer = psutil.Process(status.trainer.pid)
+    if probe_isolation().how:
+        assert os.readlink(f"/proc/{trainer.pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+    killed = trainer if ranks == 1 else trainer.children()[1]
+    assert killed.cmdline()[-2:] == ["llama_stack_provider_trl.recipes.train", str(spec_of(world))]
+    killed.kill()
     again = hold(world, "step-7")
     assert is_forked(again)
     for pid in warm.pids():
@@ -199,7 +212,9 @@ def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_dist
         os.kill(pid, signal.SIGKILL)
     (world.root / "faults" / "step-7.go").touch()
     world.finish("job")
-    assert [attempt.start_step for attempt in world.store.attempts("job")] == [0, 3]
+    first, second = world.store.attempts("job")
+    assert (first.start_step, second.start_step) == (0, 3)
+    assert ("rank 1 was killed by SIGKILL" if ranks == 2 else "killed by SIGKILL") in first.message
     assert world.outcome("job") == world.outcome("cold")
     assert_clean(world.root)
 
