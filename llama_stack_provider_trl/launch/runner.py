@@ -451,8 +451,9 @@ def _is_final(line: bytes) -> bool:
 
 
 def _more_than(limit: int, processes: Sequence[ProcessId]) -> int:
-    """Memory of processes where it exceeds a limit, else 0. Loader workers share most pages with the rank that forked
-    them, and forks of a warm process with it: those count once, which is measured only where counting them several times exceeds the limit."""
+    """Memory of processes where it exceeds a limit, else 0. Forks, such as loader workers, share most pages with the
+    process that forked them: those count once, which is measured only where counting them several times exceeds the
+    limit."""
     if memory_of(processes) <= limit:
         return 0
     taken = memory_of(processes, exact=True)

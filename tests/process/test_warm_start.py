@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.isolation import probe as probe_isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.system import process
@@ -182,6 +184,20 @@ def is_forked(status: RunnerStatus) -> bool:
     return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()
 
 
+def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
+    world: World, warm: WarmProcesses, tmp_path: Path
+) -> None:
+    until(warm.pids, 60)
+    environ = training_environment(TaskSpec("", Path("/"), ("cpu",)), os.environ)
+    first, second = (probe(warm, tmp_path, {**environ, "OMP_NUM_THREADS": count}) for count in ("1", "2"))
+    assert (first["torch_threads"], second["torch_threads"]) == (1, 2)
+    assert first["numpy_random"] != second["numpy_random"]  # a new process takes the system's entropy
+    script = "import torch; print(torch.rand(3).tolist())"
+    cold = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert first["torch_random"] == second["torch_random"] == json.loads(cold.stdout)
+    assert not first["cuda_initialized"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_disturbs_none(
     world: World, warm: WarmProcesses, ranks: int
@@ -209,7 +225,8 @@ def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_dist
     assert is_forked(again)
     for pid in warm.pids():
         assert len(os.listdir(f"/proc/{pid}/task")) == 1
-        os.kill(pid, signal.SIGKILL)
+        if ranks == 2:
+            os.kill(pid, signal.SIGKILL)
     (world.root / "faults" / "step-7.go").touch()
     world.finish("job")
     first, second = world.store.attempts("job")
@@ -217,15 +234,3 @@ def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_dist
     assert ("rank 1 was killed by SIGKILL" if ranks == 2 else "killed by SIGKILL") in first.message
     assert world.outcome("job") == world.outcome("cold")
     assert_clean(world.root)
-
-
-def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(warm: WarmProcesses, tmp_path: Path) -> None:
-    warm.prepare(None, environment())
-    until(warm.pids, 60)
-    first, second = (probe(warm, tmp_path, environment(OMP_NUM_THREADS=count)) for count in ("1", "3"))
-    assert (first["torch_threads"], second["torch_threads"]) == (1, 3)
-    assert first["numpy_random"] != second["numpy_random"]  # a new process takes the system's entropy
-    script = "import torch; print(torch.rand(3).tolist())"
-    cold = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert first["torch_random"] == second["torch_random"] == json.loads(cold.stdout)
-    assert not first["cuda_initialized"]
