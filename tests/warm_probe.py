@@ -31,12 +31,14 @@ def inherited() -> dict[str, Any]:
         "modules": len(sys.modules),
     }
     if "torch" in sys.modules:
+        import datasets.fingerprint
         import numpy
         import torch
 
         found |= {
             "torch_random": torch.rand(3).tolist(),
             "numpy_random": float(numpy.random.rand()),
+            "fingerprint": datasets.fingerprint.generate_random_fingerprint(),
             "torch_threads": torch.get_num_threads(),
             "cuda_initialized": torch.cuda.is_initialized(),
         }

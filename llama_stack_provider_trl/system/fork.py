@@ -30,6 +30,12 @@ ROOM = "TRL_WARM_ROOM"
 ROOM_BYTES = 48 << 10
 THREADS = "OMP_NUM_THREADS"
 _UNBUFFERED, _MODULE = "-u", "-m"
+_FROM_ENTROPY = {
+    "numpy.random.mtrand": "_rand",
+    "datasets.fingerprint": "fingerprint_rng",  # names of cache files, which two jobs must not share
+    "sympy.core.random": "rng",
+}
+"""Generators, by their modules. With torch, trl and their dependencies imported there are no others."""
 _STREAMS = 3
 _ARGUMENTS_AT = 45
 """Index of `arg_start` in /proc/PID/stat, without the pid and the name; the ends of both areas follow."""
@@ -256,11 +262,13 @@ def _overwrite(area: tuple[int, int], parts: Sequence[str]) -> None:
 
 
 def _renew_random_numbers() -> None:
-    """numpy's generator starts from the system's entropy in a new process, and torch's from a constant. Python renews
+    """Seed what an import seeds from the system's entropy. torch's generator starts from a constant, and Python renews
     its own after a fork."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    for name, generator in _FROM_ENTROPY.items():
+        if (module := sys.modules.get(name)) is not None:
+            getattr(module, generator).seed()
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        processes.current_process().authkey = os.urandom(32)
 
 
 def _set_threads(text: str | None, prepared: ForkableProcess) -> None:

@@ -191,7 +191,8 @@ def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
     environ = training_environment(TaskSpec("", Path("/"), ("cpu",)), os.environ)
     first, second = (probe(warm, tmp_path, {**environ, "OMP_NUM_THREADS": count}) for count in ("1", "2"))
     assert (first["torch_threads"], second["torch_threads"]) == (1, 2)
-    assert first["numpy_random"] != second["numpy_random"]  # a new process takes the system's entropy
+    for name in ("numpy_random", "fingerprint", "python_random"):  # a new process takes the system's entropy
+        assert first[name] != second[name]
     script = "import torch; print(torch.rand(3).tolist())"
     cold = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert first["torch_random"] == second["torch_random"] == json.loads(cold.stdout)
