@@ -9,6 +9,7 @@ launcher does. It opens no CUDA context and keeps no thread: a fork would lack i
 from __future__ import annotations
 
 import array
+import fcntl
 import gc
 import importlib
 import json
@@ -43,6 +44,7 @@ fork of the launcher holds it too."""
 def main(arguments: list[str]) -> None:
     launcher = os.getppid()
     channel = socket.socket(fileno=int(arguments[0].removeprefix(CHANNEL)))
+    _end_with_launcher(channel, True)
     paths = searched(sys.path)
     found, before = digest(paths), dict(os.environ)
     for name in ARROW:
@@ -52,6 +54,7 @@ def main(arguments: list[str]) -> None:
         os.environ.pop(name, None)
     fork.prepare(before, resident_memory())
     _end_threads()
+    _end_with_launcher(channel, False)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it marks
     ready = {"executable": sys.executable, "paths": paths, "own": str(OWN), "digest": found}
@@ -61,6 +64,16 @@ def main(arguments: list[str]) -> None:
 
 ARROW: Mapping[str, str] = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps pyarrow's jemalloc, which is not its default allocator, from starting a thread at the import."""
+
+
+def _end_with_launcher(channel: socket.socket, at_once: bool) -> None:
+    """Have the kernel end this process when the launcher's end of the channel closes, while the imports keep it from
+    reading: SIGIO is sent then, which nothing handles."""
+    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC if at_once else flags & ~os.O_ASYNC)
+    if select.select([channel], [], [], 0)[0]:  # it was closed before
+        sys.exit(1)
 
 
 def import_libraries() -> None:

@@ -105,19 +105,23 @@ def test_its_memory_does_not_grow_with_the_tasks(empty: WarmProcesses, tmp_path:
     assert empty.pids() == [pid]
 
 
-def test_it_ends_with_its_launcher() -> None:
+@pytest.mark.parametrize("is_importing", [False, True])
+def test_it_ends_with_its_launcher(is_importing: bool, tmp_path: Path) -> None:
+    mark = tmp_path / "importing"
+    libraries = f"open({str(mark)!r}, 'w').close()" + ("; import time; time.sleep(60)" if is_importing else "")
     script = (
         "import os, subprocess, sys, time\n"
         "from llama_stack_provider_trl.launch.warm_processes import WarmProcess\n"
         "begin = lambda argv, **options: subprocess.Popen([argv[0], '-c', sys.argv[1], *argv[3:]], **options)\n"
         "one = WarmProcess(sys.executable, dict(os.environ), begin)\n"
-        "while not one.is_ready: time.sleep(0.01)\n"
+        f"while not ({is_importing} or one.is_ready): time.sleep(0.01)\n"
         "print(one.pid, flush=True); time.sleep(60)\n"
     )
-    command = [sys.executable, "-c", script, NO_LIBRARIES]
+    command = [sys.executable, "-c", script, NO_LIBRARIES.replace("lambda: None", f"lambda: exec({libraries!r})")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
+        until(mark.exists)
         assert psutil.pid_exists(pid)
         launcher.kill()
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
