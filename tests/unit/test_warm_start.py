@@ -19,6 +19,8 @@ from llama_stack_provider_trl.launch.warm_processes import IDLE, RETRY, WarmProc
 from llama_stack_provider_trl.recipes import train
 from llama_stack_provider_trl.specs.job import AttemptSpec, LoraSpec, QatSpec
 from llama_stack_provider_trl.system import fork
+from llama_stack_provider_trl_remote.nodes.identity import NodeError
+from llama_stack_provider_trl_remote.nodes.start import worker_settings
 from tests.fakes import FakeClock, job_spec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="every task starts cold there")
@@ -280,3 +282,16 @@ def test_a_job_that_quantizes_leaves_the_fork_for_a_new_interpreter(
     monkeypatch.setattr(fork, "_prepared", fork.ForkableProcess(sys.executable, (0, 0), (0, 0), {}, None, 0, 0))
     assert train.needs_cold_start(quantizing)
     assert not train.needs_cold_start(plain)
+
+
+def test_an_agent_has_a_switch_on_its_command_line_and_in_its_environment() -> None:
+    environ = {"TRL_SERVICE_TOKEN": "t", "TRL_NODE_DEVICE": "cpu", "TRL_NODE_ADDRESS": "10.0.0.9"}
+
+    def switched(given: str | None = None, **more: str) -> bool:
+        return worker_settings("http://10.0.0.1:8322", {**environ, **more}, warm_start=given).warm_start
+
+    assert switched()
+    assert not switched(TRL_NODE_WARM_START="off")
+    assert switched("on", TRL_NODE_WARM_START="off")
+    with pytest.raises(NodeError, match=r"warm_start='no': use on or off \(--warm-start, TRL_NODE_WARM_START\)"):
+        switched(TRL_NODE_WARM_START="no")
