@@ -31,6 +31,7 @@ ROOM_BYTES = 48 << 10
 THREADS = "OMP_NUM_THREADS"
 _UNBUFFERED, _MODULE = "-u", "-m"
 _FROM_ENTROPY = {
+    "torch": "default_generator",
     "numpy.random.mtrand": "_rand",
     "datasets.fingerprint": "fingerprint_rng",  # names of cache files, which two jobs must not share
     "sympy.core.random": "rng",
@@ -262,8 +263,7 @@ def _overwrite(area: tuple[int, int], parts: Sequence[str]) -> None:
 
 
 def _renew_random_numbers() -> None:
-    """Seed what an import seeds from the system's entropy. torch's generator starts from a constant, and Python renews
-    its own after a fork."""
+    """Seed what an import seeds from the system's entropy. Python renews its own generator after a fork."""
     for name, generator in _FROM_ENTROPY.items():
         if (module := sys.modules.get(name)) is not None:
             getattr(module, generator).seed()

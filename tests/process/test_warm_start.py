@@ -195,11 +195,8 @@ def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
     environ = training_environment(TaskSpec("", Path("/"), ("cpu",)), os.environ)
     first, second = (probe(warm, tmp_path, {**environ, "OMP_NUM_THREADS": count}) for count in ("1", "2"))
     assert (first["torch_threads"], second["torch_threads"]) == (1, 2)
-    for name in ("numpy_random", "fingerprint", "python_random"):  # a new process takes the system's entropy
-        assert first[name] != second[name]
-    script = "import torch; print(torch.rand(3).tolist())"
-    cold = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert first["torch_random"] == second["torch_random"] == json.loads(cold.stdout)
+    for name in ("torch_random", "numpy_random", "fingerprint", "python_random"):
+        assert first[name] != second[name]  # a new process takes the system's entropy
     assert not first["cuda_initialized"]
 
 
@@ -207,7 +204,7 @@ def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
 def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_disturbs_none(
     world: World, warm: WarmProcesses, ranks: int
 ) -> None:
-    changes: dict[str, Any] = {"num_threads": None}
+    changes: dict[str, Any] = {"num_threads": None, "n_epochs": 2}
     changes |= {"ranks": 2, "sharding": ShardingSpec(), "batch_size": 1} if ranks == 2 else {}
     launcher = world.launcher
     assert isinstance(launcher, LocalLauncher)
