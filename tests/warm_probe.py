@@ -1,6 +1,8 @@
 """A program for forks of a warm process: writes what it inherits to a file, then changes all of it.
 
-python -m tests.warm_probe FILE
+python -m tests.warm_probe FILE [nested]
+
+`nested`: it changes all of it first, and has a fork of its own write the file, as a runner forks a rank.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from llama_stack_provider_trl.system import fork
 
 
 def inherited() -> dict[str, Any]:
@@ -54,6 +58,11 @@ def leave_traces() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:]:
+        environ = dict(os.environ)
+        leave_traces()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        sys.exit(fork.start([sys.executable, "-m", "tests.warm_probe", sys.argv[1]], environ=environ).wait())
     Path(sys.argv[1]).write_text(json.dumps(inherited()))
     leave_traces()
     sys.exit(7)

@@ -62,12 +62,14 @@ def empty(tmp_path: Path) -> Iterator[WarmProcesses]:
     warm.close()
 
 
-def probe(warm: WarmProcesses, directory: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+def probe(warm: WarmProcesses, directory: Path, environ: Mapping[str, str], *arguments: str) -> dict[str, Any]:
     """What a program inherits that is forked from a warm process."""
     found = directory / "found.json"
     found.unlink(missing_ok=True)
     with open(directory / "output", "ab") as output:
-        exit_code = warm.start(None, ["-m", "tests.warm_probe", str(found)], environ, directory, output.fileno())
+        exit_code = warm.start(
+            None, ["-m", "tests.warm_probe", str(found), *arguments], environ, directory, output.fileno()
+        )
     assert exit_code == 7, (directory / "output").read_text()
     return dict(json.loads(found.read_text()))
 
@@ -93,6 +95,13 @@ def test_a_fork_has_what_exec_would_give_it_and_nothing_of_the_job_before(empty:
     subprocess.run([sys.executable, "-m", "tests.warm_probe", str(cold)], env=environment(), cwd=tmp_path, check=False)
     same = ("signals", "nice")
     assert {name: second[name] for name in same} == {name: json.loads(cold.read_text())[name] for name in same}
+
+
+def test_a_fork_of_a_fork_inherits_nothing_that_the_first_has_changed(empty: WarmProcesses, tmp_path: Path) -> None:
+    first = probe(empty, tmp_path, environment())
+    nested = probe(empty, tmp_path, environment(), "nested")
+    same = ("environ", "files", "signals", "session", "nice", "shown_command")
+    assert {name: nested[name] for name in same} == {name: first[name] for name in same}
 
 
 def test_its_memory_does_not_grow_with_the_tasks(empty: WarmProcesses, tmp_path: Path) -> None:
