@@ -18,7 +18,7 @@ from llama_stack_provider_trl.recipes.checkpoint.optimizer_state import TENSORS
 from llama_stack_provider_trl.recipes.checkpoint.step import step_bytes
 from llama_stack_provider_trl.recipes.memory.estimate import disk_bytes, estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
-from llama_stack_provider_trl.recipes.train import _unused_libraries_hidden
+from llama_stack_provider_trl.recipes.train import _unused_libraries, unused_libraries_hidden
 from llama_stack_provider_trl.recipes.trainer.adamw_8bit import AdamW8Bit
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerName, OptimizerSpec, ShardingSpec
@@ -157,7 +157,7 @@ def test_the_estimate_counts_two_bytes_and_the_scales(tmp_path: Path, model: Pat
 def test_a_job_with_8_bit_moments_sees_bitsandbytes(tmp_path: Path, model: Path) -> None:
     cases: list[tuple[OptimizerName, bool]] = [("adamw", True), ("adamw_8bit", False)]
     for name, is_hidden in cases:
-        with _unused_libraries_hidden(spec_of(tmp_path, model, name)):
+        with unused_libraries_hidden(_unused_libraries(spec_of(tmp_path, model, name))):
             found = [finder.find_spec("bitsandbytes", None) for finder in sys.meta_path]
         assert (not any(found)) is is_hidden
 

@@ -307,7 +307,7 @@ def test_these_architectures_are_trained_without_padding(architecture: str, monk
     [
         ("gemma2", {}, "its attention has softcap"),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention has s_aux"),
-        ("mamba", {}, "not every block is known to have causal attention"),
+        ("mamba", {}, "it has blocks of kind linear_attention"),
         ("qwen3_moe", {"num_experts": 8000}, "million parameters"),
         ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "blocks of kind chunked_attention"),
         ("bloom", {}, "not every block is known to have causal attention"),

@@ -42,7 +42,7 @@ from tests.training import LORA, SFT_ROWS, of_kind
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MEETS = """
-import sys
+import os, sys
 from pathlib import Path
 import torch
 from llama_stack_provider_trl.errors import JobFailure
@@ -51,7 +51,8 @@ from llama_stack_provider_trl.recipes.distributed import peers
 from llama_stack_provider_trl.specs.events import EventWriter
 writer = EventWriter(RunDir(Path(sys.argv[1])).events)
 (Path(sys.argv[1]) / "began").touch()
-peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.PEER_TIMEOUT, peers.EXIT_GRACE = 5.0, 0.1, 1.0, 1.0
+peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.EXIT_GRACE = 5.0, 0.1, 1.0
+peers.PEER_TIMEOUT = float(os.environ.get("PEER_TIMEOUT", "1"))
 try:
     with peers.connected_peers(torch.device("cpu"), Path(sys.argv[1]), writer):
         print("met", flush=True)
@@ -320,7 +321,9 @@ def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, p
 def test_a_rank_that_loses_its_peer_ends_without_a_reason_of_its_own(
     tmp_path: Path, port: int, number: int | None
 ) -> None:
-    with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
+    # A process needs more than a second to its end where others load the machine.
+    patient = {"PEER_TIMEOUT": "15"}
+    with meeting(tmp_path, port, 0, **patient) as first, meeting(tmp_path, port, 1, **patient) as second:
         assert (reported(first), reported(second)) == ("met", "met")
         if number:
             second.send_signal(number)
