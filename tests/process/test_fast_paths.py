@@ -296,6 +296,17 @@ def reason(monkeypatch: pytest.MonkeyPatch, config: Any, max_seq_length: int = 6
     return support._unsupported.__wrapped__(source, max_seq_length)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "starcoder2"])
+def test_a_small_copy_has_few_experts_and_small_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_LARGEST", 20_000_000)
+    assert reason(monkeypatch, AutoConfig.for_model(name)) == ""
+
+
+def test_a_model_whose_small_copy_is_large_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_LARGEST", 1_000)
+    assert "million parameters, too many to try it out" in reason(monkeypatch, AutoConfig.for_model("llama", **SIZES))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_these_architectures_are_trained_without_padding(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, sizes = ARCHITECTURES[architecture]
@@ -308,7 +319,7 @@ def test_these_architectures_are_trained_without_padding(architecture: str, monk
         ("gemma2", {}, "its attention has softcap"),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention has s_aux"),
         ("mamba", {}, "it has blocks of kind linear_attention"),
-        ("qwen3_moe", {"num_experts": 8000}, "million parameters"),
+        ("opt", {}, "its attention cannot be tried out"),
         ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "blocks of kind chunked_attention"),
         ("bloom", {}, "not every block is known to have causal attention"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a mean over padded batches"),

@@ -21,8 +21,11 @@ _WINDOW = 5
 """Tokens of a sliding window in the small copy, so that its rows are longer."""
 _VOCABULARY = 64
 _LARGEST = 50_000_000
-"""Parameters of the small copy: mixtures of many experts stay large. Every rank makes one, 200 MB in fp32."""
+"""Parameters of the small copy. Every rank makes one, 200 MB in fp32."""
 _HEAD_SIZE = 16
+_EXPERTS = 8
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Attributes of configurations."""
 _KINDS = {"full_attention", "sliding_attention"}
 """Kinds of blocks that a short row can try out. Of others, such as chunked attention, it would show nothing."""
 _ROPE_OF_BATCHES = ("dynamic", "longrope")
@@ -84,7 +87,13 @@ def _why_unsuitable(config: Any, max_seq_length: int) -> str:
 
 
 def _why_different(config: Any) -> str:
-    small = _small(config)
+    try:
+        return _why_copy_differs(_small(config, _HEAD_SIZE))
+    except Exception:  # some architectures have sizes that follow from their own head size
+        return _why_copy_differs(_small(config, None))
+
+
+def _why_copy_differs(small: Any) -> str:
     with torch.device("meta"):
         size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters())
     if size > _LARGEST:
@@ -94,29 +103,43 @@ def _why_different(config: Any) -> str:
         return _difference(AutoModelForCausalLM.from_config(small, dtype=torch.float32))
 
 
-def _small(config: Any) -> Any:
-    """A configuration with the same kinds of blocks, few of them and small ones."""
+def _small(config: Any, largest_head: int | None) -> Any:
+    """A configuration with the same kinds of blocks, few of them and small ones.
+
+    Args:
+        largest_head: largest size of a head; None: its own.
+    """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     small = with_depth(config, max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)), 0) if kinds else 2)
     text = small.get_text_config()
     heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    fewer = {"num_attention_heads": 2 * heads // key_heads}
-    if getattr(text, "head_dim", None):
-        fewer["head_dim"] = head_size = min(head_size, _HEAD_SIZE)
+    if largest_head is not None:
+        head_size = min(head_size, largest_head)
+    sizes = {"num_attention_heads": 2 * heads // key_heads, "vocab_size": _VOCABULARY}
+    sizes["hidden_size"] = sizes["num_attention_heads"] * head_size
     if getattr(text, "num_key_value_heads", None):
-        fewer["num_key_value_heads"] = 2
-    fewer["hidden_size"] = 2 * heads // key_heads * head_size
-    for name, value in {**fewer, "vocab_size": _VOCABULARY}.items():
+        sizes["num_key_value_heads"] = 2
+    if getattr(text, "head_dim", None) and not isinstance(getattr(type(text), "head_dim", None), property):
+        sizes["head_dim"] = head_size
+    for name in text.to_dict():
+        if name.endswith("intermediate_size") and isinstance(getattr(text, name), int):
+            sizes[name] = 2 * sizes["hidden_size"]
+    for name, value in {**sizes, **_fewer_experts(text)}.items():
         setattr(text, name, value)
-    for name in [name for name in text.to_dict() if name.endswith("intermediate_size")]:
-        if isinstance(getattr(text, name), int):
-            setattr(text, name, 2 * text.hidden_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
     if getattr(text, "sliding_window", None):
         text.sliding_window = _WINDOW
     return small
+
+
+def _fewer_experts(text: Any) -> dict[str, int]:
+    """Experts are all alike: twice as many as a token uses, in as many groups as the router has."""
+    used = getattr(text, "num_experts_per_tok", None) or 0
+    most = (getattr(text, "n_group", None) or 1) * max(_EXPERTS, 2 * used)
+    given = {name: getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS}
+    return {name: min(number, most) for name, number in given.items() if isinstance(number, int)}
 
 
 def _difference(model: PreTrainedModel) -> str:
