@@ -194,6 +194,22 @@ def test_a_row_without_a_loss_counts_no_token() -> None:
     assert int(inputs["num_tokens"]) == 0
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_last_block_computes_its_network_only_for_tokens_that_predict(checkpointing: bool) -> None:
+    model, flat = model_of("llama"), FlatPairs()
+    use_rows(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    inputs, seen = flat.collate([pair(5, 3, 2)]), []
+    for block in model.model.layers:
+        block.mlp.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    model(**flat.forward_arguments(model, inputs)).log_probs.sum().backward()
+    tokens = 5 + 2 + 1
+    # The prompt's last token predicts the first of both answers, and each answer's first ones the rest.
+    assert seen == [tokens, 1 + 2 + 1] + ([1 + 2 + 1, tokens] if checkpointing else [])
+
+
 def test_a_batch_of_fillers_has_no_loss_and_a_gradient_of_zero() -> None:
     model, flat = model_of("llama"), FlatPairs()
     use_rows(model)

@@ -36,7 +36,7 @@ def collate_rows(rows: Sequence[Mapping[str, Any]]) -> Inputs:
 
 def forward_arguments(inputs: Inputs) -> Inputs:
     """Arguments of a forward that scores a batch: log-probabilities have shape (1, scored)."""
-    names = ("input_ids", "position_ids", "scored", "shift_labels", "layout")
+    names = ("input_ids", "position_ids", "scored", "last_tokens", "shift_labels", "layout")
     return {**{name: inputs[name] for name in names}, "use_cache": False, "fused_lm_head": True}
 
 
@@ -145,12 +145,14 @@ class _Sequence:
         self.positions.extend(range(position, position + len(ids)))
 
     def inputs(self) -> Inputs:
-        """`input_ids` and `position_ids` of shape (1, tokens), `scored` (scored,), `shift_labels` (1, scored), and the
-        `layout`. Something is always scored: where the loss covers nothing, the first token, with the label -100."""
+        """`input_ids` and `position_ids` of shape (1, tokens), `scored` (scored,), `last_tokens`, each of them once,
+        `shift_labels` (1, scored), and the `layout`. Something is always scored: where the loss covers nothing, the
+        first token, with the label -100."""
         return {
             "input_ids": torch.tensor([self.ids]),
             "position_ids": torch.tensor([self.positions]),
             "scored": torch.tensor(self.scored or [0]),
+            "last_tokens": torch.tensor(sorted(set(self.scored)) or [0]),
             "shift_labels": torch.tensor([self.labels or [IGNORED]]),
             "layout": Layout(self.groups),
         }

@@ -162,7 +162,7 @@ def _difference(model: PreTrainedModel) -> str:
         alone = torch.cat([_logits_alone(model, prompt, answer) for prompt, answer in rows])
         use_rows(model)
         inputs = FlatPairs().collate(pairs)
-        arguments = {name: inputs[name] for name in ("input_ids", "position_ids", "scored", "layout")}
+        arguments = {name: inputs[name] for name in ("input_ids", "position_ids", "scored", "last_tokens", "layout")}
         together = model(**arguments, use_cache=False).logits[0]
     error = float((together - alone).abs().max() / alone.abs().max())
     return "" if error <= _TOLERANCE else f"its logits differ by {error:.1e} of the largest"
