@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +148,39 @@ def _gone(pid: int) -> bool:
     return False
 
 
+class Phases:
+    """The wall time of each phase, in the order in which they began."""
+
+    def __init__(self, before: list[str]) -> None:
+        self._seconds: dict[str, float] = {}
+        for phase in before:
+            name, _, seconds = phase.rpartition("=")
+            self._seconds[name] = float(seconds)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - began
+
+    def report(self) -> None:
+        print("\nTime, s")
+        for name, seconds in self._seconds.items():
+            print(f"  {name:28}{seconds:>6.0f}")
+        print(f"  {'total':28}{sum(self._seconds.values()):>6.0f}")
+
+
 def score(model: str, title: str) -> dict[str, float]:
-    """Held-out scores of one checkpoint, from examples/score.py in a process of its own."""
+    """Held-out scores of one checkpoint, by examples/score.py. It is imported once for all of them."""
     print(f"\n== {title}: {model}", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "scores.json"
-        done = subprocess.run([sys.executable, str(HERE / "score.py"), model, "--json", str(result)], check=False)
-        if done.returncode:
-            sys.exit(f"quickstart: scoring {model} failed with status {done.returncode}")
-        scores: dict[str, float] = json.loads(result.read_text())
-    return scores
+    if Path(model).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
+    import score as scoring
+
+    try:
+        return scoring.evaluate(model, threads=2)
+    except (OSError, ValueError) as error:
+        sys.exit(f"quickstart: {model} cannot be loaded: {str(error).splitlines()[0]}")
 
 
 def paths(status: dict[str, Any]) -> dict[str, str]:
@@ -222,36 +245,44 @@ def main() -> None:
     parser.add_argument("--server-pid", type=int, help="the Llama Stack process to watch while it starts")
     parser.add_argument("--server-log", type=Path, help="its log, shown when it does not start")
     parser.add_argument("--service-url", help="a training service, to train the DPO job's first steps once more")
+    parser.add_argument(
+        "--phase", action="append", default=[], metavar="NAME=SECONDS", help="a phase that went before, for the times"
+    )
     arguments = parser.parse_args()
+    phases = Phases(arguments.phase)
     run = time.strftime("%m%d-%H%M%S")
 
     stack = Stack(arguments.url, arguments.server_pid, arguments.server_log)
     print(f"Waiting for Llama Stack at {arguments.url} ...", flush=True)
-    stack.wait_until_up()
-    for dataset_id, file in [
-        ("orders-sft", "sft_train"),
-        ("orders-validation", "sft_validation"),
-        ("orders-dpo", "dpo_train"),
-    ]:
-        print(f"Registered {dataset_id}: {stack.register(dataset_id, DATA / f'{file}.jsonl')} rows", flush=True)
+    with phases.phase("Llama Stack, datasets"):
+        stack.wait_until_up()
+        for dataset_id, file in [
+            ("orders-sft", "sft_train"),
+            ("orders-validation", "sft_validation"),
+            ("orders-dpo", "dpo_train"),
+        ]:
+            print(f"Registered {dataset_id}: {stack.register(dataset_id, DATA / f'{file}.jsonl')} rows", flush=True)
 
-    scores = {"base": score(arguments.model, "Base model")}
+    with phases.phase("scores of the base model"):
+        scores = {"base": score(arguments.model, "Base model")}
 
     print("\n== SFT with LoRA", flush=True)
-    sft_status = stack.train(
-        "supervised-fine-tune",
-        {
-            "job_uuid": f"sft-{run}",
-            "model": arguments.model,
-            "algorithm_config": LORA,
-            "training_config": SFT_TRAINING,
-            "hyperparam_search_config": {},
-            "logger_config": {},
-        },
-        {"merge_adapter": True},
-    )
+    with phases.phase("SFT"):
+        sft_status = stack.train(
+            "supervised-fine-tune",
+            {
+                "job_uuid": f"sft-{run}",
+                "model": arguments.model,
+                "algorithm_config": LORA,
+                "training_config": SFT_TRAINING,
+                "hyperparam_search_config": {},
+                "logger_config": {},
+            },
+            {"merge_adapter": True},
+        )
     sft = paths(sft_status)
-    scores["after SFT"] = score(sft["merged"], "After SFT")
+    with phases.phase("scores after SFT"):
+        scores["after SFT"] = score(sft["merged"], "After SFT")
 
     print("\n== DPO on the SFT result", flush=True)
     dpo_body = {
@@ -263,9 +294,11 @@ def main() -> None:
         "logger_config": {},
     }
     dpo_options = {"lora": LORA, "merge_adapter": True}
-    dpo_status = stack.train("preference-optimize", dpo_body, dpo_options)
+    with phases.phase("DPO"):
+        dpo_status = stack.train("preference-optimize", dpo_body, dpo_options)
     dpo = paths(dpo_status)
-    scores["after DPO"] = score(dpo["merged"], "After DPO")
+    with phases.phase("scores after DPO"):
+        scores["after DPO"] = score(dpo["merged"], "After DPO")
 
     report(scores)
     print(f"\nCheckpoints\n  SFT adapter  {sft['final']}\n  SFT merged   {sft['merged']}")
@@ -275,7 +308,9 @@ def main() -> None:
         sys.exit("quickstart: the model did not improve as it must:\n  " + "\n  ".join(missing))
     if arguments.service_url:
         print("\n== The same DPO job by the training service", flush=True)
-        train_on_service(arguments.service_url, dpo_body, dpo_options, dpo_status)
+        with phases.phase("first steps by the service"):
+            train_on_service(arguments.service_url, dpo_body, dpo_options, dpo_status)
+    phases.report()
     print(
         "\nThe model changed as intended. To continue:\n"
         "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321\n"

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ DATA_DIR = Path(__file__).parent / "data"
 # The longest right answer has 27 tokens, polite words around it about 12 more.
 MAX_NEW_TOKENS = 48
 BATCH_SIZE = 30
+"""Prompts that one thread answers at once; the batches are answered side by side."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,37 @@ def load(model_dir: Path | str) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(base_dir, padding_side="left")
 
 
-def answer(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """Greedy answers to `prompts`, each sent as a user's message."""
+def answer(model: Any, tokenizer: Any, prompts: list[str], threads: int = 1) -> list[str]:
+    """Greedy answers to `prompts`, each sent as a user's message.
+
+    Each batch has one thread: a step of a generation is hundreds of small operations, too small to be divided.
+    """
     import torch
 
-    answers: list[str] = []
-    for start in range(0, len(prompts), BATCH_SIZE):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + BATCH_SIZE]]
-        inputs = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
-        )
-        with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        answers += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in answers]
+    torch.set_num_threads(1)
+    # Prompts of similar length are padded least.
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    size = min(BATCH_SIZE, -(-len(prompts) // threads))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    with ThreadPoolExecutor(threads) as pool:
+        texts = pool.map(lambda batch: answer_batch(model, tokenizer, [prompts[index] for index in batch]), batches)
+        found = [text for batch in texts for text in batch]
+    answers = dict(zip(order, found, strict=True))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+    """Greedy answers to `prompts` in one batch, padded on the left."""
+    import torch
+
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -113,8 +132,29 @@ def score(rows: list[dict[str, Any]]) -> Scores:
     )
 
 
+def evaluate(model_dir: Path | str, threads: int) -> dict[str, float]:
+    """Load, answer, score, and print the first answers and the scores.
+
+    Raises:
+        OSError, ValueError: the model cannot be loaded.
+    """
+    began = time.monotonic()
+    model, tokenizer = load(model_dir)
+    rows = read_rows(DATA_DIR / "heldout.jsonl")
+    for row, text in zip(rows, answer(model, tokenizer, [row["prompt"] for row in rows], threads), strict=True):
+        row["answer"] = text
+    scores = asdict(score(rows))
+
+    for row in rows[:3]:
+        print(f"> {row['prompt']}\n  {row['answer']}")
+    for name, value in scores.items():
+        print(f"{name:26} {value:6.1%}")
+    print(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")
+    return scores
+
+
 def main() -> None:
-    """Load, answer, score, report."""
+    """Parse, evaluate, write."""
     parser = argparse.ArgumentParser(description="Score a checkpoint on the quickstart's held-out orders.")
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
@@ -124,27 +164,12 @@ def main() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
     elif arguments.model.startswith((".", "/", "~")):
         sys.exit(f"score: there is no directory {arguments.model}: give the path of a checkpoint, or a model id.")
-
-    began = time.monotonic()
-    import torch
-
-    torch.set_num_threads(arguments.threads)
     try:
-        model, tokenizer = load(arguments.model)
+        scores = evaluate(arguments.model, arguments.threads)
     except (OSError, ValueError) as error:
         sys.exit(f"score: {arguments.model} cannot be loaded: {str(error).splitlines()[0]}")
-    rows = read_rows(DATA_DIR / "heldout.jsonl")
-    for row, text in zip(rows, answer(model, tokenizer, [row["prompt"] for row in rows]), strict=True):
-        row["answer"] = text
-    scores = score(rows)
-
-    for row in rows[:3]:
-        print(f"> {row['prompt']}\n  {row['answer']}")
-    for name, value in asdict(scores).items():
-        print(f"{name:26} {value:6.1%}")
-    print(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")
     if arguments.json_path:
-        arguments.json_path.write_text(json.dumps(asdict(scores)) + "\n", encoding="utf-8")
+        arguments.json_path.write_text(json.dumps(scores) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

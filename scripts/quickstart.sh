@@ -20,14 +20,17 @@ while [ $# -gt 0 ]; do
 done
 
 case "$model" in ./* | ../*) model="$here/$model" ;; esac
+began=$SECONDS
 ./scripts/prepare-env.sh
+phases=(--phase "environment=$((SECONDS - began))")
 mkdir -p "${QUICKSTART_DIR:-quickstart-output}"
 out="$(cd "${QUICKSTART_DIR:-quickstart-output}" && pwd)"
 python="$PWD/.venv/bin/python"
+make_base_model=false
 if [ -z "$model" ]; then
   export HF_HUB_OFFLINE=1 # nothing is fetched from a hub; without this, transformers would ask one and wait
   model="$out/base-model"
-  "$python" examples/make_base_model.py "$model"
+  make_base_model=true
 fi
 
 export TRL_OUTPUT_DIR="$out" LLAMA_STACK_PORT="${LLAMA_STACK_PORT:-8321}"
@@ -45,5 +48,13 @@ trap 'kill "$server" "$service" 2>/dev/null || true; wait "$server" "$service" 2
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+# While both start.
+if "$make_base_model"; then
+  began=$SECONDS
+  "$python" examples/make_base_model.py "$model"
+  phases+=(--phase "base model=$((SECONDS - began))")
+fi
+
 "$python" examples/quickstart.py --url "http://127.0.0.1:$LLAMA_STACK_PORT" --model "$model" \
-  --server-pid "$server" --server-log "$out/llama-stack.log" --service-url "http://127.0.0.1:$TRL_SERVICE_PORT"
+  --server-pid "$server" --server-log "$out/llama-stack.log" --service-url "http://127.0.0.1:$TRL_SERVICE_PORT" \
+  "${phases[@]}"
