@@ -1,0 +1,70 @@
+"""The quickstart's scoring and its table of times."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from tests.tiny import REPOSITORY
+
+
+def _example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", REPOSITORY / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses search their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def score(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    for name in ("TRANSFORMERS_VERBOSITY", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "")  # the module sets them
+    module = _example("score")
+    yield module
+    sys.modules.pop(module.__name__)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_answers_come_in_the_order_of_their_prompts(
+    score: ModuleType, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    batches: list[list[str]] = []
+
+    def answer_batch(_model: object, _tokenizer: object, prompts: list[str]) -> list[str]:
+        batches.append(prompts)
+        return [f"to {prompt}" for prompt in prompts]
+
+    monkeypatch.setattr(score, "answer_batch", answer_batch)
+    monkeypatch.setattr("torch.set_num_threads", lambda _number: None)
+    prompts = [f"{index} " + "x" * (37 * index % 11) for index in range(61)]
+
+    assert score.answer(None, None, prompts, threads) == [f"to {prompt}" for prompt in prompts]
+    assert len(batches) >= threads
+    assert all(len(batch) <= score.BATCH_SIZE for batch in batches)
+
+
+def test_prompts_of_similar_length_share_a_batch(score: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[str]] = []
+    monkeypatch.setattr(score, "answer_batch", lambda _model, _tokenizer, prompts: batches.append(prompts) or prompts)
+    monkeypatch.setattr("torch.set_num_threads", lambda _number: None)
+
+    score.answer(None, None, ["xxxx", "x", "yyyy", "y"], threads=2)
+
+    assert sorted(batches) == [["x", "y"], ["xxxx", "yyyy"]]
+
+
+def test_the_times_of_all_phases_are_printed_with_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = _example("quickstart").Phases(["environment=100", "base model=20"])
+    with phases.phase("SFT"):
+        pass
+    phases.report()
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert lines == [["environment", "100"], ["base", "model", "20"], ["SFT", "0"], ["total", "120"]]
