@@ -50,7 +50,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def load(model_dir: Path | str) -> tuple[Any, Any]:
     """The model, ready to generate, and its tokenizer; an adapter directory names its base model itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # TQDM_DISABLE is read when tqdm is imported, which the quickstart does before
     base_dir = model_dir
     adapter_config = Path(model_dir) / "adapter_config.json"
     if adapter_config.is_file():
