@@ -43,6 +43,8 @@ class TreeService(TrainingService):
         tree: its packages are imported by the service and by its trainings.
     """
 
+    forks = False
+
     def __init__(self, root: Path, tree: Path, **settings: Any) -> None:
         super().__init__(root, **settings)
         self.tree = tree

@@ -25,6 +25,8 @@ class ExternalStack(LlamaStack):
         service: whose trainings its jobs are; None: the inline provider's.
     """
 
+    warm_start = False
+
     def __init__(self, root: Path, release: str, service: TrainingService | None = None) -> None:
         super().__init__(root)
         self.release, self.service = release, service

@@ -64,6 +64,7 @@ class ReleaseStack(LlamaStack):
     """With run.yaml, or run_fsdp.yaml where a service is given."""
 
     service: TrainingService | None = None
+    warm_start = False
 
     def __init__(self, root: Path, release: str, service: TrainingService | None = None) -> None:
         super().__init__(root)

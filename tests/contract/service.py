@@ -18,6 +18,7 @@ import yaml
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.system.files import tail
+from tests import forked
 from tests.contract.stack import Json, Server, poll
 
 JOBS = "/post-training/jobs"
@@ -28,6 +29,8 @@ class TrainingService(Server):
 
     called = "the service"
     python = sys.executable
+    forks = True
+    """Whether its warm processes are forked from one that all servers of this test process share (tests/forked.py)."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root = root
@@ -43,7 +46,9 @@ class TrainingService(Server):
     def configure(self, **settings: Any) -> None:
         """Write the run file; what the service reads at its next start."""
         block = {"device": "cpu", "dataset_roots": [str(self.files)], "torch_run_config": {"nproc_per_node": 1}}
-        block |= {"warm_start": False}  # most tests train once or never
+        # One of its own for a test that sets it. Nothing imports torch where trainings are played.
+        self.forks = type(self).forks and not settings.keys() & {"warm_start", "train_python"}
+        block |= {"warm_start": self.forks}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": {**block, **settings}}
         self.config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
 
@@ -70,11 +75,13 @@ class TrainingService(Server):
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             faults.VARIABLE: str(self.faults),
+            **(forked.environment() if self.forks else {}),
             **environ,
         }
+        main = [*(["-m", "tests.forked"] if self.forks else ["-m"]), "llama_stack_provider_trl_remote.service"]
         with open(log, "wb") as output:
             return subprocess.Popen(
-                [self.python, "-m", "llama_stack_provider_trl_remote.service", *arguments],
+                [self.python, *main, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -22,6 +22,7 @@ import yaml
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl.system.process import RUN_DIR_MARK, TASK_MARK
+from tests import forked
 from tests.tiny import REPOSITORY
 
 LLAMA = Path(sys.executable).with_name("llama")
@@ -200,8 +201,8 @@ class LlamaStack(Server):
     """With the shipped run.yaml, on the CPU."""
 
     called = "Llama Stack"
-    warm_start = False
-    """Most tests train once or never: the import of a warm process would take CPU time from them."""
+    warm_start = True
+    """With processes that are forked from one that all servers of this test process share (tests/forked.py)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -241,9 +242,13 @@ class LlamaStack(Server):
             faults.VARIABLE: str(self.faults),
             "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
         }
+        command = self.command()
+        if self.warm_start and command[0] == str(LLAMA):
+            command = [sys.executable, "-m", "tests.forked", *command]
+            environ |= forked.environment()
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                self.command(),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

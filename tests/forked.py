@@ -1,0 +1,261 @@
+"""Warm processes without the import of torch: forked from one process that has imported it, for a whole pytest process.
+
+    with forked_warm_processes() as warm:     # of a launcher in the test's own process
+    python -m tests.forked MODULE ARGUMENTS   # a server whose launchers fork theirs, with `environment()`
+
+What is forked is the product's own warm process, in the environment that the launcher gives it: only the interpreter's
+start and the imports are skipped. Where it would import with another environment or other limits it is started as
+usual. The tests of the warm process itself, in tests/process/test_warm_start.py, fork none.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import fcntl
+import gc
+import json
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llama_stack_provider_trl.launch import warm_processes
+from llama_stack_provider_trl.launch.base import TaskSpec
+from llama_stack_provider_trl.launch.torchrun import training_environment
+from llama_stack_provider_trl.launch.warm import ARROW
+from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
+from llama_stack_provider_trl.system import fork
+from tests.tiny import REPOSITORY
+
+VARIABLE = "TESTS_FORKED"
+"""Variable of a server: the socket of the process that it forks from."""
+_REQUEST_BYTES = 1 << 18
+_ABOVE_ALL = 1000
+"""File descriptors from here on are those of a request until they have the numbers that it names."""
+
+
+@contextmanager
+def forked_warm_processes() -> Iterator[WarmProcesses]:
+    """Warm processes for launchers in this process. That for the present environment is ready."""
+    spawn = partial(_fork_or_start, _imported())
+    warm = WarmProcesses(lambda python, environ: WarmProcess(python, environ, spawn))
+    warm.prepare(None, _common())
+    deadline = time.monotonic() + 20
+    while not warm.pids():
+        assert time.monotonic() < deadline, "the forked warm process is not ready"
+        time.sleep(0.01)
+    try:
+        yield warm
+    finally:
+        warm.close()
+
+
+def environment() -> dict[str, str]:
+    """Variables of a server that is started with `python -m tests.forked`."""
+    return {VARIABLE: _imported()}
+
+
+def _common() -> dict[str, str]:
+    """The environment of tasks on the CPU, without what is different for each."""
+    return training_environment(TaskSpec("", Path("/"), ("cpu",)), os.environ)
+
+
+@cache
+def _imported() -> str:
+    """The socket of the process that has imported torch. It ends with this one."""
+    directory = tempfile.TemporaryDirectory(prefix="tests-forked-")
+    path = str(Path(directory.name) / "socket")
+    environ = dict(warm_processes.conditions(sys.executable, _common())[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forked", "--serve", path, "-" * 1024],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+        env={**environ, **ARROW, fork.ROOM: "-" * fork.ROOM_BYTES},
+    )
+    atexit.register(_end, process, directory)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return path
+
+
+def _end(process: subprocess.Popen[bytes], directory: tempfile.TemporaryDirectory[str]) -> None:
+    with process:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+    directory.cleanup()
+
+
+class _Forked:
+    """What a WarmProcess uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None and select.select([self._connection], [], [], 0)[0]:
+            self.wait()
+        return self._status
+
+    def wait(self) -> int:
+        if self._status is None:
+            data = self._connection.recv(_REQUEST_BYTES)
+            self._connection.close()
+            self._status = json.loads(data) if data else -1
+        return self._status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._connection.send(b"kill")
+
+
+def _fork_or_start(path: str, argv: list[str], **options: Any) -> Any:
+    """As `subprocess.Popen`, with the options that a WarmProcess gives it."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    wanted = json.loads(json.dumps(_conditions(argv[0], options["env"])))
+    request = {"argv": argv, "environ": options["env"], "cwd": options["cwd"], "conditions": wanted}
+    channel, *others = options["pass_fds"]
+    assert not others
+    try:
+        connection.connect(path)
+        files = array.array("i", [options["stderr"].fileno(), channel])
+        connection.sendmsg(
+            [json.dumps({**request, "channel": channel}).encode()],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)],
+        )
+        pid = json.loads(connection.recv(_REQUEST_BYTES) or b"0")
+    except OSError:
+        pid = 0
+    if pid:
+        return _Forked(pid, connection)
+    connection.close()
+    return subprocess.Popen(argv, **options)
+
+
+def _conditions(python: str, environ: Mapping[str, str]) -> Any:
+    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM)}
+    if left.get("PYTHONPATH") == str(REPOSITORY):  # it is on the path of the environment that runs the tests
+        del left["PYTHONPATH"]
+    return warm_processes.conditions(python, left)
+
+
+def _serve(path: str) -> None:
+    """Fork a process for each connection, until standard input ends."""
+    from llama_stack_provider_trl.launch import warm
+    from llama_stack_provider_trl.system.process import resident_memory
+
+    own = json.loads(json.dumps(_conditions(sys.executable, os.environ)))
+    before = {name: value for name, value in os.environ.items() if name not in ARROW}
+    warm.import_libraries()
+    for name in (*ARROW, fork.ROOM):
+        os.environ.pop(name, None)
+    fork.prepare(before, resident_memory())
+    warm._end_threads()
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    print("ready", flush=True)
+    running: dict[socket.socket, tuple[int, int]] = {}
+    """Connection of a forked process -> pid and descriptor of it."""
+    while True:
+        waited = [sys.stdin, listener, *running, *(descriptor for _, descriptor in running.values())]
+        readable = select.select(waited, [], [])[0]
+        if sys.stdin in readable:
+            return
+        if listener in readable:
+            connection = listener.accept()[0]
+            if pid := _fork(connection, own):
+                running[connection] = pid, os.pidfd_open(pid)
+        for connection, (pid, descriptor) in list(running.items()):
+            if connection in readable:
+                connection.recv(_REQUEST_BYTES)  # to be killed, or its launcher is gone
+                os.kill(pid, 9)
+            elif descriptor not in readable:
+                continue
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            os.close(descriptor)
+            del running[connection]
+            with connection, suppress(OSError):
+                connection.send(json.dumps(status).encode())
+
+
+def _fork(connection: socket.socket, own: Any) -> int:
+    """Fork a process as requested; 0: the request needs another one than this."""
+    files = array.array("i")
+    data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(2 * files.itemsize))
+    for _, _, content in ancillary:
+        files.frombytes(content)
+    request = json.loads(data)
+    pid = 0
+    if request["conditions"] == own:
+        pid = os.fork()
+        if pid == 0:
+            _become(request, *files)
+    for file in files:
+        os.close(file)
+    connection.send(json.dumps(pid).encode())
+    if not pid:
+        print(_difference(request["conditions"], own), file=sys.stderr)
+        connection.close()
+    return pid
+
+
+def _difference(wanted: Any, own: Any) -> str:
+    different = [pair for pair in zip(wanted, own, strict=True) if pair[0] != pair[1]]
+    return f"tests.forked: a process is started, and not forked: {different}"
+
+
+def _become(request: Mapping[str, Any], log: int, channel: int) -> NoReturn:
+    try:
+        os.setsid()
+        log, channel = (fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE_ALL) for file in (log, channel))
+        number = request["channel"]
+        os.dup2(channel, number)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for target, source in enumerate((nothing, nothing, log)):
+            os.dup2(source, target)
+        fork.close_files([number])
+        os.chdir(request["cwd"])
+        fork.become(request["argv"], request["environ"])
+    finally:
+        os._exit(1)
+
+
+def _share() -> None:
+    """Have all launchers of this process fork their warm processes."""
+    path = os.environ[VARIABLE]
+
+    class Forked(WarmProcesses):
+        def __init__(self) -> None:
+            super().__init__(lambda python, environ: WarmProcess(python, environ, partial(_fork_or_start, path)))
+
+    warm_processes.WarmProcesses = Forked  # type: ignore[misc]
+
+
+if VARIABLE in os.environ:  # in the processes that multiprocessing starts, too, which import the main module once more
+    _share()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        _serve(sys.argv[2])
+    else:
+        del sys.argv[0]
+        if os.path.isfile(sys.argv[0]):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
