@@ -30,6 +30,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
 from tests.fakes import FakeClock
+from tests.forked import forked_warm_processes
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec
 from tests.zygote import ForkLauncher
@@ -154,10 +155,11 @@ def real(tmp_path: Path, armed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """With the launcher and the runner of the product."""
     monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    world = World(tmp_path, LocalLauncher())
-    yield world
-    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
-    world.store.close()
+    with forked_warm_processes() as warm:
+        world = World(tmp_path, LocalLauncher(warm=warm))
+        yield world
+        process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+        world.store.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
@@ -266,6 +268,10 @@ def test_whatever_is_killed_the_job_is_started_again_within_20_seconds_and_compl
     taken = armed / "step-5.taken"
     (armed / "step-5").write_text("hold")
     real.add("job", "dpo-lora", retries=len(victims))
+    assert isinstance(real.launcher, LocalLauncher)
+    warm, real.launcher._warm = real.launcher._warm, None  # the first attempt starts cold
+    real.until(taken.exists)
+    real.launcher._warm = warm
     for attempt, names in enumerate(victims, 1):
         real.until(taken.exists)
         real.until(lambda: real.store.checkpoints("job"))  # written while training continued to this step

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import ProcessId
 from tests.census import assert_clean
+from tests.forked import forked_warm_processes
 from tests.process.test_recovery import World
 from tests.training import of_kind
 
@@ -38,10 +40,20 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     directory = tmp_path / "faults"
     directory.mkdir()
     monkeypatch.setenv(faults.VARIABLE, str(directory))
-    world = World(tmp_path, LocalLauncher())
-    yield world
-    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
-    world.store.close()
+    with forked_warm_processes() as warm:
+        world = World(tmp_path, LocalLauncher(warm=warm))
+        yield world
+        process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+        world.store.close()
+
+
+@contextmanager
+def cold_starts(world: World) -> Iterator[None]:
+    """Tasks that start meanwhile start without a warm process."""
+    assert isinstance(world.launcher, LocalLauncher)
+    warm, world.launcher._warm = world.launcher._warm, None
+    yield
+    world.launcher._warm = warm
 
 
 def held_at(world: World, point: str) -> tuple[RunDir, RunnerStatus]:
@@ -52,6 +64,12 @@ def held_at(world: World, point: str) -> tuple[RunDir, RunnerStatus]:
     status = RunnerStatus.read(paths.runner_status)
     assert status is not None
     return paths, status
+
+
+def is_forked(status: RunnerStatus) -> bool:
+    """Whether the runner has torch, which it does not import itself."""
+    assert status.runner is not None
+    return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()
 
 
 def rank_processes(paths: RunDir) -> tuple[ProcessId, ProcessId]:
@@ -115,7 +133,9 @@ def test_whatever_of_torchrun_is_killed_the_job_continues_from_its_checkpoint(wo
         ],
         start=1,
     ):
-        paths, status = held_at(world, point)
+        with cold_starts(world) if attempt == 1 else nullcontext():
+            paths, status = held_at(world, point)
+        assert is_forked(status) is (attempt > 1)
         world.until(lambda attempt=attempt: len(world.store.checkpoints("job")) == attempt)
         first, second = rank_processes(paths)
         processes = {"rank 0": first, "rank 1": second, "torchrun": status.trainer, "runner": status.runner}

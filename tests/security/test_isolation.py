@@ -35,6 +35,7 @@ from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import SHEBANG
+from tests.forked import forked_warm_processes
 from tests.isolated import isolation
 from tests.process.test_recovery import World
 from tests.process.waiting import reaches, until
@@ -463,10 +464,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     directory = tmp_path / "faults"
     directory.mkdir()
     monkeypatch.setenv(faults.VARIABLE, str(directory))
-    world = World(tmp_path, LocalLauncher(isolation=isolation(tmp_path)))
-    yield world
-    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
-    world.store.close()
+    with forked_warm_processes() as warm:
+        world = World(tmp_path, LocalLauncher(isolation=isolation(tmp_path), warm=warm))
+        yield world
+        process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
+        world.store.close()
 
 
 def finish(world: World, name: str) -> None:
@@ -477,6 +479,8 @@ def finish(world: World, name: str) -> None:
 def test_jobs_on_a_model_of_the_cache_and_on_an_earlier_result_train_isolated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert isinstance(world.launcher, LocalLauncher)
+    world.launcher._warm = None  # a warm process has imported the libraries with another cache
     cache = world.root / "hf"
     repository = cache / "hub" / "models--tests--tiny"
     shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
