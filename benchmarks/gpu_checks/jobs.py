@@ -10,6 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,16 @@ from .inputs import rows
 from .setting import Setting
 
 if TYPE_CHECKING:
+    from llama_stack_provider_trl.launch.base import TaskSpec
+    from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
     from llama_stack_provider_trl.specs.events import Event
     from llama_stack_provider_trl.specs.job import JobSpec
 
 WARMUP_STEPS = 2
 """Steps without a place in speeds: the first ones allocate memory and choose kernels."""
 POLL_SECONDS = 0.1
+WARM_SECONDS = 30.0
+"""Seconds that the first job of a dry run's check waits for the imports of the warm process; then it starts cold."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class Job:
         )
         self.paths = RunDir(run_dir)
         self.began = time.monotonic()
-        self._launcher = LocalLauncher()
+        self._launcher = LocalLauncher(warm=_warm_processes(self.task) if setting.is_dry_run else None)
         self._launcher.start(self.task)
 
     def events(self) -> list[Event]:
@@ -182,6 +187,25 @@ class Job:
         ended = str(observed.ended or "")
         problem = ended or observed.launch_error or f"exit code {observed.exit_code}"
         return outcome(self.paths.root, seconds, observed.exit_code, problem, ended)
+
+
+_warm: list[WarmProcesses] = []
+_warm_lock = threading.Lock()
+
+
+def _warm_processes(task: TaskSpec) -> WarmProcesses:
+    """Warm processes for all jobs of a dry run's check. Most of such a job's time is the import of torch."""
+    from llama_stack_provider_trl.launch.torchrun import training_environment
+    from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
+
+    with _warm_lock:
+        if not _warm:
+            _warm.append(WarmProcesses())
+            _warm[0].prepare(task.python, training_environment(task, os.environ))
+            deadline = time.monotonic() + WARM_SECONDS
+            while not _warm[0].pids() and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        return _warm[0]
 
 
 def run(setting: Setting, job: JobSpec, resume_from: str | None = None) -> Outcome:
