@@ -1,12 +1,14 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
-`python -m tests.ranks` reads lines of JSON, [paths of the nodes' spec files, ranks, ranks per node, port, constants],
-forks the ranks with the variables that torchrun sets, waits for them, and prints their exit codes. The recipe and the
-process group are the real ones.
+`python -m tests.ranks` reads lines of JSON, [paths of the nodes' spec files, ranks, ranks per node, port, constants,
+counted function, directory of faults], forks the ranks with the variables that torchrun sets, waits for them, and
+prints their exit codes. The recipe and the process group are the real ones. The modules that one pytest process runs
+share it.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import operator
@@ -16,9 +18,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.specs.events import Event, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
@@ -30,8 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 class Ranks:
     """Runs attempts, one after the other."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[str], faults_dir: str) -> None:
+        self._process, self._faults_dir = process, faults_dir
 
     def run(
         self,
@@ -81,24 +85,45 @@ class Ranks:
         assert self._process.stdout is not None
         started = started or world_size
         specs = [str(RunDir(one.run_dir).spec) for one in attempts]
-        order = [specs, started, per_node or started // len(specs), _free_port(), dict(constants or {}), counted]
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline()), list(iter_events(paths.events))
+        per_node = per_node or started // len(specs)
+        order = [specs, started, per_node, _free_port(), dict(constants or {}), counted, self._faults_dir]
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            codes = json.loads(self._process.stdout.readline())
+        except BaseException:  # the test's time is over: the next one would read this answer
+            _process.cache_clear()
+            self._process.kill()
+            raise
+        return codes, list(iter_events(paths.events))
 
 
 @contextmanager
 def forked_ranks() -> Iterator[Ranks]:
+    """Runs attempts with the faults that are armed now."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    faults_dir = environ.pop(faults.VARIABLE, "")
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    yield Ranks(_process(tuple(environ.items())), faults_dir)
+
+
+@cache
+def _process(environ: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """The process with this environment that has imported torch. It ends with this one."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.ranks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=dict(environ),
     )
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
     with process:
-        yield Ranks(process)
         assert process.stdin is not None
         process.stdin.close()
         process.wait(10)
@@ -115,7 +140,8 @@ def main() -> None:
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
     for line in sys.stdin:
-        specs, world_size, per_node, port, constants, counted = json.loads(line)
+        specs, world_size, per_node, port, constants, counted, faults_dir = json.loads(line)
+        os.environ[faults.VARIABLE] = faults_dir
         specs = [specs[min(rank // per_node, len(specs) - 1)] for rank in range(world_size)]
         pids = [
             _fork(spec, rank, world_size, per_node, port, constants, "" if rank else counted)
