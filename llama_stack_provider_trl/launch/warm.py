@@ -79,7 +79,7 @@ def _end_with_launcher(channel: socket.socket, at_once: bool) -> None:
 def import_libraries() -> None:
     """Import what a training imports, as it does for a job without quantization."""
     train = importlib.import_module(TRAINER)
-    with train.unused_libraries_hidden(train.QUANTIZATION_LIBRARIES):
+    with train.unused_libraries_hidden(train.QUANTIZATION_LIBRARIES), train.quick_imports():
         for name in LIBRARIES:
             importlib.import_module(name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -295,3 +297,18 @@ def test_an_agent_has_a_switch_on_its_command_line_and_in_its_environment() -> N
     assert switched("on", TRL_NODE_WARM_START="off")
     with pytest.raises(NodeError, match=r"warm_start='no': use on or off \(--warm-start, TRL_NODE_WARM_START\)"):
         switched(TRL_NODE_WARM_START="no")
+
+
+def test_imports_run_without_the_garbage_collector_and_read_the_distributions_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dict
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", before)
+    try:
+        with train.quick_imports():
+            assert not gc.isenabled()
+            assert importlib.metadata.packages_distributions() is importlib.metadata.packages_distributions()
+    finally:
+        gc.unfreeze()
+    assert gc.isenabled()
+    assert importlib.metadata.packages_distributions is before
