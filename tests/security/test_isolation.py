@@ -417,13 +417,14 @@ def test_a_user_without_rights_isolates_trainings_through_a_user_namespace(tmp_p
         path.mkdir(parents=True)
     for path in (data / "jobs.sqlite3", config):
         path.write_text("secret")
-    for path in [*tmp_path.parents[:2], tmp_path, *tmp_path.rglob("*")]:
+    for path in [*tmp_path.parents[:3], tmp_path, *tmp_path.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o055)
         if path.is_relative_to(tmp_path):
             os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
     output = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
     child = os.fork()
     if child == 0:
+        service, found = 0, 98
         try:
             os.setgroups([])
             os.setgid(UNPRIVILEGED)
@@ -437,12 +438,13 @@ def test_a_user_without_rights_isolates_trainings_through_a_user_namespace(tmp_p
             program = Confined(view, ["/bin/sh", "-c", script], lambda: None, output)
             while program.poll_report() is None:
                 select.select([program], [], [])
-            os.kill(service, signal.SIGKILL)
-            os._exit(program.poll_report() or 0)
+            found = program.poll_report() or 0
         except NotIsolated:
-            os._exit(99)
+            found = 99
         finally:
-            os._exit(98)
+            if service:
+                os.kill(service, signal.SIGKILL)
+            os._exit(found)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 99:
         pytest.skip("user namespaces are not allowed here")
