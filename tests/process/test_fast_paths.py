@@ -23,7 +23,6 @@ from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keeping_logits
 from llama_stack_provider_trl.specs.events import Prepared, Progress
@@ -277,16 +276,16 @@ def test_the_head_scales_logits_of_bf16_in_fp32() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_head_keeps_logits_only_for_a_backward_pass(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
+    kept, original = [], head.LogProbs
 
-    class Recorded(head.LogProbs):
+    class Recorded(original):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            outputs = head.LogProbs.forward(ctx, *arguments)
+            outputs = original.forward(ctx, *arguments)
             kept.extend(ctx.kept)
             return outputs
 
-    monkeypatch.setattr(trl_patches, "LogProbs", Recorded)
+    monkeypatch.setattr(head, "LogProbs", Recorded)
     model, flat = model_of("llama"), FlatPairs()
     use_rows(model)
     with keeping_logits(), torch.set_grad_enabled(keep):

@@ -11,6 +11,8 @@ import pytest
 
 from tests.tiny import REPOSITORY
 
+pytest.importorskip("torch", reason="the quickstart's scoring needs torch")
+
 
 def _example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"examples_{name}", REPOSITORY / "examples" / f"{name}.py")

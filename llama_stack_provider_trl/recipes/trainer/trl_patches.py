@@ -17,7 +17,6 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...system.compiler import ADVICE, missing_compiler
-from ..fast.head import LogProbs
 
 RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 """Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
@@ -127,6 +126,8 @@ def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullco
     import torch
     import trl.trainer.utils as utils
 
+    from ..fast import head
+
     folding = utils._ChunkedLogProbFunction
 
     class Head:
@@ -139,7 +140,7 @@ def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullco
                 return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
             keep = torch.is_grad_enabled()
             with counting():
-                found, top1 = LogProbs.apply(
+                found, top1 = head.LogProbs.apply(
                     hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep
                 )
             return found, None, None, None, top1
