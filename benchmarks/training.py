@@ -372,12 +372,12 @@ def run_trl(variant: Variant, folder: Path, algorithm: Algorithm, options: argpa
 def _prepared(path: Path, folder: Path, algorithm: Algorithm, options: argparse.Namespace) -> Any:
     from transformers import AutoTokenizer
 
-    from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, prepare_sft, read_examples
+    from llama_stack_provider_trl.recipes.data.prepare import read_examples, tokenize_dpo, tokenize_sft
 
     tokenizer = AutoTokenizer.from_pretrained(model_of(folder))
     if algorithm == "sft":
-        return prepare_sft(read_examples(path, "sft"), tokenizer, options.max_length)[0]
-    return prepare_dpo(read_examples(path, "dpo"), tokenizer, options.max_length)[0]
+        return tokenize_sft(read_examples(path, "sft"), tokenizer, options.max_length).collect()[0]
+    return tokenize_dpo(read_examples(path, "dpo"), tokenizer, options.max_length).collect()[0]
 
 
 def _peak_mb() -> float:

@@ -245,15 +245,15 @@ def bare_batches(folder: Path, algorithm: Algorithm, options: argparse.Namespace
     from trl.trainer.dpo_trainer import DataCollatorForPreference
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, prepare_sft, read_examples
+    from llama_stack_provider_trl.recipes.data.prepare import read_examples, tokenize_dpo, tokenize_sft
 
     tokenizer = AutoTokenizer.from_pretrained(model_of(folder))
     rows, pad = folder / "rows.jsonl", tokenizer.pad_token_id
     if algorithm == "sft":
-        dataset, _ = prepare_sft(read_examples(rows, "sft"), tokenizer, options.max_length)
+        dataset, _ = tokenize_sft(read_examples(rows, "sft"), tokenizer, options.max_length).collect()
         collate = DataCollatorForLanguageModeling(pad_token_id=pad)
     else:
-        dataset, _ = prepare_dpo(read_examples(rows, "dpo"), tokenizer, options.max_length)
+        dataset, _ = tokenize_dpo(read_examples(rows, "dpo"), tokenizer, options.max_length).collect()
         collate = DataCollatorForPreference(pad_token_id=pad)
     return DataLoader(dataset, batch_size=options.batch, shuffle=False, collate_fn=collate)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows, JobFailure
-from llama_stack_provider_trl.recipes.data.prepare import DataReport, prepare_dpo, prepare_sft, read_examples
+from llama_stack_provider_trl.recipes.data.prepare import DataReport, read_examples, tokenize_dpo, tokenize_sft
 from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
 from tests.tiny import qwen_tokenizer, shared_dir, tiny_tokenizer
 
@@ -75,7 +75,7 @@ def trained(tokenizer: Any, row: dict[str, list[int]]) -> list[str]:
 
 
 def prepare(tokenizer: Any, *examples: SftExample, limit: int = 1024, **options: Any) -> tuple[Any, DataReport]:
-    return prepare_sft(examples, tokenizer, limit, **options)
+    return tokenize_sft(examples, tokenizer, limit, **options).collect()
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ PAIR = PreferenceExample(TALK[:1], [TALK[1]], [{"role": "assistant", "content": 
 
 
 def test_a_pair_has_its_prompt_once_and_answers_with_their_end(chatml: Any) -> None:
-    dataset, report = prepare_dpo([PAIR], chatml, 1024)
+    dataset, report = tokenize_dpo([PAIR], chatml, 1024).collect()
     assert {column: chatml.decode(ids) for column, ids in dataset[0].items()} == {
         "prompt_ids": "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n",
         "chosen_ids": "Two, I think. 😊<|im_end|>\n",
@@ -312,12 +312,12 @@ def test_cut_and_dropped_pairs_are_counted(chatml: Any) -> None:
         TALK[:1], [{"role": "assistant", "content": words + "a"}], [{"role": "assistant", "content": words + "b"}]
     )
     long_prompt = PreferenceExample([{"role": "user", "content": words}], PAIR.chosen, PAIR.rejected)
-    dataset, report = prepare_dpo([PAIR, same_start, long_prompt], chatml, 60)
+    dataset, report = tokenize_dpo([PAIR, same_start, long_prompt], chatml, 60).collect()
     assert (report.num_rows, report.kept, report.truncated, report.dropped) == (3, 2, 1, 1)
     assert len(dataset[1]["prompt_ids"] + dataset[1]["chosen_ids"]) == 60
     assert "1 pairs differ only in what was cut: they carry no signal" in report.warnings
     with pytest.raises(JobFailure, match="none of the 1 pairs"):
-        prepare_dpo([PAIR], chatml, 5)
+        tokenize_dpo([PAIR], chatml, 5).collect()
 
 
 def test_cut_on_the_left_pairs_lose_the_beginning_of_their_prompt_before_they_lose_an_answer(chatml: Any) -> None:
@@ -325,8 +325,8 @@ def test_cut_on_the_left_pairs_lose_the_beginning_of_their_prompt_before_they_lo
     long_prompt = PreferenceExample([words], PAIR.chosen, PAIR.rejected)
     all_long = PreferenceExample([words], [{**words, "role": "assistant"}], PAIR.rejected)
     pairs = [PAIR, long_prompt, all_long]
-    whole, _ = prepare_dpo(pairs, chatml, 1024)
-    dataset, report = prepare_dpo(pairs, chatml, 60, "left")
+    whole, _ = tokenize_dpo(pairs, chatml, 1024).collect()
+    dataset, report = tokenize_dpo(pairs, chatml, 60, "left").collect()
     assert (report.kept, report.truncated, report.dropped) == (3, 2, 0)
     assert dataset[0] == whole[0]
     answer = len(whole[1]["chosen_ids"])

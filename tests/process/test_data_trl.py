@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, prepare_sft, read_examples
+from llama_stack_provider_trl.recipes.data.prepare import read_examples, tokenize_dpo, tokenize_sft
 from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
 from tests.process.test_data_masks import END_OF_DIALOG, SMOLLM, SYSTEM, TALK, THINKING, THINKING_WITH_TOOLS, TRIMMING
 from tests.tiny import CHATML, qwen_tokenizer, shared_dir, tiny_tokenizer
@@ -52,7 +52,7 @@ def prepared_by_trl(trainer: str, rows: list[dict[str, Any]], tokenizer: Any, li
 
 
 def assert_same_sft(tokenizer: Any, examples: list[SftExample], limit: int) -> None:
-    ours, report = prepare_sft(examples, tokenizer, limit)
+    ours, report = tokenize_sft(examples, tokenizer, limit).collect()
     split = [(example.messages or [], example.prompt_turns) for example in examples]
     rows = [{"prompt": messages[:turns], "completion": messages[turns:]} for messages, turns in split]
     theirs = prepared_by_trl("SFTTrainer", rows, tokenizer, limit)
@@ -61,7 +61,7 @@ def assert_same_sft(tokenizer: Any, examples: list[SftExample], limit: int) -> N
 
 
 def assert_same_dpo(tokenizer: Any, pairs: list[PreferenceExample], limit: int) -> None:
-    ours, report = prepare_dpo(pairs, tokenizer, limit)
+    ours, report = tokenize_dpo(pairs, tokenizer, limit).collect()
     rows = [{"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected} for p in pairs]
     theirs = prepared_by_trl("DPOTrainer", rows, tokenizer, limit)
     assert report.dropped == len(pairs) - len(theirs)
@@ -80,15 +80,15 @@ def test_sft_labels_equal_trls_under_every_template(tokenizer: Any) -> None:
         for text in COMPLETIONS
     ]
     # TRL does not give a template, so ours is set before it is used.
-    prepare_sft(examples, tokenizer, 1024)
+    tokenize_sft(examples, tokenizer, 1024).collect()
     for limit in (1024, 40):
         assert_same_sft(tokenizer, examples, limit)
 
 
 def test_a_dialog_of_one_answer_is_trained_like_prompt_and_completion(tokenizer: Any) -> None:
     examples = [[*TALK[:1], {"role": "assistant", "content": text}] for text in COMPLETIONS]
-    dialogs, _ = prepare_sft([SftExample(messages, None) for messages in examples], tokenizer, 1024)
-    answers, _ = prepare_sft([SftExample(messages, 1) for messages in examples], tokenizer, 1024)
+    dialogs, _ = tokenize_sft([SftExample(messages, None) for messages in examples], tokenizer, 1024).collect()
+    answers, _ = tokenize_sft([SftExample(messages, 1) for messages in examples], tokenizer, 1024).collect()
     assert list(dialogs) == list(answers)
 
 
@@ -98,14 +98,14 @@ def test_preference_ids_equal_trls_under_every_template(tokenizer: Any) -> None:
         for prompt in (TALK[:1], TALK[:3])
         for one, other in zip(COMPLETIONS, reversed(COMPLETIONS), strict=True)
     ]
-    prepare_dpo(pairs, tokenizer, 1024)
+    tokenize_dpo(pairs, tokenizer, 1024).collect()
     for limit in (1024, 40):
         assert_same_dpo(tokenizer, pairs, limit)
 
 
 def test_plain_texts_equal_trls(tokenizer: Any) -> None:
     texts = ["Once upon a time", "The end.<|im_end|>", "  \n x"]
-    ours, _ = prepare_sft([SftExample(None, None, text) for text in texts], tokenizer, 8)
+    ours, _ = tokenize_sft([SftExample(None, None, text) for text in texts], tokenizer, 8).collect()
     theirs = prepared_by_trl("SFTTrainer", [{"text": text} for text in texts], tokenizer, 8)
     assert [{key: row[key] for key in ("input_ids", "labels")} for row in theirs] == list(ours)
 

@@ -20,7 +20,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llama_stack_provider_trl.recipes.data.prepare import prepare_dpo, read_examples
+from llama_stack_provider_trl.recipes.data.prepare import read_examples, tokenize_dpo
 from llama_stack_provider_trl.recipes.session import train_attempt
 from llama_stack_provider_trl.recipes.trainer import reference_cache
 from llama_stack_provider_trl.recipes.trainer.dpo import preference_loss
@@ -227,7 +227,7 @@ def log_probs(model: Path, rows: list[dict[str, str]]) -> list[tuple[float, floa
     """What a model computes for each pair's completions, (chosen, rejected), by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     scored = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
-    dataset, _ = prepare_dpo(read_examples(dataset_of(rows), "dpo"), tokenizer, 1024)
+    dataset, _ = tokenize_dpo(read_examples(dataset_of(rows), "dpo"), tokenizer, 1024).collect()
     return [
         tuple(completion_log_prob(scored, row["prompt_ids"], row[side]) for side in ("chosen_ids", "rejected_ids"))
         for row in dataset

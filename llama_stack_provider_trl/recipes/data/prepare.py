@@ -124,14 +124,14 @@ def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerB
     return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
 
 
-def prepare_sft(
+def tokenize_sft(
     examples: Iterable[SftExample],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     train_on_input: bool = False,
     side: TruncationSide = "right",
-) -> tuple[Dataset, DataReport]:
-    """Tokenize for `SFTTrainer` with `dataset_kwargs={"skip_prepare_dataset": True}`.
+) -> Tokenization:
+    """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
@@ -140,23 +140,12 @@ def prepare_sft(
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels`, and the report on its rows.
+        Tables with the columns `input_ids` and `labels`; after the last one, the report on their rows.
 
     Raises:
         JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
-    return tokenize_sft(examples, tokenizer, max_seq_length, train_on_input, side).collect()
-
-
-def tokenize_sft(
-    examples: Iterable[SftExample],
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    train_on_input: bool = False,
-    side: TruncationSide = "right",
-) -> Tokenization:
-    """Do what `prepare_sft` does, a part at a time."""
     encoder = SftEncoder(Chat(tokenizer), train_on_input)
     counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
@@ -166,33 +155,23 @@ def tokenize_sft(
     return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
 
 
-def prepare_dpo(
-    pairs: Iterable[PreferenceExample],
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    side: TruncationSide = "right",
-) -> tuple[Dataset, DataReport]:
-    """Tokenize for `DPOTrainer` with its `_prepare_dataset` switched off.
-
-    The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
-    once. Arguments, errors and the report are those of `prepare_sft`, but for `side`. right: answers lose their end,
-    and a pair whose prompt leaves no token for one is dropped. left: first the prompt loses its beginning, as far as
-    its last token, then answers that are still too long their end.
-
-    Returns:
-        A dataset with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either
-        answer has at most `max_seq_length` tokens, and the report on its rows.
-    """
-    return tokenize_dpo(pairs, tokenizer, max_seq_length, side).collect()
-
-
 def tokenize_dpo(
     pairs: Iterable[PreferenceExample],
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     side: TruncationSide = "right",
 ) -> Tokenization:
-    """Do what `prepare_dpo` does, a part at a time."""
+    """Tokenize for `DPOTrainer`, a part at a time, with its `_prepare_dataset` switched off.
+
+    The prompt is the common token prefix of the rendered prompt and of both full sequences, so it is in each sequence
+    once. Arguments, errors and the report are those of `tokenize_sft`, but for `side`. right: answers lose their end,
+    and a pair whose prompt leaves no token for one is dropped. left: first the prompt loses its beginning, as far as
+    its last token, then answers that are still too long their end.
+
+    Returns:
+        Tables with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either answer
+        has at most `max_seq_length` tokens; after the last one, the report on their rows.
+    """
     chat = Chat(tokenizer)
     counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (

@@ -72,7 +72,7 @@ class Preparation:
             first: rows that are used; the report is about all.
 
         Raises:
-            JobFailure: as `prepare_sft` and `prepare_dpo` do.
+            JobFailure: as `tokenize_sft` and `tokenize_dpo` do.
         """
         prepared = self._cached(dataset, first) or self._in_memory(dataset, first)
         self._progress.end(dataset.num_rows)
