@@ -21,6 +21,7 @@ from .data.prepare import DataReport, with_filler
 from .data.prepared import Preparation
 from .data.sampling import BatchPlan
 from .fast.model import use_rows
+from .fast.parts import in_parts
 from .fast.support import with_batches
 from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights, has_placeholders
@@ -110,6 +111,10 @@ class BuiltTrainer:
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
+            "batches": {
+                "batch_size": self.trainer.spec.batch_size,
+                "gradient_accumulation_steps": self.trainer.spec.gradient_accumulation_steps,
+            },
             "data": _counts(data.report),
         }
         if self.trainer.gradient_sync is not None:
@@ -152,6 +157,7 @@ def build_trainer(
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     data = load_data(spec, tokenizer, writer)
     spec, padding_free = with_batches(spec)
+    spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
     for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
         writer.write(Warned(message=message))

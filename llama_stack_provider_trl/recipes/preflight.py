@@ -25,6 +25,7 @@ from .data.prepared import Preparation
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .fast.batches import largest_groups
+from .fast.parts import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
@@ -215,7 +216,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     prepared = Preparation(spec, load_tokenizer(spec.source), writer, spec.dataset).rows(spec.dataset)
-    planned = plan_steps(spec, row_lengths(prepared.dataset))
+    spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
+    planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,

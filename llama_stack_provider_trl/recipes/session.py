@@ -82,12 +82,7 @@ def plan_batches(attempt: AttemptSpec) -> tuple[JobSpec, BatchPlan]:
     """The job as this attempt's ranks train it. Rows per optimizer step do not depend on the number of ranks."""
     rows = attempt.rows_per_step or attempt.job.rows_per_step
     batch_plan = BatchPlan.of(rows, attempt.job.batch_size, attempt.world_size)
-    changes = {
-        "ranks": batch_plan.world_size,
-        "batch_size": batch_plan.batch_size,
-        "gradient_accumulation_steps": batch_plan.accumulation_steps,
-    }
-    return attempt.job.model_copy(update=changes), batch_plan
+    return batch_plan.applied(attempt.job), batch_plan
 
 
 def _report_start(spec: JobSpec, device: torch.device, warnings: list[str], writer: EventWriter) -> None:

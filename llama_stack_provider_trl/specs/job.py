@@ -386,12 +386,20 @@ class JobSpec(_Frozen):
             return parted.in_smaller_parts() or (parted if is_less else None)
         if self.batch_size == 1 or self.has_batch_means:
             return None
-        smaller = max(size for size in range(1, self.batch_size // 2 + 1) if self.batch_size % size == 0)
-        times = self.batch_size // smaller
+        return self.with_batches_of(max(size for size in self.batch_sizes if size <= self.batch_size // 2))
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Rows of the equal parts into which the job's batches can be divided, ascending."""
+        return [size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0]
+
+    def with_batches_of(self, batch_size: int) -> JobSpec:
+        """The same job with batches of one of `batch_sizes`: every step and every evaluation sees the same rows."""
+        times = self.batch_size // batch_size
         accumulation = self.gradient_accumulation_steps * times
         batches = None if self.max_validation_steps is None else self.max_validation_steps * times
         changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
-        return self.model_copy(update={"batch_size": smaller, **changes})
+        return self.model_copy(update={"batch_size": batch_size, **changes})
 
 
 ROWS = tuple(name for name, field in JobSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))

@@ -17,7 +17,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
-from llama_stack_provider_trl.recipes.fast import attention, head, support
+from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
+from llama_stack_provider_trl.recipes.fast import attention, head, parts, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -26,7 +27,7 @@ from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keeping_logits
 from llama_stack_provider_trl.specs.events import Prepared, Progress
-from llama_stack_provider_trl.specs.job import LoraSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, ReferenceSpec, ShardingSpec
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
 
@@ -383,10 +384,12 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path) -> None:
+def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, changes = JOBS[job]
+    if job == "dpo":
+        monkeypatch.setattr(parts, "TOKENS", 1)
     rows = 17 * {"sft": SFT_ROWS, "dpo": DPO_ROWS}[algorithm]  # of one epoch, since each ends in a checkpoint
-    curves, records = [], []
+    curves, records, batches = [], [], []
     for padding_free in (False, True):
         root = tmp_path / str(padding_free)
         spec = job_spec(root, tiny_model(), algorithm, **changes, rows=rows, padding_free=padding_free)
@@ -394,8 +397,11 @@ def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path) -> N
         assert status == 0
         progress = of_kind(events, Progress)
         curves.append([[event.metrics[name] for event in progress] for name in ("loss", "grad_norm", "num_tokens")])
-        records.append(of_kind(events, Prepared)[0].effective.get("padding_free"))
+        effective = of_kind(events, Prepared)[0].effective
+        records.append(effective.get("padding_free"))
+        batches.append(tuple(effective["batches"].values()))
     assert records == [None, "used"]
+    assert batches == {"sft": [(2, 2), (2, 2)], "dpo": [(4, 1), (1, 4)]}[job]
     assert len(curves[0][0]) >= 50
     for expected, found in zip(*curves, strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
@@ -426,6 +432,35 @@ def test_shared_heads_are_repeated_on_gpus_where_a_mask_is_passed(monkeypatch: p
     use_rows(model)
     model(**flat.forward_arguments(model, flat.collate(PAIRS)))
     assert {(True, 4), (False, 2)} == set(heads)  # of four heads of queries, two share one of keys
+
+
+KTO_PAIR = DpoSpec(loss_type="kto_pair", reference=ReferenceSpec())
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        ("cpu", {}, (2, 6, 6)),
+        ("cpu", {"batch_size": 3, "gradient_accumulation_steps": 1}, (1, 3, 9)),  # an odd number has no half
+        ("cpu", {"ranks": 2}, (2, 6, 6)),
+        ("cpu", {"ranks": 2, "sharding": ShardingSpec()}, (4, 3, 3)),
+        ("cuda", {}, (4, 3, 3)),
+        ("cpu", {"padding_free": False}, (4, 3, 3)),
+        ("cpu", {"dpo": KTO_PAIR}, (4, 3, 3)),
+    ],
+)
+def test_batches_on_a_cpu_are_divided_by_their_tokens(
+    device: str, changes: dict[str, Any], expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "TOKENS", 80)
+    rows = Dataset.from_list([pair(20, 12, 7), pair(10, 5, 6)])  # 30 tokens on average
+    values = {"batch_size": 4, "gradient_accumulation_steps": 3, "max_validation_steps": 3, **changes}
+    spec = job_spec(tmp_path, tiny_model(), "dpo", **values)
+    plan = BatchPlan.of_job(spec)
+    divided, found = parts.in_parts(spec, plan, rows, device)
+    assert (divided.batch_size, divided.gradient_accumulation_steps, divided.max_validation_steps) == expected
+    assert divided.rows_per_step == found.rows_per_step == spec.rows_per_step
+    assert BatchPlan.of_job(divided) == found
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,11 @@ class BatchPlan:
         """The plan that the job's own fields give."""
         return cls.of(spec.rows_per_step, spec.batch_size, spec.ranks)
 
+    def applied(self, spec: JobSpec) -> JobSpec:
+        """The job with the batches of this plan."""
+        sizes = {"batch_size": self.batch_size, "gradient_accumulation_steps": self.accumulation_steps}
+        return spec.model_copy(update={"ranks": self.world_size, **sizes})
+
     @property
     def accumulation_steps(self) -> int:
         """Micro steps per optimizer step."""
