@@ -3,6 +3,8 @@
     with forked_warm_processes() as warm:     # of a launcher in the test's own process
     python -m tests.forked MODULE ARGUMENTS   # a server whose launchers fork theirs, with `environment()`
 
+A server may be in network, host name and mount namespaces of its own: what is forked for it joins them.
+
 What is forked is the product's own warm process, in the environment that the launcher gives it: only the interpreter's
 start and the imports are skipped. Where it would import with another environment or other limits it is started as
 usual. The tests of the warm process itself, in tests/process/test_warm_start.py, fork none.
@@ -19,6 +21,7 @@ import os
 import runpy
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -205,7 +208,7 @@ def _fork(connection: socket.socket, own: Any) -> int:
     if request["conditions"] == own:
         pid = os.fork()
         if pid == 0:
-            _become(request, *files)
+            _become(request, _peer(connection), *files)
     for file in files:
         os.close(file)
     connection.send(json.dumps(pid).encode())
@@ -216,13 +219,34 @@ def _fork(connection: socket.socket, own: Any) -> int:
 
 
 def _difference(wanted: Any, own: Any) -> str:
-    different = [pair for pair in zip(wanted, own, strict=True) if pair[0] != pair[1]]
+    different = []
+    for theirs, ours in zip(wanted, own, strict=True):
+        if isinstance(theirs, list) and isinstance(ours, list):
+            different += [[one for one in theirs if one not in ours], [one for one in ours if one not in theirs]]
+        elif theirs != ours:
+            different.append([theirs, ours])
     return f"tests.forked: a process is started, and not forked: {different}"
 
 
-def _become(request: Mapping[str, Any], log: int, channel: int) -> NoReturn:
+def _peer(connection: socket.socket) -> int:
+    """The pid of who has connected."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
+
+
+def _join_namespaces(pid: int) -> None:
+    """Join the namespaces of a process that this one is not in."""
+    for name in ("net", "uts", "mnt"):  # after the last one, /proc may be another
+        theirs = Path(f"/proc/{pid}/ns/{name}")
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):
+            with open(theirs) as namespace:
+                os.setns(namespace.fileno())
+
+
+def _become(request: Mapping[str, Any], peer: int, log: int, channel: int) -> NoReturn:
     try:
         os.setsid()
+        _join_namespaces(peer)
         log, channel = (fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE_ALL) for file in (log, channel))
         number = request["channel"]
         os.dup2(channel, number)

@@ -27,6 +27,7 @@ import requests
 import yaml
 
 from llama_stack_provider_trl.system.files import tail
+from tests import forked
 from tests.contract.stack import Json, poll
 from tests.tiny import REPOSITORY
 
@@ -89,6 +90,8 @@ class Machine:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TRL_FAULTS": str(self.bed.faults),
+            "PYTHONPATH": str(Path(__file__).with_name("site")),
+            **forked.environment(),
             **environ,
         }
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]
@@ -106,7 +109,7 @@ class Machine:
     def serve(self, settings: Json | None = None, **environ: str) -> None:
         """As the service's machine."""
         ranks = {"torch_run_config": {"nproc_per_node": 1}}
-        block = {"device": "cpu", "hang_timeout": 900, "model_roots": ["/"], "warm_start": False}
+        block = {"device": "cpu", "hang_timeout": 900, "model_roots": ["/"]}
         block |= {**ranks, **(settings or {})}
         provider = {"provider_id": "trl", "provider_type": "remote::trl_remote", "config": block}
         config = self.root / "run_fsdp.yaml"
@@ -124,7 +127,6 @@ class Machine:
     def join(self, head: Machine, *arguments: str, **environ: str) -> None:
         """As a worker node."""
         given = {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN, **environ}
-        given = {"TRL_NODE_WARM_START": "off", **given}
         self.start("--data-dir", str(self.data_dir), "--device", "cpu", *arguments, **given)
 
     def pids(self) -> list[int]:
