@@ -299,16 +299,28 @@ def test_an_agent_has_a_switch_on_its_command_line_and_in_its_environment() -> N
         switched(TRL_NODE_WARM_START="no")
 
 
-def test_imports_run_without_the_garbage_collector_and_read_the_distributions_once(
+def test_imports_run_without_the_garbage_collector_and_read_only_the_distributions_that_they_ask_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = dict
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", before)
+    calls: list[dict[str, list[str]]] = []
+
+    def read() -> dict[str, list[str]]:
+        calls.append({"yaml": ["PyYAML"], "pytest": ["other"]})
+        return calls[-1]
+
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", read)
     try:
         with train.quick_imports():
             assert not gc.isenabled()
-            assert importlib.metadata.packages_distributions() is importlib.metadata.packages_distributions()
+            installed = importlib.metadata.packages_distributions()
+            assert installed["pytest"] == ["pytest"]
+            assert not calls
+            assert installed["yaml"] == installed.get("yaml") == ["PyYAML"]
+            assert installed.get("never_installed", ["default"]) == ["default"]
+            assert len(calls) == 1
+            with pytest.raises(KeyError, match="never_installed"):
+                installed["never_installed"]
     finally:
         gc.unfreeze()
     assert gc.isenabled()
-    assert importlib.metadata.packages_distributions is before
+    assert importlib.metadata.packages_distributions is read
