@@ -23,6 +23,7 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.launch import torchrun
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.local import LocalLauncher
+from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -35,6 +36,7 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl.system.files import RunDir, damage
+from tests.forked import forked_warm_processes
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import REPOSITORY, Ranks, forked_ranks
 from tests.training import LORA, SFT_ROWS, of_kind
@@ -226,6 +228,13 @@ def test_a_nodes_own_damaged_copy_is_set_aside_there_and_no_other(
     assert (here.checkpoint_dir / "checkpoint-4").is_dir()
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmProcesses]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with forked_warm_processes() as warm:
+        yield warm
+
+
 def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: float = 240.0) -> list[Observation]:
     deadline = time.monotonic() + seconds
     while any(launcher.poll(task).state is not TaskState.exited for task in tasks):
@@ -235,13 +244,12 @@ def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: fl
 
 
 @pytest.mark.parametrize("fault", ["", "error", "kill"])
-def test_torchrun_on_two_nodes(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_torchrun_on_two_nodes(tmp_path: Path, port: int, warm: WarmProcesses, fault: str) -> None:
     armed = tmp_path / "faults"
     armed.mkdir()
     (armed / "step-2").write_text(fault)
     spec = spec_of(tmp_path, "sft", 2)
-    launcher, tasks = LocalLauncher(), []
+    launcher, tasks = LocalLauncher(warm=warm), []
     for number in range(2):
         node = tmp_path / f"node-{number}"
         run_dir = node / "run"
@@ -275,12 +283,15 @@ def test_torchrun_on_two_nodes(tmp_path: Path, port: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_torchruns_that_do_not_meet_end_with_a_sentence(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, node_rank: int
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, warm: WarmProcesses, node_rank: int
 ) -> None:
     monkeypatch.setattr(torchrun, "GATHERING_SECONDS", 1)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    launcher, task = LocalLauncher(), TaskSpec("job-1", run_dir, (), nodes=2, node_rank=node_rank, master_port=port)
+    launcher, task = (
+        LocalLauncher(warm=warm),
+        TaskSpec("job-1", run_dir, (), nodes=2, node_rank=node_rank, master_port=port),
+    )
     launcher.start(task)
     try:
         (seen,) = until_all_exited(launcher, [task], 60)

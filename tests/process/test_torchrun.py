@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -45,15 +44,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield world
         process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
         world.store.close()
-
-
-@contextmanager
-def cold_starts(world: World) -> Iterator[None]:
-    """Tasks that start meanwhile start without a warm process."""
-    assert isinstance(world.launcher, LocalLauncher)
-    warm, world.launcher._warm = world.launcher._warm, None
-    yield
-    world.launcher._warm = warm
 
 
 def held_at(world: World, point: str) -> tuple[RunDir, RunnerStatus]:
@@ -133,9 +123,8 @@ def test_whatever_of_torchrun_is_killed_the_job_continues_from_its_checkpoint(wo
         ],
         start=1,
     ):
-        with cold_starts(world) if attempt == 1 else nullcontext():
-            paths, status = held_at(world, point)
-        assert is_forked(status) is (attempt > 1)
+        paths, status = held_at(world, point)
+        assert is_forked(status)
         world.until(lambda attempt=attempt: len(world.store.checkpoints("job")) == attempt)
         first, second = rank_processes(paths)
         processes = {"rank 0": first, "rank 1": second, "torchrun": status.trainer, "runner": status.runner}
