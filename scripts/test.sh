@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests; arguments go to pytest. Without any all of them run, two files at a time.
+# Runs the tests; arguments go to pytest. Without any all of them run, three files at a time.
 #
 #   ./scripts/test.sh
 #   ./scripts/test.sh tests/unit -k resolve
@@ -10,6 +10,6 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # Tests never fetch models, and ranks get the thread count that a user's ranks would get.
 export HF_HUB_OFFLINE=1
 unset OMP_NUM_THREADS
-# Most of a test's time one process imports torch, or trains on one core.
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+# A third of a test's time it waits: for a timeout, a poll, a disk. On 2 cores, 2 files at a time leave them idle.
+[ $# -gt 0 ] || set -- -n 3 --dist loadfile --no-loadscope-reorder
 exec .venv/bin/python -m pytest "$@"

@@ -42,6 +42,11 @@ from tests.tiny import REPOSITORY
 
 VARIABLE = "TESTS_FORKED"
 """Variable of a server: the socket of the process that it forks from."""
+_SITE = REPOSITORY / "tests" / "site"
+_WITHOUT_EFFECT = (REPOSITORY, REPOSITORY / "benchmarks", _SITE)
+"""On PYTHONPATH: what trainings import of these is installed in the environment that runs the tests."""
+_FOR_THE_LOG = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")
+"""Variables of the checks of benchmarks/gpu.py, which change no number."""
 _REQUEST_BYTES = 1 << 18
 _ABOVE_ALL = 1000
 """File descriptors from here on are those of a request until they have the numbers that it names."""
@@ -63,9 +68,10 @@ def forked_warm_processes() -> Iterator[WarmProcesses]:
         warm.close()
 
 
-def environment() -> dict[str, str]:
-    """Variables of a server that is started with `python -m tests.forked`."""
-    return {VARIABLE: _imported()}
+def environment(*, with_site: bool = False) -> dict[str, str]:
+    """Variables of a server that is started with `python -m tests.forked`, or of a program that starts servers
+    (`with_site`: tests/site)."""
+    return {VARIABLE: _imported(), **({"PYTHONPATH": str(_SITE)} if with_site else {})}
 
 
 def _common() -> dict[str, str]:
@@ -149,9 +155,11 @@ def _fork_or_start(path: str, argv: list[str], **options: Any) -> Any:
 
 
 def _conditions(python: str, environ: Mapping[str, str]) -> Any:
-    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM)}
-    if left.get("PYTHONPATH") == str(REPOSITORY):  # it is on the path of the environment that runs the tests
-        del left["PYTHONPATH"]
+    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM, *_FOR_THE_LOG)}
+    paths = left.pop("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path and Path(path) not in _WITHOUT_EFFECT]
+    if others:
+        left["PYTHONPATH"] = os.pathsep.join(others)
     return warm_processes.conditions(python, left)
 
 

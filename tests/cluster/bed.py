@@ -90,8 +90,7 @@ class Machine:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TRL_FAULTS": str(self.bed.faults),
-            "PYTHONPATH": str(Path(__file__).with_name("site")),
-            **forked.environment(),
+            **forked.environment(with_site=True),
             **environ,
         }
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]

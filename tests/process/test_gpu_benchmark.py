@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl.system.process import RUN_DIR_MARK, tasks_below
+from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -32,6 +33,7 @@ def benchmark(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", f"--scratch={folder}"],
         cwd=folder,
+        env={**os.environ, **forked.environment(with_site=True)},
         capture_output=True,
         text=True,
         check=False,

@@ -178,7 +178,7 @@ def test_a_pause_and_a_cancel_reach_every_rank(world: World) -> None:
 
 
 def test_a_rank_that_hangs_is_found_and_both_stacks_are_reported(world: World) -> None:
-    world.supervisor._attempts._hang_timeout = 25.0  # imports take so long on a busy machine
+    world.supervisor._attempts._hang_timeout = 12.0
     world.add("job", "dpo-full", **TWO_RANKS, retries=0)
     paths, _ = held_at(world, "step-4")
     _, second = rank_processes(paths)
