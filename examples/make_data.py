@@ -17,8 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SEED = 7
-INSTRUCTION = "Reply with JSON (item, color, count, city): "
+INSTRUCTION = "Answer with one JSON object: item, color, count, city."
+"""The system message: an instruction of the user would follow the one that SmolLM2's chat template adds without it."""
 Order = dict[str, str | int]
+Messages = list[dict[str, str]]
 Words = dict[str, tuple[str, ...]]
 
 
@@ -75,13 +77,14 @@ NEW_TEMPLATES = (
 )
 
 
-def render(order: Order, template: str, rng: random.Random) -> str:
+def render(order: Order, template: str, rng: random.Random) -> Messages:
     """Say `order` in the words of `template`; a count is spelled out now and then, its JSON value stays a number."""
     count = order["count"]
     if isinstance(count, int) and rng.random() < 0.3:
         order = order | {"count": COUNTS[count]}
     message = template.format_map(order)
-    return INSTRUCTION + message[0].upper() + message[1:]
+    message = message[0].upper() + message[1:]
+    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": message}]
 
 
 def to_json(order: Order) -> str:
@@ -115,7 +118,7 @@ def wrapped(answer: str, rng: random.Random) -> str:
     return rng.choice(WRAPPINGS).replace("{json}", answer)
 
 
-def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
+def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, object]]:
     """Messages with their JSON; one answer in twenty is bare."""
     for index in range(count):
         order = source.draw(KNOWN_WORDS)
@@ -124,7 +127,7 @@ def sft_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt, "completion": answer if index % 20 == 19 else wrapped(answer, source.rng)}
 
 
-def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, str]]:
+def dpo_rows(source: OrderSource, count: int) -> Iterator[dict[str, object]]:
     """The bare answer is chosen over the wrapped one."""
     for _ in range(count):
         order = source.draw(KNOWN_WORDS)
@@ -154,9 +157,9 @@ def main() -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
 
     source = OrderSource(random.Random(SEED))
-    write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 200))
-    write_jsonl(out_dir / "sft_validation.jsonl", sft_rows(source, 20))
-    write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 96))
+    write_jsonl(out_dir / "sft_train.jsonl", sft_rows(source, 120))
+    write_jsonl(out_dir / "sft_validation.jsonl", sft_rows(source, 10))
+    write_jsonl(out_dir / "dpo_train.jsonl", dpo_rows(source, 32))
     write_jsonl(out_dir / "heldout.jsonl", heldout_rows(source, 60))
     print(f"Data sets written to {out_dir}")
 

@@ -31,25 +31,26 @@ ENDED = ("completed", "failed", "cancelled")
 SFT_TRAINING = {
     "n_epochs": 1,
     "dtype": "fp32",
-    "data_config": {"dataset_id": "orders-sft", "validation_dataset_id": "orders-validation", "batch_size": 8},
-    "optimizer_config": {"optimizer_type": "adamw", "lr": 1e-3, "weight_decay": 0.0, "num_warmup_steps": 3},
+    "data_config": {"dataset_id": "orders-sft", "validation_dataset_id": "orders-validation", "batch_size": 4},
+    "optimizer_config": {"optimizer_type": "adamw", "lr": 1e-3, "weight_decay": 0.0, "num_warmup_steps": 0},
 }
 LORA = {
     "type": "LoRA",
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "apply_lora_to_mlp": False,
+    "apply_lora_to_mlp": True,
     "apply_lora_to_output": False,
     "rank": 16,
     "alpha": 32,
 }
 SERVICE_STEPS = 3
-"""As many as the warmup: until then the learning rate does not depend on how many steps there are."""
 DPO_TRAINING = {
     "n_epochs": 1,
     "dtype": "fp32",
-    "data_config": {"dataset_id": "orders-dpo", "batch_size": 8},
-    "optimizer_config": {"optimizer_type": "adamw", "lr": 2e-4, "weight_decay": 0.0, "num_warmup_steps": 3},
+    "data_config": {"dataset_id": "orders-dpo", "batch_size": 4},
+    "optimizer_config": {"optimizer_type": "adamw", "lr": 2e-4, "weight_decay": 0.0, "num_warmup_steps": 0},
 }
+DPO_OPTIONS = {"lora": LORA, "merge_adapter": True, "lr_scheduler": "constant"}
+"""With a constant learning rate the first steps are the same however many follow."""
 
 
 class Stack:
@@ -195,8 +196,10 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
     service.register("orders-dpo", DATA / "dpo_train.jsonl")
     training = body["training_config"]
     requested = os.environ.get("TRL_NPROC_PER_NODE", "")
-    ranks = int(requested) if requested.isdigit() else 2  # `auto` is for jobs that set no number
-    data = {**training["data_config"], "batch_size": training["data_config"]["batch_size"] // ranks}
+    batch_size = training["data_config"]["batch_size"]
+    # `auto` is for jobs that set no number.
+    ranks = min(int(requested) if requested.isdigit() else 2, batch_size)
+    data = {**training["data_config"], "batch_size": batch_size // ranks}
     uuid = f"{body['job_uuid']}-service"
     status = service.train(
         "preference-optimize",
@@ -293,9 +296,8 @@ def main() -> None:
         "hyperparam_search_config": {},
         "logger_config": {},
     }
-    dpo_options = {"lora": LORA, "merge_adapter": True}
     with phases.phase("DPO"):
-        dpo_status = stack.train("preference-optimize", dpo_body, dpo_options)
+        dpo_status = stack.train("preference-optimize", dpo_body, DPO_OPTIONS)
     dpo = paths(dpo_status)
     with phases.phase("scores after DPO"):
         scores["after DPO"] = score(dpo["merged"], "After DPO")
@@ -309,7 +311,7 @@ def main() -> None:
     if arguments.service_url:
         print("\n== The same DPO job by the training service", flush=True)
         with phases.phase("first steps by the service"):
-            train_on_service(arguments.service_url, dpo_body, dpo_options, dpo_status)
+            train_on_service(arguments.service_url, dpo_body, DPO_OPTIONS, dpo_status)
     phases.report()
     print(
         "\nThe model changed as intended. To continue:\n"

@@ -19,6 +19,7 @@ from typing import Any
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
 
+Messages = list[dict[str, str]]
 DATA_DIR = Path(__file__).parent / "data"
 # The longest right answer has 27 tokens, polite words around it about 12 more.
 MAX_NEW_TOKENS = 48
@@ -65,8 +66,8 @@ def load(model_dir: Path | str) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(base_dir, padding_side="left")
 
 
-def answer(model: Any, tokenizer: Any, prompts: list[str], threads: int = 1) -> list[str]:
-    """Greedy answers to `prompts`, each sent as a user's message.
+def answer(model: Any, tokenizer: Any, prompts: list[Messages], threads: int = 1) -> list[str]:
+    """Greedy answers to `prompts`.
 
     Each batch has one thread: a step of a generation is hundreds of small operations, too small to be divided.
     """
@@ -74,7 +75,7 @@ def answer(model: Any, tokenizer: Any, prompts: list[str], threads: int = 1) -> 
 
     torch.set_num_threads(1)
     # Prompts of similar length are padded least.
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    order = sorted(range(len(prompts)), key=lambda index: sum(len(message["content"]) for message in prompts[index]))
     size = min(BATCH_SIZE, -(-len(prompts) // threads))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     with ThreadPoolExecutor(threads) as pool:
@@ -84,13 +85,12 @@ def answer(model: Any, tokenizer: Any, prompts: list[str], threads: int = 1) -> 
     return [answers[index] for index in range(len(prompts))]
 
 
-def answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+def answer_batch(model: Any, tokenizer: Any, prompts: list[Messages]) -> list[str]:
     """Greedy answers to `prompts` in one batch, padded on the left."""
     import torch
 
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
     with torch.inference_mode():
         tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
@@ -148,7 +148,7 @@ def evaluate(model_dir: Path | str, threads: int) -> dict[str, float]:
     scores = asdict(score(rows))
 
     for row in rows[:3]:
-        print(f"> {row['prompt']}\n  {row['answer']}")
+        print(f"> {row['prompt'][-1]['content']}\n  {row['answer']}")
     for name, value in scores.items():
         print(f"{name:26} {value:6.1%}")
     print(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")

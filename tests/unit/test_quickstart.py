@@ -11,6 +11,8 @@ import pytest
 
 from tests.tiny import REPOSITORY
 
+Messages = list[dict[str, str]]
+
 pytest.importorskip("torch", reason="the quickstart's scoring needs torch")
 
 
@@ -22,6 +24,10 @@ def _example(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses search their module there
     spec.loader.exec_module(module)
     return module
+
+
+def _prompt(text: str) -> Messages:
+    return [{"role": "system", "content": "Answer."}, {"role": "user", "content": text}]
 
 
 @pytest.fixture
@@ -37,29 +43,29 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_answers_come_in_the_order_of_their_prompts(
     score: ModuleType, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    batches: list[list[str]] = []
+    batches: list[list[Messages]] = []
 
-    def answer_batch(_model: object, _tokenizer: object, prompts: list[str]) -> list[str]:
+    def answer_batch(_model: object, _tokenizer: object, prompts: list[Messages]) -> list[str]:
         batches.append(prompts)
-        return [f"to {prompt}" for prompt in prompts]
+        return [f"to {prompt[-1]['content']}" for prompt in prompts]
 
     monkeypatch.setattr(score, "answer_batch", answer_batch)
     monkeypatch.setattr("torch.set_num_threads", lambda _number: None)
-    prompts = [f"{index} " + "x" * (37 * index % 11) for index in range(61)]
+    texts = [f"{index} " + "x" * (37 * index % 11) for index in range(61)]
 
-    assert score.answer(None, None, prompts, threads) == [f"to {prompt}" for prompt in prompts]
+    assert score.answer(None, None, [_prompt(text) for text in texts], threads) == [f"to {text}" for text in texts]
     assert len(batches) >= threads
     assert all(len(batch) <= score.BATCH_SIZE for batch in batches)
 
 
 def test_prompts_of_similar_length_share_a_batch(score: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[list[str]] = []
+    batches: list[list[Messages]] = []
     monkeypatch.setattr(score, "answer_batch", lambda _model, _tokenizer, prompts: batches.append(prompts) or prompts)
     monkeypatch.setattr("torch.set_num_threads", lambda _number: None)
 
-    score.answer(None, None, ["xxxx", "x", "yyyy", "y"], threads=2)
+    score.answer(None, None, [_prompt(text) for text in ("xxxx", "x", "yyyy", "y")], threads=2)
 
-    assert sorted(batches) == [["x", "y"], ["xxxx", "yyyy"]]
+    assert sorted(batches, key=str) == [[_prompt("x"), _prompt("y")], [_prompt("xxxx"), _prompt("yyyy")]]
 
 
 def test_the_times_of_all_phases_are_printed_with_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
