@@ -60,7 +60,7 @@ def translate(listing: str) -> tuple[list[str], dict[str, str]]:
             if value.lower() not in ("0", "false", "no", "off", ""):
                 arguments.append("--no-index" if name == "no-index" else "--no-cache")
         elif name not in WITHOUT_EFFECT:
-            raise NoCounterpart(f"pip's setting {name} = {value!r} has no counterpart in uv")
+            raise NoCounterpart(f"pip's setting {name} has no counterpart in uv")
     return arguments, variables
 
 
