@@ -386,15 +386,10 @@ class JobSpec(_Frozen):
             return parted.in_smaller_parts() or (parted if is_less else None)
         if self.batch_size == 1 or self.has_batch_means:
             return None
-        return self.with_batches_of(max(size for size in self.batch_sizes if size <= self.batch_size // 2))
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """Rows of the equal parts into which the job's batches can be divided, ascending."""
-        return [size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0]
+        return self.with_batches_of(max(n for n in range(1, self.batch_size // 2 + 1) if self.batch_size % n == 0))
 
     def with_batches_of(self, batch_size: int) -> JobSpec:
-        """The same job with batches of one of `batch_sizes`: every step and every evaluation sees the same rows."""
+        """The same job with batches of a size that divides its own: each step and each evaluation sees the same rows."""
         times = self.batch_size // batch_size
         accumulation = self.gradient_accumulation_steps * times
         batches = None if self.max_validation_steps is None else self.max_validation_steps * times

@@ -228,13 +228,16 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _default_signals() -> None:
-    """Undo the handlers of the process that forked us. Python itself ignores two signals and handles SIGINT."""
+    """Undo the handlers of the process that forked us, as exec does: what it ignores, such as SIGINT in the background
+    of a shell, stays ignored. Python itself ignores two signals and handles SIGINT."""
     signal.set_wakeup_fd(-1)
-    ignored = {signal.SIGPIPE, signal.SIGXFSZ}
+    ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
+    ignored |= {signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with suppress(OSError, ValueError):  # those of the C library's threads
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -29,6 +29,7 @@ from llama_stack_provider_trl.specs.events import Started, iter_events
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir, is_whole
 from llama_stack_provider_trl.system.process import ProcessId, tasks_below
+from llama_stack_provider_trl_remote.service.datasets.blobs import READING
 from tests.census import assert_clean, census
 from tests.contract.crashing import (
     CONCLUDING,
@@ -298,7 +299,8 @@ def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: CrashingSer
         requested = threads.submit(service.post, DPO, promised("never-queued", "file"))
         half_read = ".incoming-*/.rows-*"
         poll(lambda: [*(service.data_dir / "datasets").glob(half_read)], "it is read", timeout=20, pause=0.005)
-        (reader,) = psutil.Process(service.pid).children()
+        children = psutil.Process(service.pid).children()
+        (reader,) = (child for child in children if READING in child.cmdline())
         reader.suspend()  # or it would end by itself
         service.kill()
         assert isinstance(requested.exception(20), requests.ConnectionError)

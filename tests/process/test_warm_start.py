@@ -3,6 +3,7 @@ when that process is killed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import child_environment
 from tests.census import assert_clean
-from tests.process.test_recovery import World
+from tests.process.test_recovery import KINDS, World
 from tests.process.waiting import until
 from tests.tiny import REPOSITORY
 
@@ -37,6 +38,8 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="every task starts cold there"),
 ]
+JOBS = int(os.environ.get("TRL_TEST_JOBS", "4"))
+"""Jobs in a row on one warm process; more by command: TRL_TEST_JOBS=200."""
 NO_LIBRARIES = (
     "import sys; from llama_stack_provider_trl.launch import warm; warm.import_libraries = lambda: None; "
     "warm.main(sys.argv[1:])"
@@ -207,6 +210,22 @@ def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
     for name in ("torch_random", "numpy_random", "fingerprint", "python_random"):
         assert first[name] != second[name]  # a new process takes the system's entropy
     assert not first["cuda_initialized"]
+
+
+def test_many_jobs_leave_nothing_in_the_warm_process(world: World, warm: WarmProcesses) -> None:
+    (pid,) = until(warm.pids, 60)
+    warm_process = psutil.Process(pid)
+    found: list[tuple[int, int, int]] = []
+    for number, kind in zip(range(JOBS), itertools.cycle(KINDS)):
+        world.add(f"job-{number}", kind, n_epochs=1)
+        world.finish(f"job-{number}")
+        memory = warm_process.memory_info().rss
+        found.append((memory, warm_process.num_fds(), warm_process.num_threads()))
+    memory, *counts = zip(*found[1:], strict=True)
+    print(f"resident MiB of the warm process: {[round(size / (1 << 20), 1) for size in memory]}")  # pytest -rP
+    assert max(memory) - min(memory) < 1 << 20
+    assert [set(count) for count in counts] == [{counts[0][0]}, {1}]
+    assert warm.pids() == [pid]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

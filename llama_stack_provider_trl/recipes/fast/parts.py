@@ -27,8 +27,9 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     """
     if device != "cpu" or not spec.padding_free or spec.has_batch_means or is_sharded(spec):
         return spec, batch_plan
-    fitting = [size for size in spec.batch_sizes if size * _mean_tokens(dataset) <= TOKENS]
-    size = max(fitting, default=1)
+    sizes = [size for size in range(1, spec.batch_size + 1) if spec.batch_size % size == 0]
+    tokens = _mean_tokens(dataset)
+    size = max((size for size in sizes if size * tokens <= TOKENS), default=1)
     if size == spec.batch_size:
         return spec, batch_plan
     batch_plan = BatchPlan.of(batch_plan.rows_per_step, size, batch_plan.world_size)
