@@ -389,7 +389,7 @@ class JobSpec(_Frozen):
         return self.with_batches_of(max(n for n in range(1, self.batch_size // 2 + 1) if self.batch_size % n == 0))
 
     def with_batches_of(self, batch_size: int) -> JobSpec:
-        """The same job with batches of a size that divides its own: each step and each evaluation sees the same rows."""
+        """The same job with batches of a size that divides its own: a step and an evaluation see the same rows."""
         times = self.batch_size // batch_size
         accumulation = self.gradient_accumulation_steps * times
         batches = None if self.max_validation_steps is None else self.max_validation_steps * times
