@@ -131,7 +131,9 @@ install() {
     echo 'installing' >"$LOCK"
     : >"$LOG"
     # Without build isolation the project is built by the setuptools that the constraints name, and needs no network.
-    if pip_install 'pip>=25' 'setuptools>=77' && { uv_install || pip_install --no-build-isolation -e ".[$EXTRAS]"; }; then
+    local again=()
+    if pip_install 'pip>=25' 'setuptools>=77' &&
+        { uv_install || pip_install ${again[@]+"${again[@]}"} --no-build-isolation -e ".[$EXTRAS]"; }; then
         compile_modules
         fingerprint >"$STAMP"
         : >"$LOCK"
@@ -153,8 +155,12 @@ uv_install() {
     [ "${TRL_INSTALLER:-uv}" != pip ] || return 1
     # Not on the line of setuptools: an index may lack uv.
     pip_install uv || return 1
-    "$VENV_PYTHON" scripts/uv_install.py -c "$CONSTRAINTS" --no-build-isolation -e ".[$EXTRAS]" >>"$LOG" 2>&1 </dev/null && return
+    local status=0
+    "$VENV_PYTHON" scripts/uv_install.py -c "$CONSTRAINTS" --no-build-isolation -e ".[$EXTRAS]" >>"$LOG" 2>&1 </dev/null || status=$?
+    [ "$status" != 0 ] || return 0
     echo 'uv could not install this; pip continues.' >>"$LOG"
+    # 3: uv was not started. Else it may have ended within a package, which pip would take for installed.
+    [ "$status" = 3 ] || again=(--force-reinstall)
     return 1
 }
 

@@ -15,18 +15,34 @@ from pathlib import Path
 SECTIONS = ("global", "install", ":env:")
 """pip's order: a later one replaces the setting of an earlier one."""
 WITHOUT_EFFECT = {
-    *("cache-dir", "disable-pip-version-check", "log", "no-color", "no-input", "no-warn-script-location"),
+    *(
+        "cache-dir",
+        "config-file",
+        "disable-pip-version-check",
+        "log",
+        "no-color",
+        "no-input",
+        "no-warn-script-location",
+    ),
     *("progress-bar", "quiet", "require-virtualenv", "retries", "root-user-action", "verbose"),
 }
 """Settings of pip that do not decide what is installed, nor from where."""
 ARGUMENTS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
     "find-links": "--find-links",
     "constraint": "--constraint",
     "trusted-host": "--allow-insecure-host",
 }
-VARIABLES = {"cert": "SSL_CERT_FILE", "timeout": "UV_HTTP_TIMEOUT", "default-timeout": "UV_HTTP_TIMEOUT"}
+VARIABLES = {
+    **{"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX"},
+    **{"cert": "SSL_CERT_FILE", "timeout": "UV_HTTP_TIMEOUT", "default-timeout": "UV_HTTP_TIMEOUT"},
+}
+"""Every user of the machine can read the arguments of a process, and an index's URL may hold a password."""
+KEPT = ("UV_CACHE_DIR",)
+"""Variables of uv that a user may set; others decide what is installed, and from where."""
+
+
+LOUD = ["--verbose"] * 3
+"""With pip's own setting `quiet`, at most 3, it would list nothing."""
 
 
 class NoCounterpart(ValueError):
@@ -39,8 +55,8 @@ def settings(listing: str) -> dict[str, str]:
     for line in listing.splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
-        if section in found:
-            found[section][name.lower().replace("_", "-")] = ast.literal_eval(value)
+        if section in found and (set_to := ast.literal_eval(value)):  # pip ignores empty ones
+            found[section][name.lower().replace("_", "-")] = set_to
     return {name: value for section in SECTIONS for name, value in found[section].items()}
 
 
@@ -55,7 +71,7 @@ def translate(listing: str) -> tuple[list[str], dict[str, str]]:
         if name in ARGUMENTS:
             arguments += [word for part in value.split() for word in (ARGUMENTS[name], part)]
         elif name in VARIABLES:
-            variables[VARIABLES[name]] = value
+            variables[VARIABLES[name]] = " ".join(value.split())
         elif name in ("no-index", "no-cache-dir"):
             if value.lower() not in ("0", "false", "no", "off", ""):
                 arguments.append("--no-index" if name == "no-index" else "--no-cache")
@@ -77,7 +93,7 @@ def main() -> None:
     environment = Path(sys.prefix)
     uv = [str(environment / "bin" / "uv")]
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
+        [sys.executable, "-m", "pip", *LOUD, "--disable-pip-version-check", "config", "list"],
         capture_output=True,
         text=True,
         check=True,
@@ -90,6 +106,8 @@ def main() -> None:
     # pip takes the best version of all indexes; uv by default that of the first one which has the package.
     common = ["--no-config", "--python", sys.executable, "--index-strategy", "unsafe-best-match"]
     command = [*uv, "pip", "install", *common, *cache(environment, uv), *arguments, *sys.argv[1:]]
+    for name in [name for name in os.environ if name.startswith("UV_") and name not in KEPT]:
+        del os.environ[name]
     os.environ.update(variables)
     if "--no-cache" in command:
         os.environ["TMPDIR"] = str(environment)  # what is unpacked here can be linked, on another disk it is copied

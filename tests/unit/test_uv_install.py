@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
@@ -34,19 +38,20 @@ global.trusted-host='mirror'
     arguments, variables = uv_install.translate(listing)
     assert {tuple(arguments[at : at + 2]) for at in range(0, len(arguments), 2)} == {
         ("--constraint", "a.txt"),
-        ("--index", "file:///one"),
-        ("--index", "https://two/simple"),
         ("--find-links", "/wheels"),
         ("--find-links", "/more"),
-        ("--default-index", "https://mirror/simple"),
         ("--allow-insecure-host", "mirror"),
     }
-    assert variables == {"SSL_CERT_FILE": "/etc/ca.pem", "UV_HTTP_TIMEOUT": "180"}
+    assert variables == {
+        **{"UV_DEFAULT_INDEX": "https://mirror/simple", "UV_INDEX": "file:///one https://two/simple"},
+        **{"SSL_CERT_FILE": "/etc/ca.pem", "UV_HTTP_TIMEOUT": "180"},
+    }
 
 
 def test_a_variable_replaces_the_setting_for_install_which_replaces_the_global_one(uv_install: ModuleType) -> None:
     listing = ":env:.index-url='c'\nglobal.index-url='a'\nglobal.find-links='f'\ninstall.find_links='g'\n"
     assert uv_install.settings(listing) == {"index-url": "c", "find-links": "g"}
+    assert uv_install.settings(":env:.index-url=''\nglobal.index-url='a'\n") == {"index-url": "a"}
     assert uv_install.settings("download.index-url='a'\nlist.format='json'\n") == {}
 
 
@@ -59,3 +64,28 @@ def test_no_index_is_a_switch(uv_install: ModuleType, value: str, arguments: lis
 def test_a_setting_that_uv_lacks_leaves_the_install_to_pip(uv_install: ModuleType, name: str) -> None:
     with pytest.raises(uv_install.NoCounterpart, match=name):
         uv_install.translate(f"global.{name}='x'\n")
+
+
+def test_uv_is_started_with_the_settings_of_a_quiet_pip_and_no_password_among_its_arguments(
+    uv_install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(uv_install, "cache", lambda environment, uv: [])
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(sys, "argv", ["uv_install.py", "-e", "."])
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text("[install]\nquiet = 3\nindex-url = https://user:password@mirror/simple\nno-index = yes\n")
+    others = {"UV_LINK_MODE": "symlink", "UV_DEFAULT_INDEX": "https://elsewhere/simple"}
+    with patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+            del os.environ[name]
+        os.environ.update(PIP_CONFIG_FILE=str(configuration), UV_CACHE_DIR=str(tmp_path), **others)
+        uv_install.main()
+        found = {name: value for name, value in os.environ.items() if name.startswith("UV_")}
+    (command,) = started
+    assert command[1:3] == ["pip", "install"]
+    assert command[-2:] == ["-e", "."]
+    assert "--no-index" in command
+    assert "password" not in " ".join(command)
+    found.pop("UV_INDEX", None)  # of the configuration of the machine
+    assert found == {"UV_CACHE_DIR": str(tmp_path), "UV_DEFAULT_INDEX": "https://user:password@mirror/simple"}
