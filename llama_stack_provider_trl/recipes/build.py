@@ -157,11 +157,12 @@ def build_trainer(
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     data = load_data(spec, tokenizer, writer)
     spec, padding_free = with_batches(spec)
+    requested = spec
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
     for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
         writer.write(Warned(message=message))
-    memory = before_training(spec, batch_plan, data.train, device, writer)
+    memory = before_training(spec, batch_plan, data.train, device, writer, requested)
     chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()

@@ -29,7 +29,7 @@ from .fast.parts import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
-from .memory.proposals import Capacity, nearest
+from .memory.proposals import Capacity, batch_fields, nearest
 from .memory.trace import Batch, trace
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
@@ -106,10 +106,15 @@ def device_limit(device: torch.device, ranks: int) -> int:
     return machine_memory() // ranks
 
 
-def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[str, Any]:
+def check(
+    spec: JobSpec, batch: Batch, device: str, capacity: Capacity, requested: JobSpec | None = None
+) -> dict[str, Any]:
     """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not.
 
     `gradient_sync` auto is decided here: whole gradients where the job fits with them.
+
+    Args:
+        requested: the job before its batches were divided (`fast.parts`); None: they were not.
     """
     memory = estimate(spec, batch, device, capacity.baseline)
     if spec.gradient_sync == "auto" and accumulates_shards(spec):
@@ -132,6 +137,9 @@ def check(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> dict[
         verdict["gradient_sync"] = "step" if keeps_whole_gradients(spec) else "micro_step"
     if not verdict["fits"]:
         found = nearest(spec, batch, device, capacity)
+        if found and requested and requested.batch_size != spec.batch_size:
+            # The changes are made to the request, and some jobs that they lead to are not divided.
+            found = replace(found, changes={**batch_fields(spec), **found.changes})
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
         model = trace(spec, batch, device)  # of the estimate
         verdict["message"] = misfit(spec, model, memory, device, capacity, found)
@@ -144,6 +152,7 @@ def before_training(
     dataset: Dataset,
     device: torch.device,
     writer: EventWriter | None,
+    requested: JobSpec | None = None,
 ) -> dict[str, Any] | None:
     """Check the memory of a job before it loads its model; returns the result for its record.
 
@@ -151,6 +160,7 @@ def before_training(
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
+        requested: as in `check`.
 
     Raises:
         JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
@@ -161,7 +171,7 @@ def before_training(
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
-        verdict = check(spec, batch, device.type, capacity)
+        verdict = check(spec, batch, device.type, capacity, requested)
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may still be trained
@@ -216,6 +226,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     prepared = Preparation(spec, load_tokenizer(spec.source), writer, spec.dataset).rows(spec.dataset)
+    requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
@@ -225,7 +236,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         max_ranks=request.max_ranks,
         baseline=_baseline(request.device),
     )
-    memory = check(spec, planned.batch, request.device, capacity)
+    memory = check(spec, planned.batch, request.device, capacity, requested)
     disk = _disk(spec, planned, request)
     writer.write(
         Preflighted(

@@ -446,6 +446,7 @@ KTO_PAIR = DpoSpec(loss_type="kto_pair", reference=ReferenceSpec())
         ("cpu", {"ranks": 2, "sharding": ShardingSpec()}, (4, 3, 3)),
         ("cuda", {}, (4, 3, 3)),
         ("cpu", {"padding_free": False}, (4, 3, 3)),
+        ("cpu", {"oom_retry": True}, (4, 3, 3)),
         ("cpu", {"dpo": KTO_PAIR}, (4, 3, 3)),
     ],
 )

@@ -320,6 +320,20 @@ def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
     return spec, int(settings.device_memory_gb * GIB), for_jobs.max_ranks
 
 
+def test_a_proposal_for_a_job_whose_batches_were_divided_sets_their_size(tmp_path: Path) -> None:
+    requested = job_spec(tmp_path, tiny_model(), batch_size=4, gradient_accumulation_steps=2)
+    divided, batch = requested.with_batches_of(1), Batch(1, 2000)
+    recomputed = divided.model_copy(update={"gradient_checkpointing": True})
+    limit = int(estimate(recomputed, batch, "cpu").total * proposals.MARGIN) + 1
+    sizes = {"training_config.data_config.batch_size": 1, "training_config.gradient_accumulation_steps": 8}
+    for given, expected in ((requested, sizes), (divided, {}), (None, {})):
+        found = check(divided, batch, "cpu", Capacity(limit), given)
+        assert not found["fits"]
+        others = {"training_config.efficiency_config.enable_activation_checkpointing": True}
+        assert found["nearest"]["changes"] == expected | others
+        assert ("batch_size=1" in found["message"]) == bool(expected)
+
+
 def depth(shape: dict[str, int]) -> dict[str, int]:
     return {"layers": shape["num_hidden_layers"], **{k: v for k, v in shape.items() if k != "num_hidden_layers"}}
 

@@ -18,14 +18,14 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     """The job with its batches divided into equal parts of at most `TOKENS` tokens on average, and so much more
     accumulation that each optimizer step has the same rows: the same numbers up to rounding.
 
-    Jobs on GPUs, with padding, with means over a batch, or on sharded ranks, which would gather their weights for
-    every part, are returned as they are.
+    Jobs on GPUs, with padding, with means over a batch, on sharded ranks, which would gather their weights for every
+    part, or with `oom_retry`, which halves the batch itself, are returned as they are.
 
     Args:
         dataset: prepared rows, without a filler.
         device: its type.
     """
-    if device != "cpu" or not spec.padding_free or spec.has_batch_means or is_sharded(spec):
+    if device != "cpu" or not spec.padding_free or spec.has_batch_means or is_sharded(spec) or spec.oom_retry:
         return spec, batch_plan
     sizes = [size for size in range(1, spec.batch_size + 1) if spec.batch_size % size == 0]
     tokens = _mean_tokens(dataset)

@@ -161,13 +161,16 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
 def _micro(smaller: JobSpec, parts: int) -> _Change:
     """A smaller micro batch and proportionally more of them, with the same global batch."""
     steps = smaller.gradient_accumulation_steps * parts
-    return _Change(
-        (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps)),
-        (
-            ("training_config.data_config.batch_size", smaller.batch_size),
-            ("training_config.gradient_accumulation_steps", steps),
-        ),
-    )
+    fields = (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps))
+    return _Change(fields, tuple(batch_fields(smaller.model_copy(update=dict(fields))).items()))
+
+
+def batch_fields(spec: JobSpec) -> dict[str, Any]:
+    """The fields of a request that set a job's batches."""
+    return {
+        "training_config.data_config.batch_size": spec.batch_size,
+        "training_config.gradient_accumulation_steps": spec.gradient_accumulation_steps,
+    }
 
 
 def _with_lora(spec: JobSpec, **more: Any) -> _Change:
