@@ -39,8 +39,6 @@ VARIABLES = {
 """Every user of the machine can read the arguments of a process, and an index's URL may hold a password."""
 KEPT = ("UV_CACHE_DIR",)
 """Variables of uv that a user may set; others decide what is installed, and from where."""
-
-
 LOUD = ["--verbose"] * 3
 """With pip's own setting `quiet`, at most 3, it would list nothing."""
 
@@ -71,7 +69,7 @@ def translate(listing: str) -> tuple[list[str], dict[str, str]]:
         if name in ARGUMENTS:
             arguments += [word for part in value.split() for word in (ARGUMENTS[name], part)]
         elif name in VARIABLES:
-            variables[VARIABLES[name]] = " ".join(value.split())
+            variables[VARIABLES[name]] = value if name == "cert" else " ".join(value.split())
         elif name in ("no-index", "no-cache-dir"):
             if value.lower() not in ("0", "false", "no", "off", ""):
                 arguments.append("--no-index" if name == "no-index" else "--no-cache")

@@ -57,12 +57,14 @@ def environment(**added: str) -> dict[str, str]:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[WarmProcesses]:
-    """Warm processes without libraries, the first of them ready."""
+    """Warm processes without libraries, the first of them ready. Their launcher ignores a signal, as under nohup."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     warm = WarmProcesses(lambda python, environ: WarmProcess(python, environ, without_libraries))
     warm.prepare(None, environment())
     until(warm.pids)
     yield warm
     warm.close()
+    signal.signal(signal.SIGHUP, handler)
 
 
 def probe(warm: WarmProcesses, directory: Path, environ: Mapping[str, str], *arguments: str) -> dict[str, Any]:

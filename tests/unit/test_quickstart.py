@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
+from tests.programs import module_of
 from tests.tiny import REPOSITORY
 
 Messages = list[dict[str, str]]
@@ -17,13 +17,7 @@ pytest.importorskip("torch", reason="the quickstart's scoring needs torch")
 
 
 def _example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", REPOSITORY / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses search their module there
-    spec.loader.exec_module(module)
-    return module
+    return module_of(REPOSITORY / "examples" / f"{name}.py")
 
 
 def _prompt(text: str) -> Messages:

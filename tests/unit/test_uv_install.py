@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,17 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.programs import module_of
 from tests.tiny import REPOSITORY
 
 
 @pytest.fixture(scope="module")
 def uv_install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("uv_install", REPOSITORY / "scripts" / "uv_install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(REPOSITORY / "scripts" / "uv_install.py")
 
 
 def test_indexes_certificate_and_constraints_of_pip_are_those_of_uv(uv_install: ModuleType) -> None:
@@ -74,7 +69,7 @@ def test_uv_is_started_with_the_settings_of_a_quiet_pip_and_no_password_among_it
     monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
     monkeypatch.setattr(sys, "argv", ["uv_install.py", "-e", "."])
     configuration = tmp_path / "pip.conf"
-    configuration.write_text("[install]\nquiet = 3\nindex-url = https://user:password@mirror/simple\nno-index = yes\n")
+    configuration.write_text("[global]\nquiet = 3\nindex-url = https://user:password@mirror/simple\nno-index = yes\n")
     others = {"UV_LINK_MODE": "symlink", "UV_DEFAULT_INDEX": "https://elsewhere/simple"}
     with patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
 
+from tests.programs import module_of
 from tests.unit.test_architecture import REPOSITORY
 
 LIST = """
@@ -21,13 +20,7 @@ tests/* |> "nobody" |> the name of an unknown job
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_words", REPOSITORY / "scripts" / "check-words.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_words"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(REPOSITORY / "scripts" / "check-words.py")
 
 
 @pytest.mark.parametrize(

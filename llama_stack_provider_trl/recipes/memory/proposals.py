@@ -131,7 +131,7 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
     size = spec.batch_size
     smaller = made
     for micro in (size // parts for parts in range(2, size + 1) if size % parts == 0):
-        smaller = (*made, _micro(spec.model_copy(update={"batch_size": micro}), size // micro))
+        smaller = (*made, _micro(spec.with_batches_of(micro)))
         yield smaller
     made, micro = smaller, 1 if size > 1 else size
     accumulation = spec.gradient_accumulation_steps * (size // micro)
@@ -158,11 +158,10 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
         yield (*made, _Change((("sharding", offloaded),), ((field, True),)))
 
 
-def _micro(smaller: JobSpec, parts: int) -> _Change:
+def _micro(smaller: JobSpec) -> _Change:
     """A smaller micro batch and proportionally more of them, with the same global batch."""
-    steps = smaller.gradient_accumulation_steps * parts
-    fields = (("batch_size", smaller.batch_size), ("gradient_accumulation_steps", steps))
-    return _Change(fields, tuple(batch_fields(smaller.model_copy(update=dict(fields))).items()))
+    fields = ("batch_size", "gradient_accumulation_steps")
+    return _Change(tuple((name, getattr(smaller, name)) for name in fields), tuple(batch_fields(smaller).items()))
 
 
 def batch_fields(spec: JobSpec) -> dict[str, Any]:

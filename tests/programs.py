@@ -1,0 +1,19 @@
+"""Programs of scripts/ and examples/, which no package has, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def module_of(path: Path) -> ModuleType:
+    """Import a file. Its name is that of the file, with underscores, below `programs`."""
+    spec = importlib.util.spec_from_file_location(f"programs.{path.stem.replace('-', '_')}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses search their module there
+    spec.loader.exec_module(module)
+    return module
