@@ -1,7 +1,8 @@
-"""Warm processes without the import of torch: forked from one process that has imported it, for a whole pytest process.
+"""Processes without their imports: forked from one process that has made them, for a whole pytest process.
 
     with forked_warm_processes() as warm:     # of a launcher in the test's own process
     python -m tests.forked MODULE ARGUMENTS   # a server whose launchers fork theirs, with `environment()`
+    start_server(SERVICE, argv, ...)          # such a server, itself forked from one that has imported what it does
 
 A server may be in network, host name and mount namespaces of its own: what is forked for it joins them.
 
@@ -16,21 +17,23 @@ import array
 import atexit
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from llama_stack_provider_trl.launch import warm_processes
 from llama_stack_provider_trl.launch.base import TaskSpec
@@ -42,6 +45,15 @@ from tests.tiny import REPOSITORY
 
 VARIABLE = "TESTS_FORKED"
 """Variable of a server: the socket of the process that it forks from."""
+SERVICE = ("llama_stack_provider_trl_remote.service.server",)
+LLAMA_STACK = (
+    "llama_stack.cli.stack.run",
+    "llama_stack.core.server.server",
+    "llama_stack_provider_trl.post_training",
+)
+"""What a server of this kind imports, in any case or almost so."""
+_OWN = ("TRL_", "TESTS_", "PYTEST_", "LLAMA_STACK_PORT")
+"""Beginnings of variables that servers read when they start, and not while they import."""
 _SITE = REPOSITORY / "tests" / "site"
 _WITHOUT_EFFECT = (REPOSITORY, REPOSITORY / "benchmarks", _SITE)
 """On PYTHONPATH: what trainings import of these is installed in the environment that runs the tests."""
@@ -79,18 +91,47 @@ def _common() -> dict[str, str]:
     return training_environment(TaskSpec("", Path("/"), ("cpu",)), os.environ)
 
 
+def start_server(
+    imports: Sequence[str], argv: Sequence[str], output: IO[bytes], cwd: Path, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A server in a session of its own, `[sys.executable, "-m", "tests.forked", ...]`.
+
+    Args:
+        imports: `SERVICE` or `LLAMA_STACK`.
+        output: the file of its log.
+    """
+    outside = _outside(environ)
+    request = {"argv": argv, "environ": dict(environ), "cwd": str(cwd), "conditions": outside}
+    path = _serving(tuple(imports), tuple(outside.items()))
+    found: Any = _request(path, request, [output.fileno()])
+    assert found is not None, "the environment is that of the process that forks"
+    return found  # type: ignore[no-any-return] - it has what tests use of Popen
+
+
+def _outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that imports may read."""
+    left = {name: value for name, value in environ.items() if not name.startswith(_OWN)}
+    return dict(sorted(left.items()))
+
+
 @cache
 def _imported() -> str:
-    """The socket of the process that has imported torch. It ends with this one."""
+    """The socket of the process that has imported torch."""
+    return _serving((), tuple({**dict(warm_processes.conditions(sys.executable, _common())[1]), **ARROW}.items()))
+
+
+@cache
+def _serving(imports: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> str:
+    """The socket of a process that has imported these modules, or a training's. It ends with this one."""
     directory = tempfile.TemporaryDirectory(prefix="tests-forked-")
     path = str(Path(directory.name) / "socket")
-    environ = dict(warm_processes.conditions(sys.executable, _common())[1])
+    share = {VARIABLE: _imported()} if imports else {}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", "--serve", path, "-" * 1024],
+        [sys.executable, "-m", "tests.forked", "--serve", path, "-" * 1024, *imports],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=REPOSITORY,
-        env={**environ, **ARROW, fork.ROOM: "-" * fork.ROOM_BYTES},
+        env={**dict(environ), **share, fork.ROOM: "-" * fork.ROOM_BYTES},
     )
     atexit.register(_end, process, directory)
     assert process.stdout is not None
@@ -107,43 +148,56 @@ def _end(process: subprocess.Popen[bytes], directory: tempfile.TemporaryDirector
 
 
 class _Forked:
-    """What a WarmProcess uses of `subprocess.Popen`."""
+    """What is used of `subprocess.Popen`."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
+        self.returncode: int | None = None
         self._connection = connection
-        self._status: int | None = None
 
     def poll(self) -> int | None:
-        if self._status is None and select.select([self._connection], [], [], 0)[0]:
+        if self.returncode is None and self._ends(0.0):
             self.wait()
-        return self._status
+        return self.returncode
 
-    def wait(self) -> int:
-        if self._status is None:
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self._ends(timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             data = self._connection.recv(_REQUEST_BYTES)
             self._connection.close()
-            self._status = json.loads(data) if data else -1
-        return self._status
+            self.returncode = int(json.loads(data)) if data else -1
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
-        if self.poll() is None:
-            self._connection.send(b"kill")
+        self.send_signal(signal.SIGKILL)
+
+    def _ends(self, timeout: float | None) -> bool:
+        return bool(select.select([self._connection], [], [], timeout)[0])
 
 
 def _fork_or_start(path: str, argv: list[str], **options: Any) -> Any:
     """As `subprocess.Popen`, with the options that a WarmProcess gives it."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     wanted = json.loads(json.dumps(_conditions(argv[0], options["env"])))
     request = {"argv": argv, "environ": options["env"], "cwd": options["cwd"], "conditions": wanted}
     channel, *others = options["pass_fds"]
     assert not others
+    request["channel"] = channel
+    return _request(path, request, [options["stderr"].fileno(), channel]) or subprocess.Popen(argv, **options)
+
+
+def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Forked | None:
+    """What is forked as requested, with these files; None: the process there has imported something else."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(path)
-        files = array.array("i", [options["stderr"].fileno(), channel])
         connection.sendmsg(
-            [json.dumps({**request, "channel": channel}).encode()],
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)],
+            [json.dumps(request).encode()],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))],
         )
         pid = json.loads(connection.recv(_REQUEST_BYTES) or b"0")
     except OSError:
@@ -151,7 +205,7 @@ def _fork_or_start(path: str, argv: list[str], **options: Any) -> Any:
     if pid:
         return _Forked(pid, connection)
     connection.close()
-    return subprocess.Popen(argv, **options)
+    return None
 
 
 def _conditions(python: str, environ: Mapping[str, str]) -> Any:
@@ -163,15 +217,23 @@ def _conditions(python: str, environ: Mapping[str, str]) -> Any:
     return warm_processes.conditions(python, left)
 
 
-def _serve(path: str) -> None:
-    """Fork a process for each connection, until standard input ends."""
+def _serve(path: str, imports: Sequence[str]) -> None:
+    """Fork a process for each connection, until standard input ends.
+
+    Args:
+        imports: modules of a server; none: those of a training.
+    """
     from llama_stack_provider_trl.launch import warm
     from llama_stack_provider_trl.system.process import resident_memory
 
-    own = json.loads(json.dumps(_conditions(sys.executable, os.environ)))
+    own = _outside(os.environ) if imports else json.loads(json.dumps(_conditions(sys.executable, os.environ)))
     before = {name: value for name, value in os.environ.items() if name not in ARROW}
-    warm.import_libraries()
-    for name in (*ARROW, fork.ROOM):
+    if imports:
+        for module in imports:
+            importlib.import_module(module)
+    else:
+        warm.import_libraries()
+    for name in (VARIABLE, *ARROW, fork.ROOM):
         os.environ.pop(name, None)
     fork.prepare(before, resident_memory())
     warm._end_threads()
@@ -251,17 +313,18 @@ def _join_namespaces(pid: int) -> None:
                 os.setns(namespace.fileno())
 
 
-def _become(request: Mapping[str, Any], peer: int, log: int, channel: int) -> NoReturn:
+def _become(request: Mapping[str, Any], peer: int, log: int, *channel: int) -> NoReturn:
     try:
         os.setsid()
         _join_namespaces(peer)
-        log, channel = (fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE_ALL) for file in (log, channel))
-        number = request["channel"]
-        os.dup2(channel, number)
+        log, *channels = (fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE_ALL) for file in (log, *channel))
+        numbers = [request["channel"]] if channels else []
+        for number in numbers:
+            os.dup2(channels[0], number)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for target, source in enumerate((nothing, nothing, log)):
+        for target, source in enumerate((nothing, nothing if channels else log, log)):
             os.dup2(source, target)
-        fork.close_files([number])
+        fork.close_files(numbers)
         os.chdir(request["cwd"])
         fork.become(request["argv"], request["environ"])
     finally:
@@ -270,10 +333,12 @@ def _become(request: Mapping[str, Any], peer: int, log: int, channel: int) -> No
 
 def _share() -> None:
     """Have all launchers of this process fork their warm processes."""
-    path = os.environ[VARIABLE]
+    if WarmProcesses.__module__ != warm_processes.__name__:
+        return  # a fork of one that has
 
     class Forked(WarmProcesses):
         def __init__(self) -> None:
+            path = os.environ[VARIABLE]
             super().__init__(lambda python, environ: WarmProcess(python, environ, partial(_fork_or_start, path)))
 
     warm_processes.WarmProcesses = Forked  # type: ignore[misc]
@@ -284,7 +349,7 @@ if VARIABLE in os.environ:  # in the processes that multiprocessing starts, too,
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        _serve(sys.argv[2])
+        _serve(sys.argv[2], sys.argv[4:])
     else:
         del sys.argv[0]
         if os.path.isfile(sys.argv[0]):

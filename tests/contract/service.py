@@ -31,6 +31,8 @@ class TrainingService(Server):
     python = sys.executable
     forks = True
     """Whether its warm processes are forked from one that all servers of this test process share (tests/forked.py)."""
+    is_forked = True
+    """Whether it is forked itself, where its warm processes are."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root = root
@@ -79,9 +81,12 @@ class TrainingService(Server):
             **environ,
         }
         main = [*(["-m", "tests.forked"] if self.forks else ["-m"]), "llama_stack_provider_trl_remote.service"]
+        command = [self.python, *main, *arguments]
         with open(log, "wb") as output:
+            if self.forks and self.is_forked:
+                return forked.start_server(forked.SERVICE, command, output, self.root, variables)
             return subprocess.Popen(
-                [self.python, *main, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -202,7 +202,8 @@ class LlamaStack(Server):
 
     called = "Llama Stack"
     warm_start = True
-    """With processes that are forked from one that all servers of this test process share (tests/forked.py)."""
+    """With processes that are forked from one that all servers of this test process share, and forked itself
+    (tests/forked.py)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -243,10 +244,14 @@ class LlamaStack(Server):
             "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
         }
         command = self.command()
-        if self.warm_start and command[0] == str(LLAMA):
+        forks = self.warm_start and command[0] == str(LLAMA)
+        if forks:
             command = [sys.executable, "-m", "tests.forked", *command]
             environ |= forked.environment()
         with open(self.log, "ab") as output:
+            if forks:
+                self.process = forked.start_server(forked.LLAMA_STACK, command, output, self.root, environ)
+                return
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

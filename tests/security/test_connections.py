@@ -51,6 +51,8 @@ DESCRIPTORS = 1024
 class SmallService(TrainingService):
     """A service that may open only so many files."""
 
+    is_forked = False
+
     def spawn(self, *arguments: Any, **environ: str) -> subprocess.Popen[bytes]:
         def limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))

@@ -18,7 +18,7 @@ class World:
     """A machine with so much memory left, and glibc as it was configured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left, self.now, self.trimmed = 12 * GIB, 0.0, 0
+        self.left, self.now, self.trimmed = 7 * GIB, 0.0, 0
         self.knobs: dict[int, int] = {}
         monkeypatch.setattr(malloc, "_libc", lambda: self)
         for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
@@ -86,10 +86,10 @@ def test_a_c_library_with_other_knobs_is_left_alone(world: World, monkeypatch: p
 
 def test_everything_is_given_back_once_the_machine_has_little_left(world: World) -> None:
     world.subject.begin(4 * GIB)
-    world.left, world.now = 4 * GIB, 5.0
+    world.left, world.now = 2 * GIB, 5.0
     assert not world.subject.poll()
     assert world.subject.keeps
-    world.left, world.now = 4 * GIB - 1, 5.5  # a poll takes longer than a tiny step
+    world.left, world.now = 2 * GIB - 1, 5.5  # a poll takes longer than a tiny step
     assert not world.subject.poll()
     assert world.subject.keeps
     world.now = 6.0
@@ -97,7 +97,7 @@ def test_everything_is_given_back_once_the_machine_has_little_left(world: World)
     assert not world.subject.keeps
     assert world.trimmed == 1
     assert world.knobs == {-4: 65536, -3: 1 << 20, -1: 128 << 10}
-    world.left, world.now = 12 * GIB, 60.0
+    world.left, world.now = 7 * GIB, 60.0
     assert not world.subject.poll()
     assert not world.subject.keeps
     assert world.trimmed == 1
