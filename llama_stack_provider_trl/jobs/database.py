@@ -78,6 +78,11 @@ class Database:
         with self._store_errors():
             return self._connection().execute(_queries()[name], values).fetchall()
 
+    def scan(self, name: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
+        """As `select`, one row after the other: of many rows only one is in memory."""
+        with self._store_errors():
+            yield from self._connection().execute(_queries()[name], values)
+
     @contextmanager
     def transaction(self) -> Iterator[Execute]:
         """One write transaction; yields a function that runs a named statement."""

@@ -54,6 +54,32 @@ WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
   AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
 ORDER BY age LIMIT :limit;
 
+-- name: select_queue_page
+-- Jobs in the order in which they run: those with processes, those that wait (as `placement.place` sorts them; after these
+-- the ones that wait for the time of their next attempt), paused ones, then those that have ended, the last one first.
+-- The names are sorted first: a sort of whole rows would extract the model from every spec.
+WITH page AS (
+    SELECT age, CASE WHEN state IN ('launching', 'in_progress', 'pausing', 'cancelling') THEN 0
+                     WHEN state = 'scheduled' THEN 1 + (not_before > :now)
+                     WHEN state = 'paused' THEN 3 ELSE 4 END AS part
+    FROM jobs
+    WHERE (:state IS NULL OR state = :state)
+      AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0)
+    ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
+             CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
+    LIMIT :limit OFFSET :offset)
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.algorithm') END AS algorithm,
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
+       priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
+FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
+ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
+         CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age;
+
+-- name: count_queue
+-- The jobs that select_queue_page divides into pages.
+SELECT count(*) AS jobs FROM jobs
+WHERE (:state IS NULL OR state = :state) AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0);
+
 -- name: count_states
 SELECT state, count(*) AS jobs FROM jobs GROUP BY state;
 
@@ -127,6 +153,16 @@ DELETE FROM checkpoints WHERE job_uuid = :job_uuid AND path = :path;
 
 -- name: select_points
 SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind;
+
+-- name: select_point_range
+-- The first and the last step of a range that have points.
+SELECT min(step) AS first, max(step) AS last FROM points
+WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end;
+
+-- name: scan_points
+-- Read one after the other: a job may have 200,000 of them.
+SELECT kind, step, epoch, time, metrics FROM points
+WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind;
 
 -- name: select_evaluations
 SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step;

@@ -7,7 +7,7 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -105,6 +105,21 @@ class JobReader:
         """As `page_of_names`, with the columns of a list: a `JobRecord` takes five times as long to build."""
         return [job_summary(row) for row in self._page("select_page", after, states, limit)]
 
+    def queue_page(
+        self, state: JobState | None = None, search: str | None = None, limit: int = -1, offset: int = 0
+    ) -> tuple[Sequence[JobSummary], int]:
+        """Jobs in the order in which they run, and their number without `limit` and `offset`.
+
+        Running jobs come first, then those that wait, then paused ones, then those that have ended, the last one first.
+
+        Args:
+            state: None: any.
+            search: part of their names, in any case (of ASCII letters).
+        """
+        values = {"state": state, "search": search or "", "now": self._clock(), "limit": limit, "offset": offset}
+        jobs = [job_summary(row) for row in self.database.select("select_queue_page", values)]
+        return jobs, self.database.select("count_queue", values)[0]["jobs"]
+
     def count(self) -> Mapping[JobState, int]:
         """The number of jobs in each state that has any."""
         return {JobState(row["state"]): row["jobs"] for row in self.database.select("count_states", {})}
@@ -158,6 +173,15 @@ class JobReader:
         return [
             point_record(row) for row in self.database.select("select_points", {"job_uuid": job_uuid, "after": after})
         ]
+
+    def point_range(self, job_uuid: str, begin: int, end: int) -> tuple[int, int] | None:
+        """The first and the last step from `begin` to `end` that have points; None: none has."""
+        (row,) = self.database.select("select_point_range", {"job_uuid": job_uuid, "begin": begin, "end": end})
+        return None if row["first"] is None else (row["first"], row["last"])
+
+    def scan_points(self, job_uuid: str, begin: int, end: int) -> Iterator[sqlite3.Row]:
+        """Kind, step, epoch, time (seconds) and metrics (JSON) of the points from step `begin` to `end`, by step."""
+        return self.database.scan("scan_points", {"job_uuid": job_uuid, "begin": begin, "end": end})
 
     def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
         """Step and metrics of every evaluation, by step."""

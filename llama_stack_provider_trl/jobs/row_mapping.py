@@ -59,7 +59,7 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         case Progress():
             values = event.values().model_dump_json(exclude_none=True)
             yield "note_progress", {**row, "step": event.step, "progress": values}
-            yield "upsert_point", {**row, **_metrics(event), "kind": "train"}
+            yield "upsert_point", {**row, **_metrics(event, peak_memory_bytes=event.peak_memory_bytes), "kind": "train"}
         case Evaluated():
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
         case CheckpointSaved():
@@ -83,8 +83,8 @@ def failed_event(text: str) -> Failed:
         return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
 
 
-def _metrics(event: Progress | Evaluated) -> dict[str, Any]:
-    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps(event.metrics)}
+def _metrics(event: Progress | Evaluated, **more: float) -> dict[str, Any]:
+    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps({**event.metrics, **more})}
 
 
 def job_record(row: sqlite3.Row) -> JobRecord:

@@ -14,11 +14,13 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
-from .routes import agents, datasets, job_files, jobs, nodes, tokens
+from .pages import assets, job_pages, list_pages, login
+from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
-from .security.auth import AnyOf, ConfiguredTokens, Gate
+from .security.auth import AnyOf, Authenticator, ConfiguredTokens, Gate
+from .security.sessions import FILE, Sessions
 
 _TITLE = "llama-stack-provider-trl training service"
 _TEXT = (
@@ -38,6 +40,7 @@ def make_app(service: Service) -> FastAPI:
     handle_errors(app)
     for prefix in ("/v1", "/v1alpha"):
         _include(app, jobs.router, prefix, dependencies=token)
+        _include(app, live.router, prefix, dependencies=token)
         _include(app, job_files.router, prefix, dependencies=token)
     for prefix in ("/v1", "/v1beta"):
         _include(app, datasets.router, prefix, dependencies=token)
@@ -48,14 +51,19 @@ def make_app(service: Service) -> FastAPI:
     _include(app, tokens.audit, "/v1", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
-    _include(app, pages, "")
+    for router in (pages, assets.router, login.router, list_pages.router, job_pages.router):
+        _include(app, router, "")
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
     configured = ConfiguredTokens(service.settings, own)
     # Without a configured token none is needed. If a created token changed that, any call from this machine could lock
     # out every other client.
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
-    app.add_middleware(Gate, settings=service.settings, authenticate=known, refusals=service.refusals)
+    app.state.sessions = Sessions(service.settings.data_dir / FILE, (configured, service.tokens))
+    app.state.authenticator = Authenticator(known, app.state.sessions)
+    app.add_middleware(
+        Gate, settings=service.settings, authenticator=app.state.authenticator, refusals=service.refusals
+    )
     return app
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -216,6 +217,22 @@ class Service:
         store = self.store
         with store.snapshot():
             return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+
+    async def cancel(self, job_uuid: str) -> None:
+        """End a job. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_cancel, job_uuid)
+
+    async def pause(self, job_uuid: str) -> None:
+        """Have a job save and free its device. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_pause, job_uuid)
+
+    async def resume(self, job_uuid: str) -> None:
+        """Queue a paused job again. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_resume, job_uuid)
+
+    async def _request(self, record: Callable[[str], object], job_uuid: str) -> None:
+        await asyncio.to_thread(record, job_uuid)
+        self.supervisor.wake()
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
         """Delete a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""

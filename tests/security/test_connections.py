@@ -35,7 +35,7 @@ from llama_stack_provider_trl_remote.service.http.connections import (
 )
 from llama_stack_provider_trl_remote.service.security import auth
 from llama_stack_provider_trl_remote.service.security.access import BODY, CALLER, Caller, Refused
-from llama_stack_provider_trl_remote.service.security.auth import Gate
+from llama_stack_provider_trl_remote.service.security.auth import Authenticator, Gate
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, running
@@ -248,7 +248,8 @@ def posted(token: bytes) -> bytes:
 
 
 def gated(app: Any) -> Gate:
-    return Gate(app, ServiceSettings.model_validate({}), {"known": Caller("submit", "ci", presented=True)}.get)
+    known = Authenticator({"known": Caller("submit", "ci", presented=True)}.get)
+    return Gate(app, ServiceSettings.model_validate({}), known)
 
 
 @pytest.mark.parametrize("token", [b"unknown", b"known"])

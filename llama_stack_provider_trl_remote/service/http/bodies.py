@@ -261,6 +261,26 @@ class ListJobsResponse(BaseModel):
     """Cursor: pass it as `after` for the next page; null: this is the last one."""
 
 
+class QueueResponse(BaseModel):
+    data: list[JobRow]
+    matching: int
+    """Jobs with this status and name, on all pages."""
+    counts: dict[str, int]
+    """State -> jobs, of all jobs; states without any are left out."""
+
+
+class JobStateRow(BaseModel):
+    job_uuid: str
+    state: str
+
+
+class JobStatesResponse(BaseModel):
+    data: list[JobStateRow]
+    """In the order in which the jobs were requested."""
+    next: str
+    """Pass it as `after` for the events that follow."""
+
+
 class EventLine(BaseModel):
     id: str
     """Cursor behind this event: pass it as `after` to get those that follow."""
@@ -283,6 +303,26 @@ class Point(BaseModel):
 
 class MetricsResponse(BaseModel):
     data: list[Point]
+
+
+class Curve(BaseModel):
+    """The points of one metric, by step. The lists are equally long."""
+
+    step: list[int]
+    epoch: list[float]
+    time: list[float]
+    """Seconds since the epoch of the clock."""
+    value: list[float | None]
+
+
+class SeriesResponse(BaseModel):
+    train: dict[str, Curve]
+    """Metric -> its points."""
+    validation: dict[str, Curve]
+    exact: bool
+    """Whether these are all points of the range. Otherwise each part of the range has its lowest and highest point."""
+    next: str
+    """Cursor behind the last point that the series could have: events that follow it are not in the series."""
 
 
 class ListCheckpointsResponse(BaseModel):
@@ -352,7 +392,8 @@ class AuditLine(BaseModel):
     """Numbers have no gaps."""
     time: datetime
     event: str
-    """begin and end of a call, refused, started and stopped (the service), lost (lines that could not be written)."""
+    """begin and end of a call, refused, login and logout of a browser, started and stopped (the service), lost (lines
+    that could not be written)."""
     caller: str | None = None
     """Name of the token; left out: none that is known."""
     role: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -119,13 +119,13 @@ def answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -
 
 def handle_errors(app: FastAPI) -> None:
     """Answer every error of a handler in the same form."""
-    app.add_exception_handler(TrlError, _ours)
-    app.add_exception_handler(OSError, _system)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _disconnected)
-    app.add_exception_handler(UnicodeEncodeError, _not_text)
-    app.add_exception_handler(Exception, _bug)
+    for kind, handler in _handlers():
+        app.add_exception_handler(kind, handler)
+
+
+async def answered(request: Request, error: Exception) -> Response:
+    """The answer that the API gives to an error of a handler."""
+    return await next(handler for kind, handler in _handlers() if isinstance(error, kind))(request, error)
 
 
 async def answer_to(request: Request, error: Exception) -> Response | None:
@@ -135,6 +135,19 @@ async def answer_to(request: Request, error: Exception) -> Response | None:
     # A provider's error wraps the error of ours in a form that Llama Stack can show.
     cause = error if isinstance(error, TrlError) else error.__cause__
     return await _ours(request, cause) if isinstance(cause, TrlError) else None
+
+
+def _handlers() -> tuple[tuple[type[Exception], Callable[[Request, Exception], Awaitable[Response]]], ...]:
+    """Kinds of errors, each before those that it is one of."""
+    return (
+        (TrlError, _ours),
+        (OSError, _system),
+        (RequestValidationError, _invalid),
+        (HTTPException, _http),
+        (ClientDisconnect, _disconnected),
+        (UnicodeEncodeError, _not_text),
+        (Exception, _bug),
+    )
 
 
 async def _ours(request: Request, error: Exception) -> Response:

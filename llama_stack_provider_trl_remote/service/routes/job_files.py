@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path as FilePath
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.responses import StreamingResponse
 
 from llama_stack_provider_trl.stack.responses import checkpoint_response
-from llama_stack_provider_trl.system.files import RunDir, is_regular, tail
 
 from ..context import Context, Service
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
-from ..http.errors import NotFound, declared
+from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
 from ..views.checkpoints import find_file, list_files
 from ..views.events import Cursor, parsed, read_page
+from ..views.logs import MOST_BYTES, read_log
 from .files import OCTETS, file_response
 from .jobs import JobUuid, as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
-LAUNCHER = "launcher"
 _STREAM = "text/event-stream"
-_LOG_BYTES = 8 << 20
 _TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
 }
@@ -68,9 +65,10 @@ async def job_logs(
     rank: Annotated[str, Query(pattern=r"^(\d{1,4}|launcher)$", description="A rank's number, or launcher")] = "0",
     lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
     attempt: Annotated[int | None, Query(ge=1, le=10**6, description="Left out: the current one")] = None,
+    size: Annotated[int, Query(ge=1, le=MOST_BYTES, description="Bytes at most")] = MOST_BYTES,
 ) -> Response:
     """What a rank of a job printed."""
-    text = await asyncio.to_thread(_log, service, job_uuid, rank, lines, attempt)
+    text = await asyncio.to_thread(read_log, service.store, job_uuid, rank, lines, attempt, size)
     return Response(text, media_type="text/plain")
 
 
@@ -137,27 +135,3 @@ async def checkpoint_files(
 async def _with_digests[Found](service: Service, find: Callable[..., Found], *arguments: str) -> Found:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(service.digests.threads, find, service.store, service.digests, *arguments)
-
-
-def _log(service: Service, job_uuid: str, rank: str, lines: int, attempt: int | None) -> str:
-    attempts = {tried.attempt: tried for tried in service.store.attempts(service.store.get(job_uuid).job_uuid)}
-    chosen = attempts.get(attempt or max(attempts, default=0))
-    if chosen is None:
-        wanted = "been started yet" if attempt is None else f"an attempt {attempt}"
-        raise NotFound(f"job {job_uuid!r} has not {wanted}: there is no log")
-    run_dir = RunDir(chosen.run_dir)
-    path = run_dir.root / "torchrun.log" if rank == LAUNCHER else run_dir.root / f"rank-{int(rank)}.log"
-    if not is_regular(path):
-        found = ", ".join(_ranks(run_dir.root)) or "none yet"
-        raise NotFound(
-            f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
-        )
-    # Zeros: logs written before they were kept without holes.
-    text = tail(path, lines, _LOG_BYTES).replace("\0", "")
-    return f"{text}\n" if text else ""
-
-
-def _ranks(directory: FilePath) -> Iterator[str]:
-    yield from sorted((path.stem.removeprefix("rank-") for path in directory.glob("rank-*.log")), key=str)
-    if is_regular(directory / "torchrun.log"):
-        yield LAUNCHER

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.records import JobSummary
-from llama_stack_provider_trl.jobs.states import JobState, shown
+from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.stack.responses import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -26,10 +25,12 @@ from ..http.bodies import (
     PreferenceOptimizeBody,
     PreflightBody,
     PreflightResponse,
+    QueueResponse,
     SupervisedFineTuneBody,
 )
 from ..http.errors import declared
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
+from ..views.queue import job_row, queue_page, states_named
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
 
@@ -77,8 +78,20 @@ async def list_jobs(
     full: Annotated[bool, Query(description="List state and progress of each job")] = False,
 ) -> Response:
     """Jobs, oldest first."""
-    states = None if status is None else _states(status)
+    states = None if status is None else states_named(status)
     return Response(await asyncio.to_thread(_page, service, states, limit, after, full), media_type="application/json")
+
+
+@router.get("/queue", dependencies=[USERS], response_model=QueueResponse, responses=declared())
+async def read_queue(
+    service: Context,
+    state: Annotated[JobState | None, Query(description="Only jobs in this state")] = None,
+    search: Annotated[str | None, Query(max_length=200, description="Part of the names of jobs")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Jobs per page")] = 100,
+    offset: Annotated[int, Query(ge=0, le=10**9, description="Jobs before this page")] = 0,
+) -> Response:
+    """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first."""
+    return as_json(await asyncio.to_thread(queue_page, service.store, state, search, limit, offset))
 
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
@@ -144,8 +157,7 @@ async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
 )
 async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
     """Save a checkpoint, then free the device; a waiting job stays in the queue, paused."""
-    await asyncio.to_thread(service.store.request_pause, job_uuid)
-    service.supervisor.wake()
+    await service.pause(job_uuid)
     return as_json(service.status(job_uuid))
 
 
@@ -157,8 +169,7 @@ async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
 )
 async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
     """Queue a paused job again."""
-    await asyncio.to_thread(service.store.request_resume, job_uuid)
-    service.supervisor.wake()
+    await service.resume(job_uuid)
     return as_json(service.status(job_uuid))
 
 
@@ -184,8 +195,7 @@ def as_json(model: BaseModel, without: set[str] | None = None) -> Response:
 
 
 async def _cancel(service: Service, job_uuid: str) -> Response:
-    await asyncio.to_thread(service.store.request_cancel, job_uuid)
-    service.supervisor.wake()
+    await service.cancel(job_uuid)
     return Response("null", media_type="application/json")
 
 
@@ -197,39 +207,10 @@ def _page(service: Service, states: list[JobState] | None, limit: int | None, af
     """A page of the list as JSON."""
     wanted = None if limit is None else limit + 1  # one more, to know whether there is a next page
     if full:
-        rows = [_row(job) for job in service.store.page(after, states, wanted)]
+        rows = [job_row(job) for job in service.store.page(after, states, wanted)]
     else:
         rows = [JobRow(job_uuid=name) for name in service.store.page_of_names(after, states, wanted)]
     more = limit is not None and len(rows) > limit
     page = rows[:limit]
     answer = ListJobsResponse(data=page, next=page[-1].job_uuid if more else None)
     return answer.model_dump_json(exclude_unset=not full)  # rows without `full` have nothing but their names
-
-
-def _states(text: str) -> list[JobState]:
-    """The states that a state of Llama Stack, or one of ours, stands for."""
-    if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
-        return [JobState(text)]
-    states = [state for state in JobState if shown(state) == text]
-    if not states:
-        raise InvalidRequest("status", text, f"expected one of {', '.join(JobState)}")
-    return states
-
-
-def _row(job: JobSummary) -> JobRow:
-    return JobRow(
-        job_uuid=job.job_uuid,
-        status=shown(job.state),
-        state=job.state,
-        algorithm=job.algorithm,
-        model=job.model,
-        priority=job.priority,
-        step=job.progress.step,
-        total_steps=job.progress.total_steps,
-        percent=job.progress.percent,
-        detail=job.detail or job.message.partition("\n")[0] or None,
-        created_by=job.created_by or None,
-        scheduled_at=job.scheduled_at,
-        started_at=job.started_at,
-        completed_at=job.completed_at,
-    )

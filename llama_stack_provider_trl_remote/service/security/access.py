@@ -69,6 +69,8 @@ class Caller:
     limits: TokenLimits = UNLIMITED
     bucket: Bucket | None = field(default=None, compare=False, repr=False)
     """Rate limit of this token; None: its requests are not limited."""
+    session: str = field(default="", compare=False, repr=False)
+    """Id of the browser's session; empty: the request carried a token, or needs none."""
     check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the token is still valid; None: it is for as long as the service runs. Cheap: called often."""
 
@@ -153,7 +155,7 @@ class Access:
 
     Args:
         roles: of the callers; empty: anyone, without a token.
-        body: `json`: nothing or a JSON document; `bytes`: anything.
+        body: `json`: nothing or a JSON document; `bytes`: anything; `form`: the fields of a form of our own pages.
         limit: bytes of the body, or the name of the setting that holds its MiB.
         own_node: of the callers with the role node, only the node that the path parameter `name` names.
         needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
@@ -162,7 +164,7 @@ class Access:
     """
 
     roles: frozenset[Role]
-    body: Literal["json", "bytes"] = "json"
+    body: Literal["json", "bytes", "form"] = "json"
     limit: int | str = SMALL
     own_node: bool = False
     needs_task: Literal["job_uuid", "sha256"] | None = None
@@ -186,8 +188,13 @@ class Access:
                 raise Refused(403, _wrong_role(caller.role, self.roles))
             if caller.role == "node" and (self.own_node or self.needs_task):
                 self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
-        if self.body == "json":
-            _check_content_type(scope["method"], Headers(scope=scope))
+        headers = Headers(scope=scope)
+        if self.body == "form":
+            _check_form(scope["method"], headers)
+        elif caller.session and scope["method"] not in _READS:
+            raise Refused(403, "the session of a browser only reads here: send `Authorization: Bearer TOKEN`")
+        elif self.body == "json":
+            _check_content_type(scope["method"], headers)
         hint = ""
         if isinstance(self.limit, str):
             hint = ": upload rows with PUT /v1/blobs/SHA256, or raise" if self.limit == "max_body_mb" else ": raise"
@@ -301,6 +308,10 @@ USERS_ROWS = _access(_USERS, limit="max_body_mb")
 """A body that may hold rows."""
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
 ADMINS = _access(frozenset({"admin"}))
+LOGIN_FORM = _access(frozenset(), body="form", record=False)
+"""Needs no session: it opens one. The handler records it."""
+USERS_FORM = _access(_USERS, body="form")
+ADMINS_FORM = _access(frozenset({"admin"}), body="form")
 TASK_JOB = _access(_ALL, needs_task="job_uuid")
 """What users read of a job; also for the nodes that it runs on."""
 TASK_ROWS = _access(_ALL, needs_task="sha256")
@@ -339,3 +350,21 @@ def _check_content_type(method: str, headers: Mapping[str, str]) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(400, f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/json: send JSON")
+
+
+def _check_form(method: str, headers: Mapping[str, str]) -> None:
+    """Require a form that a page of this service sent: of the same host and the same port."""
+    if method != "POST":
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise Refused(
+            400,
+            f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/x-www-form-urlencoded: this call "
+            "is for the forms of the dashboard, programs send JSON to the calls below /v1",
+        )
+    origin, host = headers.get("origin", ""), headers.get("host", "")
+    if origin.partition("://")[2].lower() != host.lower():
+        raise Refused(
+            403, f"the Origin header is {origin[:100]!r}, expected that of this service: send the form from its page"
+        )

@@ -10,12 +10,14 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llama_stack_provider_trl.jobs.tokens import digest
 
 from ..http.connections import DRAINING
 from ..http.errors import raw_answer
@@ -24,6 +26,7 @@ from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, Remove
 from .audit import Refusal, Refusals
 from .limits import Bucket, Failures
 from .recording import RECORDED
+from .sessions import Sessions, cookies_of
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -61,6 +64,13 @@ class ConfiguredTokens:
         if self._callers:
             for token, caller in (more or {}).items():
                 self._callers.setdefault(token.encode(), caller)
+        self._by_digest = {digest(token.decode()): caller for token, caller in self._callers.items()}
+
+    def digests(self) -> Iterable[str]:
+        return tuple(self._by_digest)
+
+    def by_digest(self, sha256: str) -> Caller | None:
+        return self._by_digest.get(sha256)
 
     def __bool__(self) -> bool:
         return bool(self._callers)
@@ -82,11 +92,52 @@ class AnyOf:
         return next((caller for known in self._authenticators if (caller := known(token)) is not None), None)
 
 
+class Authenticator:
+    """Determines the callers of requests: by the token in a header, or by the session of a browser.
+
+    Args:
+        authenticate: None: no token is needed, and every caller has the role admin.
+        sessions: None: only tokens are accepted.
+    """
+
+    def __init__(self, authenticate: Authenticate | None, sessions: Sessions | None = None) -> None:
+        self._authenticate = authenticate
+        self._sessions = sessions
+        self._failures = Failures()
+
+    @property
+    def needs_token(self) -> bool:
+        return self._authenticate is not None
+
+    def of_request(self, scope: Scope, headers: Headers) -> Caller:
+        """The caller of a request. A request with a token in its header has no session."""
+        if self._authenticate is None:
+            return Caller("admin", LOCAL)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return self.of_token(scope, given.strip())
+        if not scheme and self._sessions is not None and (cookies := headers.get("cookie")):
+            found = self._sessions.caller(cookies_of(cookies).get(self._sessions.cookie, ""))
+            if found is not None:
+                return found
+        return Caller(None, presented=bool(given))
+
+    def of_token(self, scope: Scope, token: str) -> Caller:
+        """The caller of a token that arrived with this request. Wrong ones count against the request's address."""
+        if self._authenticate is None:
+            return Caller("admin", LOCAL)
+        address = (scope.get("client") or ("",))[0]
+        if not self._failures.may_try(address, token):
+            return Caller(None, presented=True, throttled=True)
+        found = self._authenticate(token)
+        self._failures.note(address, token, found is not None)
+        return found or Caller(None, presented=bool(token))
+
+
 class Gate:
     """Checks path, Host and Origin of every request, authenticates its sender, and ends it when its token is revoked.
 
     Args:
-        authenticate: None: no token is needed, and every caller has the role admin.
         refusals: where refused requests are recorded.
     """
 
@@ -94,13 +145,12 @@ class Gate:
         self,
         app: ASGIApp,
         settings: ServiceSettings,
-        authenticate: Authenticate | None,
+        authenticator: Authenticator,
         refusals: Refusals | None = None,
     ) -> None:
         self.app = app
-        self._authenticate = authenticate
+        self._authenticator = authenticator
         self._refusals = refusals
-        self._failures = Failures()
         self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
         # DNS rebinding needs a name. Beyond loopback our clients use addresses, so an address as such is accepted.
         self._addresses_pass = not settings.on_loopback
@@ -117,13 +167,15 @@ class Gate:
                 self._note(scope, message["status"])
                 if message["status"] >= 400:
                     await _drain(scope, body)
+                # Logs and files of trainings are on the same origin as the pages.
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
             await answer.send(message)
 
         try:
             _check_path(scope)
             _check_length(headers)
             self._check_origin(headers)
-            scope[CALLER] = caller = self._caller(scope, headers)
+            scope[CALLER] = caller = self._authenticator.of_request(scope, headers)
             if caller.check is None:
                 await self.app(scope, body.receive, draining)
             else:
@@ -166,19 +218,6 @@ class Gate:
 
     def _known(self, name: str) -> bool:
         return name in self._hosts or (self._addresses_pass and _is_address(name))
-
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        if self._authenticate is None:
-            return Caller("admin", LOCAL)
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return Caller(None, presented=bool(given))
-        address, token = (scope.get("client") or ("",))[0], given.strip()
-        if not self._failures.may_try(address, token):
-            return Caller(None, presented=True, throttled=True)
-        found = self._authenticate(token)
-        self._failures.note(address, token, found is not None)
-        return found or Caller(None, presented=bool(given))
 
 
 class ResponseState:

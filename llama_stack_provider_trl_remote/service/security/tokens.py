@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from llama_stack_provider_trl.errors import StoreError
@@ -58,6 +58,13 @@ class CreatedTokens:
             return None
         self._note_use(known)
         return known.caller
+
+    def digests(self) -> Iterable[str]:
+        return tuple(self._known)
+
+    def by_digest(self, sha256: str) -> Caller | None:
+        known = self._known.get(sha256)
+        return known.caller if known is not None and self._is_current(known.record) else None
 
     def all(self) -> Sequence[TokenRecord]:
         """All tokens, oldest first; an expired one is listed until it is revoked."""

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,6 +34,8 @@ _CHUNK = 1 << 16
 _SCANNED = 16 << 20
 """Bytes without any event that are skipped in one call."""
 _KEPT_PAGES = 8
+DELETED = "deleted"
+"""State of a job that was deleted while a stream followed it."""
 
 
 class Cursor(NamedTuple):
@@ -49,6 +51,19 @@ class Cursor(NamedTuple):
         if not found:
             raise InvalidRequest(field, text, "expected the id of an event, such as 1-2048, or nothing for all events")
         return cls(int(found[1]), int(found[2]))
+
+    @classmethod
+    def parse_all(cls, text: str | None, count: int, field: str) -> list[Cursor]:
+        """Parse the id of an event of several jobs. Raises InvalidRequest."""
+        if not text:
+            return [cls()] * count
+        parts = text.split("~")
+        if len(parts) != count:
+            hint = (
+                f"expected the cursors of {count} jobs, with ~ between them, in the order in which they are requested"
+            )
+            raise InvalidRequest(field, text[:200], hint)
+        return [cls.parse(part, field) for part in parts]
 
     def __str__(self) -> str:
         return f"{self.attempt}-{self.offset}"
@@ -95,6 +110,13 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int 
     return Page(lines, state, cursor, True)
 
 
+def read_states(store: Store, jobs: Sequence[str]) -> tuple[list[JobState], list[Cursor]]:
+    """The states of jobs, and the cursors behind all their events so far. Raises JobNotFound."""
+    found = [store.event_files(job) for job in jobs]
+    ends = [Cursor(files[-1].attempt, files[-1].end) if files else Cursor() for _, files in found]
+    return [state for state, _ in found], ends
+
+
 class Feeds:
     """Reads the jobs that streams follow: once per job and interval, for any number of streams."""
 
@@ -107,19 +129,44 @@ class Feeds:
 
         Each part has at most 64 KiB and is sent when the reader has taken most of the parts before.
         """
-        feed = self._feeds.get(job_uuid)
-        if feed is None:  # not setdefault: a feed that nothing closes polls forever
-            feed = self._feeds[job_uuid] = _Feed(self._store, job_uuid, stopping)
-        feed.streams += 1
+        feed = self._enter(job_uuid, stopping)
         try:
             async for text in _stream(feed, after, stopping):
                 for start in range(0, len(text), _CHUNK):
                     yield text[start : start + _CHUNK]
         finally:
-            feed.streams -= 1
-            if not feed.streams:
-                feed.close()
-                self._feeds.pop(job_uuid, None)
+            self._leave(job_uuid, feed)
+
+    async def streams(
+        self, jobs: Sequence[str], after: Sequence[Cursor], stopping: asyncio.Event
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events of several jobs, until all have ended or the service stops.
+
+        The id of an event names the cursors of all jobs, in the order of `jobs`. Besides the jobs' own events there are
+        `event: state`, with the job's state at first and after each change (`deleted` in the end, if it was), and
+        `event: end`. Parts are as those of `stream`.
+        """
+        feeds = [self._enter(job, stopping) for job in jobs]
+        try:
+            async for text in _streams(jobs, feeds, list(after), stopping):
+                for start in range(0, len(text), _CHUNK):
+                    yield text[start : start + _CHUNK]
+        finally:
+            for job, feed in zip(jobs, feeds, strict=True):
+                self._leave(job, feed)
+
+    def _enter(self, job_uuid: str, stopping: asyncio.Event) -> _Feed:
+        feed = self._feeds.get(job_uuid)
+        if feed is None:  # not setdefault: a feed that nothing closes polls forever
+            feed = self._feeds[job_uuid] = _Feed(self._store, job_uuid, stopping)
+        feed.streams += 1
+        return feed
+
+    def _leave(self, job_uuid: str, feed: _Feed) -> None:
+        feed.streams -= 1
+        if not feed.streams:
+            feed.close()
+            self._feeds.pop(job_uuid, None)
 
 
 class _Feed:
@@ -129,6 +176,8 @@ class _Feed:
         self.streams = 0
         self.changed = asyncio.Event()
         """Set and replaced when there is more to read, the job's state has changed, or the service stops."""
+        self.listeners: set[asyncio.Event] = set()
+        """Set at the same times, and cleared by their owners: those wait for several feeds."""
         self._store, self._job_uuid = store, job_uuid
         self._seen: object = None
         self._pages: dict[Cursor, asyncio.Task[tuple[bytes, Page]]] = {}
@@ -179,6 +228,8 @@ class _Feed:
     def _wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+        for listener in self.listeners:
+            listener.set()
 
 
 async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
@@ -209,6 +260,63 @@ async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncI
             spoke = time.monotonic()
 
 
+async def _streams(
+    jobs: Sequence[str], feeds: Sequence[_Feed], cursors: list[Cursor], stopping: asyncio.Event
+) -> AsyncIterator[bytes]:
+    changed = asyncio.Event()
+    states: dict[int, str] = {}
+    followed = list(range(len(jobs)))
+    spoke = time.monotonic()
+    try:
+        for feed in feeds:
+            feed.listeners.add(changed)
+        while followed and not stopping.is_set():
+            changed.clear()
+            text: list[str] = []
+            is_last = True
+            for number in list(followed):
+                try:
+                    _, page = await feeds[number].page(cursors[number])
+                    state: str = page.state
+                except JobNotFound:
+                    page, state = Page([], JobState.cancelled, cursors[number], True), DELETED
+                except TrlError:  # the database cannot be read: the client reconnects and gets the reason
+                    return
+                for line in page.lines:
+                    cursors[number] = line.cursor
+                    text.append(
+                        f'id: {_ids(cursors)}\ndata: {{"job":{json.dumps(jobs[number])},"event":{line.text}}}\n\n'
+                    )
+                cursors[number] = page.next
+                # The state was read before the events: one that has ended, once all of them were sent.
+                if page.is_last and states.get(number) != state:
+                    states[number] = state
+                    text.append(f"event: state\ndata: {json.dumps({'job': jobs[number], 'state': state})}\n\n")
+                if page.is_last and page.state in TERMINAL:
+                    followed.remove(number)
+                is_last = is_last and page.is_last
+            if text:
+                yield "".join(text).encode()
+                spoke = time.monotonic()
+            if not is_last or not followed:
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, spoke + HEARTBEAT - time.monotonic())):
+                    await changed.wait()
+            if time.monotonic() - spoke >= HEARTBEAT:
+                yield f": {len(followed)} of {len(jobs)} jobs have not ended\n\n".encode()
+                spoke = time.monotonic()
+        if not followed:
+            yield b"event: end\ndata: {}\n\n"
+    finally:
+        for feed in feeds:
+            feed.listeners.discard(changed)
+
+
+def _ids(cursors: Sequence[Cursor]) -> str:
+    return "~".join(map(str, cursors))
+
+
 def parsed(line: Line) -> dict[str, Any]:
     event: dict[str, Any] = json.loads(line.text, parse_constant=lambda name: None)
     return event
@@ -236,7 +344,9 @@ def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line
                 return lines, start, True
             start += length
             if line is not None and _is_event(line):
-                lines.append(Line(Cursor(file.attempt, start), line.decode(errors="replace").strip()))
+                # A carriage return between values ends a line of a stream: a training could imitate another's events.
+                text = line.decode(errors="replace").strip().replace("\r", " ")
+                lines.append(Line(Cursor(file.attempt, start), text))
     return lines, start, start >= file.end
 
 

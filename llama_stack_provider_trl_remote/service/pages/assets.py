@@ -1,0 +1,65 @@
+"""The files that pages load: our own modules and style, and plotly.js as the installed plotly package ships it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import FileResponse
+
+from ..http.errors import NotFound
+from ..security.access import ANYONE
+from .route import PageRoute
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+PLOTLY = "plotly.min.js"
+_DIRECTORY = Path(__file__).parent / "static"
+_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+
+
+class Asset(NamedTuple):
+    path: Path
+    version: str
+    """Changes with the content."""
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Name -> file. plotly.min.js is missing where plotly is not installed."""
+    found = {
+        path.name: Asset(path, hashlib.sha256(path.read_bytes()).hexdigest()[:16])
+        for path in _DIRECTORY.iterdir()
+        if path.suffix in _TYPES
+    }
+    spec = importlib.util.find_spec("plotly")  # does not import it: that takes 30 MiB
+    shipped = Path(spec.origin).parent / "package_data" / PLOTLY if spec is not None and spec.origin else None
+    if shipped is not None and shipped.is_file():
+        found[PLOTLY] = Asset(shipped, importlib.metadata.version("plotly"))
+    return found
+
+
+def asset_url(name: str) -> str:
+    """The address of a file, which changes with its content."""
+    return f"/static/{name}?v={assets()[name].version}"
+
+
+@router.get("/static/{name}", dependencies=[ANYONE])
+async def static_file(request: Request, name: str) -> Response:
+    """A file that pages load. It holds nothing of any job."""
+    asset = assets().get(name)
+    if asset is None:
+        raise NotFound(f"there is no file {name[:100]!r} among those of the dashboard")
+    etag = f'"{asset.version}"'
+    # Modules import each other without a version, so a browser asks for them again: 304 where nothing has changed.
+    headers = {"ETag": etag, "Cache-Control": "no-cache", "Cross-Origin-Resource-Policy": "same-origin"}
+    if request.query_params.get("v") == asset.version:
+        headers["Cache-Control"] = "max-age=31536000, immutable"
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return FileResponse(asset.path, headers=headers, media_type=_TYPES[asset.path.suffix])

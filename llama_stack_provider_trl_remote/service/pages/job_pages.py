@@ -1,0 +1,101 @@
+"""The pages of one job, and the forms on them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from ..context import Context
+from ..http.errors import NotFound
+from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
+from ..views.checkpoints import list_files
+from ..views.logs import LAUNCHER, read_log
+from . import job_view
+from .login import checked_form, see_other
+from .rendering import page
+from .route import PageRoute
+
+router = APIRouter(route_class=PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
+
+JobName = Annotated[str, Path(description="The job's name")]
+_LINES, _BYTES = 200, 64 << 10
+"""The end of a log on the page of its job."""
+_MORE_LINES, _MORE_BYTES = 5000, 1 << 20
+"""The end of a log on a page of its own."""
+
+
+@router.get("", dependencies=[USERS])
+async def job_page(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+    """State, attempts, curves, checkpoints, log and configuration of a job."""
+    status = await asyncio.to_thread(service.status, job_uuid)
+    log = await _log(service, job_uuid, "0", None, _LINES, _BYTES)
+    return page(request, "job.html", log=log, **job_view.values(status, caller.role))
+
+
+@router.get("/logs", dependencies=[USERS])
+async def log_page(
+    request: Request,
+    service: Context,
+    job_uuid: JobName,
+    rank: Annotated[str, Query(pattern=rf"^(\d{{1,4}}|{LAUNCHER})$")] = "0",
+    attempt: Annotated[int | None, Query(ge=1, le=10**6)] = None,
+) -> Response:
+    """The end of a log."""
+    status = await asyncio.to_thread(service.status, job_uuid)
+    log = await _log(service, job_uuid, rank, attempt, _MORE_LINES, _MORE_BYTES)
+    attempts = [tried["attempt"] for tried in status.resources_allocated["attempts"]]
+    ranks = job_view.logs_of(status)
+    values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
+    return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, most=_MORE_BYTES, **values)
+
+
+@router.get("/checkpoints/{identifier:path}", dependencies=[USERS])
+async def checkpoint_page(request: Request, service: Context, job_uuid: JobName, identifier: str) -> Response:
+    """The files of a checkpoint. As with the API, the first call computes their digests."""
+    loop = asyncio.get_running_loop()
+    arguments = (service.store, service.digests, job_uuid, identifier)
+    found = await loop.run_in_executor(service.digests.threads, list_files, *arguments)
+    return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found)
+
+
+@router.post("/cancel", dependencies=[USERS_FORM])
+async def cancel(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+    """End the job."""
+    await checked_form(request, caller)
+    await service.cancel(job_uuid)
+    return see_other(job_view.path_of(job_uuid))
+
+
+@router.post("/pause", dependencies=[USERS_FORM])
+async def pause(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+    """Have the job save and free its device."""
+    await checked_form(request, caller)
+    await service.pause(job_uuid)
+    return see_other(job_view.path_of(job_uuid))
+
+
+@router.post("/resume", dependencies=[USERS_FORM])
+async def resume(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+    """Queue the paused job again."""
+    await checked_form(request, caller)
+    await service.resume(job_uuid)
+    return see_other(job_view.path_of(job_uuid))
+
+
+@router.post("/delete", dependencies=[ADMINS_FORM])
+async def delete(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+    """Delete the job, and its checkpoints where the box is ticked."""
+    fields = await checked_form(request, caller)
+    await asyncio.to_thread(service.delete, job_uuid, fields.get("checkpoints") == "yes")
+    return see_other("/")
+
+
+async def _log(service: Context, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:
+    """The end of a log; where there is none, the reason."""
+    try:
+        text = await asyncio.to_thread(read_log, service.store, job_uuid, rank, lines, attempt, size)
+    except NotFound as error:
+        return f"({error})"
+    return job_view.shortened(text) or "(it is empty)"

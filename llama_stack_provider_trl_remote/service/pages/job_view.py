@@ -1,0 +1,180 @@
+"""What the page of a job shows, from the job's status. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from llama_stack_provider_trl.jobs.states import ACTIVE, TERMINAL, JobState
+from llama_stack_provider_trl.jobs.tokens import Role
+from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
+
+from ..views.logs import LAUNCHER
+
+_LONGEST_LINE = 2000
+_STEP = re.compile(r"checkpoint-(\d+)$")
+_PAUSABLE = (JobState.scheduled, JobState.launching, JobState.in_progress)
+_ENDS = {
+    JobState.completed: "the job completed",
+    JobState.cancelled: "the job was cancelled",
+    JobState.paused: "the job was paused",
+}
+RIBBON = 1000
+"""Width of the ribbon of attempts, in its own units."""
+
+
+class Setting(NamedTuple):
+    name: str
+    submitted: str
+    """Empty: the job was submitted without it, it is the training's own report."""
+    reported: str
+    """Empty: the training has reported nothing about it."""
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.submitted and self.reported and self.submitted != self.reported)
+
+
+class Attempt(NamedTuple):
+    number: int
+    device: str
+    begun: datetime | None
+    seconds: float | None
+    start_step: int
+    step: int
+    resumed_from: str
+    ended: str
+    """How it ended, as a sentence."""
+    kind: str
+    """Of its part of the ribbon: running, ended or failed."""
+    left: float
+    """This and `width`: its part of the ribbon."""
+    width: float
+
+
+def values(status: PostTrainingJobStatusResponse, role: Role | None) -> dict[str, Any]:
+    """The values of the template `job.html`.
+
+    Args:
+        role: of the reader; forms that it may not send are left out.
+    """
+    found = status.resources_allocated
+    state = JobState(found["state"])
+    attempts = attempts_of(found["attempts"], state)
+    return {
+        "status": status,
+        "found": found,
+        "state": state,
+        "path": path_of(status.job_uuid),
+        "attempts": attempts,
+        "ribbon": RIBBON,
+        "settings": settings_of(found["effective_config"]),
+        "logs": logs_of(status),
+        "is_running": state in ACTIVE,
+        "has_ended": state in TERMINAL,
+        "can": {
+            "cancel": state not in TERMINAL and state is not JobState.cancelling,
+            "pause": state in _PAUSABLE,
+            "resume": state is JobState.paused,
+            "delete": state in TERMINAL and role == "admin",
+        },
+        "marks": {
+            "checkpoints": [int(step[1]) for one in status.checkpoints if (step := _STEP.search(one.identifier))],
+            "attempts": [one.start_step for one in attempts if one.number > 1],
+        },
+    }
+
+
+def path_of(job_uuid: str) -> str:
+    """The address of a job's page."""
+    return f"/jobs/{quote(job_uuid, safe='')}"
+
+
+def logs_of(status: PostTrainingJobStatusResponse) -> list[str]:
+    """The logs that an attempt of the job has: one per rank, and the launcher's where there are several."""
+    ranks = int(status.resources_allocated["effective_config"].get("ranks") or 1)
+    return [*map(str, range(ranks)), *([LAUNCHER] if ranks > 1 else [])]
+
+
+def attempts_of(found: Sequence[Mapping[str, Any]], state: JobState) -> list[Attempt]:
+    """The attempts of a status, each with its part of the ribbon: as wide as the steps it did, and never invisible."""
+    steps = [max(0, one["step"] - one["start_step"]) for one in found]
+    least = max(1.0, sum(steps) / 50)
+    widths = [max(least, count) for count in steps]
+    scale = RIBBON / (sum(widths) or 1)
+    attempts, left = [], 0.0
+    for number, (one, width) in enumerate(zip(found, widths, strict=True)):
+        is_last = number == len(found) - 1
+        ended, kind = _ended(one, state if is_last else None)
+        attempts.append(
+            Attempt(
+                number=one["attempt"],
+                device=one["device"] or "",
+                begun=_time(one["started_at"]),
+                seconds=_seconds(one),
+                start_step=one["start_step"],
+                step=one["step"],
+                resumed_from=one["resumed_from"] or "",
+                ended=ended,
+                kind=kind,
+                left=round(left, 1),
+                width=round(width * scale, 1),
+            )
+        )
+        left += width * scale
+    return attempts
+
+
+def _ended(attempt: Mapping[str, Any], state: JobState | None) -> tuple[str, str]:
+    """How an attempt ended, and the kind of its part.
+
+    Args:
+        state: of the job, for its last attempt; None: another followed.
+    """
+    if attempt["reason"]:
+        return f"{attempt['reason']}: {attempt['message'].partition(chr(10))[0]}", "failed"
+    if state in ACTIVE and not attempt["ended_at"]:
+        return "it is running", "running"
+    return _ENDS.get(state or JobState.scheduled, "it saved, for a pause or for a move to another node"), "ended"
+
+
+def settings_of(config: Mapping[str, Any]) -> list[Setting]:
+    """The configuration as it was submitted, defaults included, beside what the training has reported of it."""
+    recipe = config.get("recipe") or {}
+    submitted = dict(_flat({name: value for name, value in config.items() if name != "recipe"}))
+    reported = dict(_flat({name: value for name, value in recipe.items() if name != "effective"}))
+    reported |= dict(_flat(recipe.get("effective") or {}))
+    names = [*submitted, *(name for name in reported if name not in submitted)]
+    return [Setting(name, submitted.get(name, ""), reported.get(name, "")) for name in names]
+
+
+def shortened(text: str) -> str:
+    """A log with its long lines cut: a browser takes seconds to lay out a line of a megabyte."""
+    return "\n".join(_cut(line) for line in text.splitlines())
+
+
+def _cut(line: str) -> str:
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[:_LONGEST_LINE]} ... (the line has {len(line)} characters)"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            yield f"{prefix}{name}", _cut(text) or '""'
+
+
+def _time(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)
+
+
+def _seconds(attempt: Mapping[str, Any]) -> float | None:
+    begun, ended = _time(attempt["started_at"]), _time(attempt["ended_at"])
+    return None if begun is None or ended is None else (ended - begun).total_seconds()

@@ -1,0 +1,44 @@
+"""Routes that answer with pages: their errors are pages too, and a request without a login gets the form to log in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from ..http.errors import answered
+from ..security.access import GuardedRoute, Refused
+from .rendering import error_page
+
+
+class PageRoute(GuardedRoute):
+    """A route of the dashboard."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def page(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                return await _page_of(request, error)
+
+        return page
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().handle(scope, receive, send)
+        except Refused as refusal:
+            answer = await _page_of(Request(scope, receive, send), refusal)
+            await answer(scope, receive, send)
+
+
+async def _page_of(request: Request, error: Exception) -> Response:
+    """The answer of the API to an error, as a page."""
+    answer = await answered(request, error)
+    detail = json.loads(bytes(answer.body))["detail"]
+    headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+    return error_page(request, answer.status_code, detail, headers)

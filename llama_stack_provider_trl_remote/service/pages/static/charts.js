@@ -1,0 +1,148 @@
+// Draws a job's curves with plotly.
+import { along, groups, smoothed } from "./curves.js";
+
+const DRAW_MS = 500;
+const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c"];
+
+export class Charts {
+  // fetchSeries(options): the points of some metrics between two steps.
+  constructor(curves, marks, fetchSeries) {
+    this.curves = curves;
+    this.marks = marks;
+    this.fetchSeries = fetchSeries;
+    this.charts = new Map();
+    this.waiting = new Set();
+    this.timer = 0;
+    this.container = document.getElementById("charts");
+    this.axis = document.getElementById("axis");
+    this.smoothing = document.getElementById("smoothing");
+    this.output = document.getElementById("smoothing-value");
+    this.restore();
+    this.axis.addEventListener("change", () => this.choose());
+    this.smoothing.addEventListener("input", () => this.choose());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.all());
+  }
+
+  // The choices are in the address, so that a reload and a copied link keep them.
+  restore() {
+    const found = new URLSearchParams(location.search);
+    if (["step", "epoch", "time"].includes(found.get("axis"))) this.axis.value = found.get("axis");
+    if (found.has("smoothing")) this.smoothing.value = found.get("smoothing");
+    this.output.value = this.smoothing.value;
+  }
+
+  choose() {
+    this.output.value = this.smoothing.value;
+    const kept = new URLSearchParams({ axis: this.axis.value, smoothing: this.smoothing.value });
+    history.replaceState(null, "", `?${kept}`);
+    for (const chart of this.charts.values()) chart.zoomed = null;
+    this.all();
+  }
+
+  all() {
+    this.changed([...this.curves.metrics.train.keys(), ...this.curves.metrics.validation.keys()]);
+  }
+
+  changed(names) {
+    for (const name of names) this.waiting.add(name);
+    this.timer ||= setTimeout(() => this.draw(), DRAW_MS);
+  }
+
+  draw() {
+    this.timer = 0;
+    const names = new Set([...this.curves.metrics.train.keys(), ...this.curves.metrics.validation.keys()]);
+    for (const group of groups(names)) {
+      if (group.names.some((name) => this.waiting.has(name))) this.drawGroup(group);
+    }
+    this.waiting.clear();
+  }
+
+  drawGroup(group) {
+    let chart = this.charts.get(group.title);
+    const traces = group.names.flatMap((name) => this.traces(name, chart?.zoomed));
+    if (chart) {
+      window.Plotly.react(chart.element, traces, this.layout(group), { responsive: true, displaylogo: false });
+      return;
+    }
+    const element = document.createElement("div");
+    element.className = "chart";
+    element.setAttribute("role", "figure");
+    element.setAttribute("aria-label", `${group.title} by ${this.axis.value}`);
+    this.container.append(element);
+    chart = { element, zoomed: null };
+    this.charts.set(group.title, chart);
+    const remove = ["toImage", "lasso2d", "select2d", "autoScale2d"];
+    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: remove };
+    window.Plotly.newPlot(element, traces, this.layout(group), config);
+    element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
+  }
+
+  traces(name, zoomed) {
+    const found = [];
+    for (const kind of ["train", "validation"]) {
+      const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
+      if (!curve?.step.length) continue;
+      const x = along(curve, this.axis.value);
+      const label = kind === "validation" ? `${name} (validation)` : name;
+      const line = { width: 1.5 };
+      if (name !== "loss" || kind === "validation") {
+        const mode = kind === "validation" ? "lines+markers" : "lines";
+        found.push({ x, y: curve.value, name: label, mode, type: "scatter", line });
+        continue;
+      }
+      found.push({ x, y: curve.value, name: "loss", mode: "lines", type: "scatter", line: { width: 1 }, opacity: 0.4 });
+      const y = smoothed(curve.value, Number(this.smoothing.value));
+      found.push({ x, y, name: "loss, smoothed", mode: "lines", type: "scatter", line: { width: 2 } });
+    }
+    return found;
+  }
+
+  layout(group) {
+    const style = getComputedStyle(document.documentElement);
+    const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
+    const exponent = group.title === "Learning rate" ? { exponentformat: "e" } : {};
+    return {
+      title: { text: group.title, font: { size: 14 } },
+      margin: { l: 55, r: 15, t: 40, b: 40 },
+      height: 290,
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: text, family: "system-ui, sans-serif" },
+      colorway: COLORS,
+      xaxis: { ...axis, title: { text: this.axis.value } },
+      yaxis: { ...axis, ...exponent },
+      legend: { orientation: "h", y: -0.25 },
+      shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],
+      uirevision: this.axis.value, // a zoom outlives new points
+    };
+  }
+
+  lines(steps, dash) {
+    return steps.flatMap((step) => {
+      const x = this.curves.place(step, this.axis.value);
+      if (x === null || x === undefined) return [];
+      return [{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { width: 1, dash, color: "#8a939c" } }];
+    });
+  }
+
+  // The service has more points of a part than the whole shows.
+  async zoom(group, chart, change) {
+    const [from, to] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    if (from === undefined && !change["xaxis.autorange"]) return;
+    let zoomed = null;
+    if (from !== undefined) {
+      const range = this.curves.range(group.names[0], this.axis.value, from, to);
+      if (!range) return;
+      const options = group.names.map((name) => ["metric", name]);
+      options.push(["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", 4000]);
+      try {
+        zoomed = await this.fetchSeries(options);
+      } catch {
+        return; // the points that are drawn stay
+      }
+    }
+    chart.zoomed = zoomed;
+    this.changed(group.names);
+  }
+}

@@ -1,0 +1,112 @@
+// The points of a job's metrics, and what is drawn of them. Without the page: tests call it in Node.
+
+// Exponential moving average, corrected for its beginning: the first value is itself.
+export function smoothed(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null || !Number.isFinite(value)) return null;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return mean / total;
+  });
+}
+
+export class Curves {
+  constructor() {
+    this.metrics = { train: new Map(), validation: new Map() };
+  }
+
+  // The answer of /series, in place of all points.
+  replace(series) {
+    for (const kind of ["train", "validation"]) this.metrics[kind] = new Map(Object.entries(series[kind]));
+  }
+
+  // One event of the stream. Returns the names of the metrics that have changed.
+  add(event) {
+    if (event.type === "prepared") return this.cut(event.start_step ?? 0);
+    const kind = { progress: "train", evaluated: "validation" }[event.type];
+    if (!kind) return [];
+    const metrics = { ...event.metrics };
+    if (kind === "train" && event.peak_memory_bytes) metrics.peak_memory_bytes = event.peak_memory_bytes;
+    for (const [name, value] of Object.entries(metrics)) this.#put(kind, name, event, value);
+    return Object.keys(metrics);
+  }
+
+  // Steps beyond this one are done again: what an earlier attempt measured there no longer counts.
+  cut(step) {
+    const changed = [];
+    for (const metrics of Object.values(this.metrics)) {
+      for (const [name, curve] of metrics) {
+        const kept = curve.step.findLastIndex((one) => one <= step) + 1;
+        if (kept === curve.step.length) continue;
+        for (const column of Object.values(curve)) column.length = kept;
+        changed.push(name);
+      }
+    }
+    return changed;
+  }
+
+  // Where on the axis a step is: of the nearest point before it, or the first one.
+  place(step, axis) {
+    const curve = this.metrics.train.get("loss") ?? [...this.metrics.train.values()][0];
+    if (axis === "step" || !curve?.step.length) return axis === "step" ? step : null;
+    return along(curve, axis)[Math.max(0, curve.step.findLastIndex((one) => one <= step))];
+  }
+
+  // The steps between two places of the axis, one point more on each side.
+  range(name, axis, from, to) {
+    const curve = this.metrics.train.get(name) ?? this.metrics.validation.get(name);
+    if (!curve?.step.length) return null;
+    if (axis === "step") return [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))];
+    const places = along(curve, axis).map((place) => +new Date(place));
+    const [low, high] = axis === "time" ? [+new Date(from), +new Date(to)] : [from, to];
+    const source = axis === "time" ? places : curve.epoch;
+    const first = Math.max(0, source.findLastIndex((place) => place <= low));
+    const last = source.findIndex((place) => place >= high);
+    return [curve.step[first], last < 0 ? null : curve.step[last]];
+  }
+
+  #put(kind, name, event, value) {
+    let curve = this.metrics[kind].get(name);
+    if (!curve) this.metrics[kind].set(name, (curve = { step: [], epoch: [], time: [], value: [] }));
+    // A point may come again after a break: its step has one place.
+    const at = curve.step.findLastIndex((one) => one < event.step) + 1;
+    const again = curve.step[at] === event.step ? 1 : 0;
+    curve.step.splice(at, again, event.step);
+    curve.epoch.splice(at, again, event.epoch);
+    curve.time.splice(at, again, event.time);
+    curve.value.splice(at, again, value);
+  }
+}
+
+// The places of a curve's points on an axis; of time as plotly takes them.
+export function along(curve, axis) {
+  if (axis === "time") return curve.time.map((seconds) => new Date(seconds * 1000).toISOString());
+  return curve[axis];
+}
+
+const GROUPS = [
+  ["Loss", (name) => name === "loss" || name === "validation_loss" || name === "eval_loss"],
+  ["Learning rate", (name) => name === "learning_rate"],
+  ["Gradient norm", (name) => name === "grad_norm"],
+  ["Tokens per second", (name) => name === "tokens_per_second"],
+  ["Memory", (name) => name.includes("memory")],
+  ["Rewards", (name) => /rewards\/(chosen|rejected|margins)$/.test(name)],
+  ["Reward accuracies", (name) => name.endsWith("rewards/accuracies")],
+  ["Log-probabilities", (name) => name.includes("logps/")],
+  ["Accuracy", (name) => name.includes("accuracy")],
+  ["Entropy", (name) => name.includes("entropy")],
+];
+
+// Titles of charts and the names of their metrics; a metric that no group knows has a chart of its own.
+export function groups(names) {
+  const left = new Set(names);
+  const found = [];
+  for (const [title, belongs] of GROUPS) {
+    const members = [...left].filter(belongs);
+    for (const name of members) left.delete(name);
+    if (members.length) found.push({ title, names: members });
+  }
+  return [...found, ...[...left].sort().map((name) => ({ title: name, names: [name] }))];
+}

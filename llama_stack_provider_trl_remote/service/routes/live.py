@@ -1,0 +1,73 @@
+"""What a page that shows jobs while they run reads: the events of several jobs in one stream, and curves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+from starlette.responses import StreamingResponse
+
+from llama_stack_provider_trl.errors import InvalidRequest
+
+from ..context import Context
+from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
+from ..http.errors import declared
+from ..security.access import USERS, GuardedRoute
+from ..views.events import Cursor, read_page, read_states
+from ..views.series import LAST_STEP, read_series
+from .jobs import JobUuid, as_json
+
+router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["what a job leaves behind"])
+
+_STREAM = "text/event-stream"
+_MOST_JOBS = 100
+Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
+
+
+@router.get(
+    "/events",
+    dependencies=[USERS],
+    response_model=JobStatesResponse,
+    responses={
+        **declared(404),
+        200: {"content": {_STREAM: {"schema": {"type": "string"}}}, "description": "The states, or a stream"},
+    },
+)
+async def events_of_jobs(
+    service: Context,
+    job: Annotated[list[str], Query(min_length=1, max_length=_MOST_JOBS, description="Names of jobs, each once")],
+    after: Annotated[str | None, Query(description="`next` of an answer, or an event's id")] = None,
+    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
+    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that continues")] = None,
+) -> Response:
+    """States of several jobs. With `Accept: text/event-stream` a stream of their events and states, which ends with
+    `event: end`."""
+    if len(set(job)) < len(job):
+        raise InvalidRequest("job", job, "expected each job once")
+    streams = _STREAM in (accept or "")
+    field, text = ("Last-Event-ID", last_event_id) if streams and last_event_id else ("after", after)
+    begin = Cursor.parse_all(text, len(job), field)
+    states, ends = await asyncio.to_thread(read_states, service.store, job)
+    if streams:
+        # An invalid cursor must be refused before the stream begins.
+        for name, cursor in zip(job, begin, strict=True):
+            await asyncio.to_thread(read_page, service.store, name, cursor, 1)
+        body = service.feeds.streams(job, begin, service.stopping)
+        return StreamingResponse(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+    rows = [JobStateRow(job_uuid=name, state=state) for name, state in zip(job, states, strict=True)]
+    return as_json(JobStatesResponse(data=rows, next="~".join(map(str, ends))))
+
+
+@router.get("/jobs/{job_uuid}/series", dependencies=[USERS], response_model=SeriesResponse, responses=declared(404))
+async def job_series(
+    service: Context,
+    job_uuid: JobUuid,
+    metric: Annotated[list[str] | None, Query(max_length=256, description="Names of metrics; left out: all")] = None,
+    points: Annotated[int, Query(ge=2, le=20_000, description="Points of a curve at most")] = 1000,
+    begin: Step = None,
+    end: Step = None,
+) -> Response:
+    """Metric points as curves. Of more points than requested, the lowest and highest of each part of the range."""
+    wanted = (metric or (), points, begin or 0, LAST_STEP if end is None else end)
+    return as_json(await asyncio.to_thread(read_series, service.store, job_uuid, *wanted))

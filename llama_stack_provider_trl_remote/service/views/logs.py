@@ -1,0 +1,50 @@
+"""The ends of the logs that a job's processes wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.files import RunDir, is_regular, tail
+
+from ..http.errors import NotFound
+
+LAUNCHER = "launcher"
+MOST_BYTES = 8 << 20
+
+
+def read_log(
+    store: Store, job_uuid: str, rank: str, lines: int, attempt: int | None = None, size: int = MOST_BYTES
+) -> str:
+    """The last lines of a log, at most `size` bytes of them.
+
+    Args:
+        rank: a rank's number, or `launcher`.
+        attempt: None: the current one.
+
+    Raises:
+        JobNotFound.
+        NotFound: there is no such attempt or log; the message names the logs that exist.
+    """
+    attempts = {tried.attempt: tried for tried in store.attempts(store.get(job_uuid).job_uuid)}
+    chosen = attempts.get(attempt or max(attempts, default=0))
+    if chosen is None:
+        wanted = "been started yet" if attempt is None else f"an attempt {attempt}"
+        raise NotFound(f"job {job_uuid!r} has not {wanted}: there is no log")
+    run_dir = RunDir(chosen.run_dir)
+    path = run_dir.root / "torchrun.log" if rank == LAUNCHER else run_dir.root / f"rank-{int(rank)}.log"
+    if not is_regular(path):
+        found = ", ".join(_ranks(run_dir.root)) or "none yet"
+        raise NotFound(
+            f"attempt {chosen.attempt} of job {job_uuid!r} has no log of rank {rank}; it has logs of: {found}"
+        )
+    # Zeros: logs written before they were kept without holes.
+    text = tail(path, lines, size).replace("\0", "")
+    return f"{text}\n" if text else ""
+
+
+def _ranks(directory: Path) -> Iterator[str]:
+    yield from sorted((path.stem.removeprefix("rank-") for path in directory.glob("rank-*.log")), key=str)
+    if is_regular(directory / "torchrun.log"):
+        yield LAUNCHER

@@ -1,0 +1,288 @@
+"""The dashboard with tokens: login, sessions, roles, forms, policy, and text that is shown as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import requests
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import Reason
+from tests.contract.stack import poll
+from tests.fakes import job_spec
+from tests.security.guarded import TOKENS, Guarded, guarded_service
+
+pytestmark = pytest.mark.contract
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+WAITS = ("scheduled", "launching")
+"""States of a job whose device is locked."""
+FORMS = ("/logout", *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")))
+PAGES = ("/", "/jobs/ended", "/jobs/ended/logs", "/jobs/ended/checkpoints/final", "/jobs/waiting", "/jobs/hostile")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    root = tmp_path_factory.mktemp("dashboard")
+    with guarded_service(root) as service:
+        add_hostile_job(service.data_dir)
+        yield service
+
+
+def add_hostile_job(data_dir: Path) -> None:
+    """A failed job whose texts are all HTML."""
+    store = Store(data_dir / DATABASE)
+    run_dir = data_dir / "jobs" / "hostile" / "attempts" / "1"
+    run_dir.mkdir(parents=True)
+    (run_dir / "rank-0.log").write_text(f"{HOSTILE}\n{'x' * 5000}\n")
+    spec = job_spec("hostile", model=HOSTILE, checkpoint_dir=data_dir / "checkpoints" / "hostile")
+    store.add_job(spec, "digest", [HOSTILE], created_by=HOSTILE)
+    store.launch("hostile", 1, "cpu", run_dir)
+    states = type(store.get("hostile").state)
+    assert store.transition("hostile", 1, states.launching, states.failed, Reason.internal, HOSTILE)
+    store.close()
+
+
+@dataclass
+class Browser:
+    """What a browser does: keeps cookies, names its origin, follows redirects."""
+
+    service: Guarded
+
+    def __post_init__(self) -> None:
+        self.session = requests.Session()
+
+    def get(self, path: str, **headers: str) -> requests.Response:
+        return self.session.get(self.service.url + path, headers=headers, timeout=30)
+
+    def send(self, path: str, origin: str | None = "", **fields: str) -> requests.Response:
+        headers = {} if origin is None else {"Origin": origin or self.service.url}
+        return self.session.post(self.service.url + path, fields, headers=headers, timeout=30, allow_redirects=False)
+
+    def login(self, role: str, back: str = "/") -> requests.Response:
+        return self.send("/login", token=TOKENS[role], back=back)
+
+    def form_token(self, path: str = "/") -> str:
+        found = re.search(r'name="form_token" value="(\w+)"', self.get(path).text)
+        assert found
+        return found[1]
+
+
+@pytest.fixture
+def browser(service: Guarded) -> Browser:
+    return Browser(service)
+
+
+@pytest.fixture
+def admin(browser: Browser) -> Browser:
+    assert browser.login("admin").status_code == 303
+    return browser
+
+
+@pytest.fixture
+def submit(browser: Browser) -> Browser:
+    assert browser.login("submit").status_code == 303
+    return browser
+
+
+def test_a_page_without_a_login_is_the_form_to_log_in_and_leads_back(browser: Browser) -> None:
+    answer = browser.get("/jobs/ended?axis=time")
+    assert answer.status_code == 401
+    assert 'name="token"' in answer.text
+    assert 'name="back" value="/jobs/ended?axis=time"' in answer.text
+    assert "hostile" not in answer.text
+    after = browser.login("admin", back="/jobs/ended?axis=time")
+    assert (after.status_code, after.headers["Location"]) == (303, "/jobs/ended?axis=time")
+
+
+@pytest.mark.parametrize("back", ["//evil.example/", "/\\evil.example", "https://evil.example/", "", "/a\r\nX: y", "x"])
+def test_a_login_leads_to_no_other_site(browser: Browser, back: str) -> None:
+    assert browser.login("admin", back=back).headers["Location"] == "/"
+
+
+def test_the_cookie_is_no_token_and_scripts_do_not_see_it(browser: Browser, service: Guarded) -> None:
+    cookie = browser.login("submit").headers["Set-Cookie"]
+    assert re.fullmatch(r"trl_session_\w{8}=[\w-]{43}; Path=/; Max-Age=43200; HttpOnly; SameSite=Strict", cookie)
+    text = (service.data_dir / "sessions.json").read_text()
+    assert not [token for token in (*TOKENS.values(), cookie.split("=")[1].split(";")[0]) if token in text]
+
+
+@pytest.mark.parametrize("token", ["wrong", "", "x" * 5000, "ÿ\ud7ff"])
+def test_a_wrong_token_opens_nothing_and_the_page_names_the_reason(browser: Browser, token: str) -> None:
+    answer = browser.send("/login", token=token)
+    assert answer.status_code == 401
+    assert "does not know this token" in answer.text
+    assert not browser.session.cookies
+    assert browser.get("/").status_code == 401
+
+
+def test_a_token_of_agents_has_no_pages(browser: Browser, service: Guarded) -> None:
+    assert browser.send("/login", token=TOKENS["node"]).status_code == 403
+    assert browser.send("/login", token=service.credentials["mine"]).status_code == 403
+    assert not browser.session.cookies
+
+
+def test_a_login_that_another_page_sends_is_refused(browser: Browser, service: Guarded) -> None:
+    for origin in (None, "http://evil.example", "http://127.0.0.1:1", "null", f"{service.url}.evil.example"):
+        assert browser.send("/login", origin, token=TOKENS["admin"]).status_code == 403
+    assert not browser.session.cookies
+
+
+def test_logins_and_logouts_are_in_the_audit_log_and_their_tokens_are_not(admin: Browser, service: Guarded) -> None:
+    assert admin.send("/logout", form_token=admin.form_token()).status_code == 303
+    lines = service.get("/audit", limit=1000).json()["data"]
+    events = [(line["event"], line.get("caller"), line.get("role")) for line in lines]
+    assert ("login", "operator", "admin") in events
+    assert ("logout", "operator", "admin") in events
+    log = "".join(path.read_text() for path in (service.data_dir / "audit").iterdir())
+    assert not [token for token in TOKENS.values() if token in log]
+
+
+def test_after_a_logout_the_cookie_is_worth_nothing(admin: Browser) -> None:
+    cookies = dict(admin.session.cookies)
+    answer = admin.send("/logout", form_token=admin.form_token())
+    assert "Max-Age=0" in answer.headers["Set-Cookie"]
+    assert admin.get("/").status_code == 401
+    admin.session.cookies.update(cookies)
+    assert admin.get("/").status_code == 401
+
+
+def test_a_revoked_token_ends_its_sessions_at_once(browser: Browser, service: Guarded) -> None:
+    token = service.post("/tokens", {"name": "brief"}).json()["token"]
+    assert browser.send("/login", token=token).status_code == 303
+    assert browser.get("/").status_code == 200
+    stream = browser.session.get(
+        f"{service.url}/v1/post-training/events?job=waiting",
+        headers={"Accept": "text/event-stream"},
+        stream=True,
+        timeout=30,
+    )
+    assert stream.status_code == 200
+    assert service.delete("/tokens/brief").status_code == 204
+    assert browser.get("/").status_code == 401
+    assert b"event: end" not in stream.content  # it ends: a stream of a waiting job would not
+
+
+def test_every_form_needs_its_own_origin_and_the_form_token_of_its_session(admin: Browser, service: Guarded) -> None:
+    other = Browser(service)
+    assert other.login("admin").status_code == 303
+    for path in FORMS:
+        good = admin.form_token()
+        assert admin.send(path, other="field").status_code == 403
+        assert admin.send(path, form_token="x" * 64).status_code == 403
+        assert admin.send(path, form_token=other.form_token()).status_code == 403
+        for origin in (None, "http://127.0.0.1:1", "https://evil.example"):
+            assert admin.send(path, origin, form_token=good).status_code == 403
+        as_json = admin.session.post(service.url + path, json={"form_token": good}, headers={"Origin": service.url})
+        assert as_json.status_code == 400
+    assert service.state("waiting") in WAITS
+    assert admin.get("/").status_code == 200
+
+
+def test_a_session_changes_nothing_below_v1(admin: Browser, service: Guarded) -> None:
+    url = service.url + "/v1/post-training/jobs/waiting"
+    for method, path in (("POST", "/cancel"), ("POST", "/pause"), ("DELETE", "")):
+        answer = admin.session.request(method, url + path, headers={"Origin": service.url}, timeout=30)
+        assert (answer.status_code, "only reads" in answer.text) == (403, True)
+    assert admin.session.put(f"{service.url}/v1/blobs/{'0' * 64}", data=b"x", timeout=30).status_code == 403
+    assert admin.get("/v1/post-training/jobs/waiting/status").status_code == 200
+    assert admin.get("/docs").status_code == 403
+    assert service.state("waiting") in WAITS
+
+
+def test_what_a_role_may_not_do_is_not_shown_and_refused(submit: Browser, service: Guarded) -> None:
+    page = submit.get("/jobs/ended").text
+    assert "/jobs/ended/delete" not in page
+    assert submit.send("/jobs/ended/delete", form_token=submit.form_token()).status_code == 403
+    assert service.get("/post-training/jobs/ended/status").status_code == 200
+    assert submit.get("/v1/tokens").status_code == 403
+    assert "/jobs/waiting/cancel" in submit.get("/jobs/waiting").text
+
+
+def test_pause_resume_and_cancel_work_as_forms_and_are_recorded_under_the_name_of_the_token(
+    admin: Browser, service: Guarded
+) -> None:
+    assert "/jobs/ended/delete" in admin.get("/jobs/ended").text
+    token = admin.form_token("/jobs/waiting")
+    paused = admin.send("/jobs/waiting/pause", form_token=token)
+    assert (paused.status_code, paused.headers["Location"]) == (303, "/jobs/waiting")
+    service.wait_state("waiting", "paused")
+    assert "/jobs/waiting/resume" in admin.get("/jobs/waiting").text
+    assert admin.send("/jobs/waiting/resume", form_token=token).status_code == 303
+    service.wait_state("waiting", *WAITS)
+    ends = [
+        line
+        for line in service.get("/audit", limit=1000).json()["data"]
+        if line.get("route") == "/jobs/{job_uuid}/pause" and line["event"] != "refused"
+    ]
+    assert [(line["event"], line["params"], line["caller"]) for line in ends][-2:] == [
+        ("begin", {"job_uuid": "waiting"}, "operator"),
+        ("end", {"job_uuid": "waiting"}, "operator"),
+    ]
+    conflict = admin.send("/jobs/ended/cancel", form_token=token)
+    assert conflict.status_code == 409
+    assert "only a job that has not ended can be cancelled" in conflict.text
+    assert admin.send("/jobs/nobody/cancel", form_token=token).status_code == 404
+
+
+def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin: Browser) -> None:
+    for path in (*PAGES, "/login", "/jobs/nobody"):
+        answer = admin.get(path)
+        policy = answer.headers["Content-Security-Policy"]
+        assert "unsafe" not in policy
+        assert "script-src 'self';" in policy
+        assert "default-src 'none';" in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Cache-Control"] == "no-store"
+        for script in re.findall(r"<script[^>]*>", answer.text):
+            assert 'src="/static/' in script or 'type="application/json"' in script
+        assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", answer.text.replace(escaped(), ""))
+        assert not re.search(r"(src|href|action)=\"(?!/)(?!#main)", answer.text)
+
+
+def escaped() -> str:
+    from markupsafe import escape
+
+    return str(escape(HOSTILE))
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_html_in_names_messages_and_logs_is_shown_as_text(admin: Browser, path: str) -> None:
+    answer = admin.get(path)
+    assert answer.status_code == 200
+    assert "<script>alert" not in answer.text
+    assert "<img" not in answer.text
+    if path in ("/", "/jobs/hostile"):
+        assert escaped() in answer.text
+
+
+def test_html_in_what_a_reader_sends_is_shown_as_text(admin: Browser) -> None:
+    text = quote(HOSTILE, safe="")
+    for path in (f"/?search={text}", f"/?state={text}", f"/jobs/{text}", f"/static/{text}"):
+        answer = admin.get(path)
+        assert "<script>alert" not in answer.text
+        assert "<img" not in answer.text
+    assert escaped() in admin.get(f"/?search={text}").text
+
+
+def test_files_of_the_dashboard_are_no_others(browser: Browser) -> None:
+    assert browser.get("/static/job.js").headers["Content-Type"].startswith("text/javascript")
+    for name in ("../rendering.py", "%2e%2e/rendering.py", "..%2frendering.py", "rendering.py", ".", ""):
+        assert browser.get(f"/static/{name}").status_code in (400, 401, 404)
+
+
+def test_a_session_outlives_a_restart_of_the_service(tmp_path: Path) -> None:
+    with guarded_service(tmp_path) as service:
+        browser = Browser(service)
+        assert browser.login("submit").status_code == 303
+        token = browser.form_token()
+        service.kill()
+        service.start()
+        poll(lambda: browser.get("/").status_code == 200, "the session is known", timeout=20)
+        assert browser.send("/jobs/waiting/pause", form_token=token).status_code == 303

@@ -1,0 +1,131 @@
+"""What the page of a job shows, from its status."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse
+from llama_stack_provider_trl_remote.service.pages import job_view
+from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def attempt(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        **{"attempt": number, "device": "cpu", "started_at": NOW.isoformat(), "ended_at": None, "resumed_from": None},
+        **{"start_step": 0, "step": 0, "reason": None, "message": "", **changes},
+    }
+
+
+def status(state: str, *attempts: dict[str, Any], **changes: Any) -> PostTrainingJobStatusResponse:
+    found = {"state": state, "attempts": list(attempts), "effective_config": {"ranks": 1}, **changes}
+    checkpoint = Checkpoint(
+        identifier="mine-checkpoint-40",
+        created_at=NOW,
+        epoch=1,
+        post_training_job_id="a",
+        path="/x",
+        training_metrics=None,
+    )
+    return PostTrainingJobStatusResponse(
+        job_uuid="a b/c",
+        status="in_progress",
+        scheduled_at=NOW,
+        started_at=None,
+        completed_at=None,
+        resources_allocated=found,
+        checkpoints=[checkpoint],
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "role", "allowed"),
+    [
+        ("scheduled", "admin", {"pause", "cancel"}),
+        ("in_progress", "submit", {"pause", "cancel"}),
+        ("pausing", "admin", {"cancel"}),
+        ("paused", "submit", {"resume", "cancel"}),
+        ("cancelling", "admin", set()),
+        ("completed", "submit", set()),
+        ("completed", "admin", {"delete"}),
+        ("failed", "admin", {"delete"}),
+    ],
+)
+def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, allowed: set[str]) -> None:
+    can = job_view.values(status(state), role)["can"]
+    assert {name for name, may in can.items() if may} == allowed
+
+
+def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:
+    failed = attempt(1, reason="rank_failed", message="rank 0 ended\nmore", ended_at=NOW.isoformat(), step=60)
+    moved = attempt(2, ended_at=NOW.isoformat(), start_step=50, step=50)
+    found = job_view.attempts_of([failed, moved, attempt(3, start_step=50, step=90)], job_view.JobState.in_progress)
+    assert [one.ended for one in found] == [
+        "rank_failed: rank 0 ended",
+        "it saved, for a pause or for a move to another node",
+        "it is running",
+    ]
+    assert [one.kind for one in found] == ["failed", "ended", "running"]
+    assert found[0].width > found[2].width > found[1].width > 0
+    assert found[-1].left + found[-1].width == pytest.approx(job_view.RIBBON, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("state", "ended"),
+    [("completed", "the job completed"), ("cancelled", "the job was cancelled"), ("paused", "the job was paused")],
+)
+def test_the_last_attempt_ended_as_its_job_did(state: str, ended: str) -> None:
+    (found,) = job_view.attempts_of([attempt(1, ended_at=NOW.isoformat())], job_view.JobState(state))
+    assert (found.ended, found.kind) == (ended, "ended")
+
+
+def test_what_the_training_reports_stands_beside_what_was_submitted() -> None:
+    config = {"dtype": "fp32", "optimizer": {"lr": 0.1, "betas": None}, "packed": True, "name": ""}
+    recipe = {"total_steps": 3, "effective": {"dtype": "bf16", "attention": {"kernel": "sdpa"}}}
+    found = {one.name: one for one in job_view.settings_of({**config, "recipe": recipe})}
+    assert (found["dtype"].submitted, found["dtype"].reported, found["dtype"].differs) == ("fp32", "bf16", True)
+    assert (found["optimizer.lr"].submitted, found["optimizer.lr"].differs) == ("0.1", False)
+    assert found["attention.kernel"].reported == "sdpa"
+    assert found["packed"].submitted == "true"
+    assert "optimizer.betas" not in found
+    assert job_view.settings_of({"dtype": "fp32", "recipe": None})
+
+
+def test_marks_logs_and_addresses() -> None:
+    found = job_view.values(status("in_progress", attempt(1), attempt(2, start_step=40)), "admin")
+    assert found["marks"] == {"checkpoints": [40], "attempts": [40]}
+    assert found["path"] == "/jobs/a%20b%2Fc"
+    assert job_view.logs_of(status("failed", effective_config={"ranks": 2})) == ["0", "1", "launcher"]
+
+
+def test_a_line_of_fifty_megabytes_is_cut() -> None:
+    text = job_view.shortened("short\n" + "x" * 50_000_000)
+    assert len(text) < 3000
+    assert text.endswith("... (the line has 50000000 characters)")
+
+
+def test_values_are_shown_with_their_units() -> None:
+    assert [duration(value) for value in (None, 5.4, 65, 7300, float("inf"))] == [
+        "",
+        "5 s",
+        "1 min 5 s",
+        "2 h 1 min",
+        "",
+    ]
+    assert [size(value) for value in (None, 5, 2048, 3 << 30, 5 << 40)] == [
+        "",
+        "5 bytes",
+        "2.0 KiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [number(value) for value in (None, 0.0001234567, 2)] == ["", "0.00012346", "2"]
+    assert [moment(value) for value in (None, NOW, NOW.isoformat())] == [
+        "",
+        "2026-01-02 03:04:05",
+        "2026-01-02 03:04:05",
+    ]

@@ -1,0 +1,104 @@
+"""Curves of a job: few points of many, with every extreme, and exactly up to the cursor that comes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import JobNotFound
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started
+from llama_stack_provider_trl_remote.service.http.bodies import SeriesResponse
+from llama_stack_provider_trl_remote.service.views.series import read_series
+from tests.fakes import job_spec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "jobs.db")
+    store.add_job(job_spec("a"), "digest")
+    assert store.launch("a", 1, "cpu", tmp_path / "run")
+    yield store
+    store.close()
+
+
+def point(step: int, loss: float, **more: float) -> Progress:
+    return Progress(step=step, epoch=step / 10, time=1000.0 + step, metrics={"loss": loss, **more}, peak_memory_bytes=7)
+
+
+def stored(store: Store, *events: Event) -> SeriesResponse:
+    started = [Started(pid=1, device="cpu", versions={})]
+    prepared = [Prepared(total_steps=10**6, num_rows=1, trainable_parameters=1, total_parameters=1)]
+    assert store.apply_events("a", 1, [*started, *prepared, *events], 77)
+    return read_series(store, "a", (), 1000)
+
+
+def test_a_job_without_points_has_no_curves(store: Store) -> None:
+    found = read_series(store, "a", (), 1000)
+    assert (found.train, found.validation, found.exact, found.next) == ({}, {}, True, "1-0")
+
+
+def test_an_unknown_job_has_no_series(store: Store) -> None:
+    with pytest.raises(JobNotFound):
+        read_series(store, "b", (), 1000)
+
+
+def test_few_points_are_all_there_with_memory_and_evaluations(store: Store) -> None:
+    found = stored(store, point(1, 5.0), point(2, 4.0), Evaluated(step=2, epoch=0.2, metrics={"eval_loss": 4.5}))
+    assert found.exact
+    assert found.next == "1-77"
+    assert found.train["loss"].model_dump() == {
+        **{"step": [1, 2], "epoch": [0.1, 0.2], "time": [1001.0, 1002.0], "value": [5.0, 4.0]}
+    }
+    assert found.train["peak_memory_bytes"].value == [7, 7]
+    assert found.validation["eval_loss"].value == [4.5]
+
+
+def test_of_many_points_the_extremes_of_every_part_remain(store: Store) -> None:
+    points = [point(step, math.sin(step / 50), spike=100.0 if step == 7777 else 0.0) for step in range(1, 10_001)]
+    stored(store, *points)
+    found = read_series(store, "a", (), 100)
+    assert not found.exact
+    for curve in found.train.values():
+        assert len(curve.step) <= 100
+        assert curve.step == sorted(set(curve.step))
+    spike = found.train["spike"]
+    assert spike.value[spike.step.index(7777)] == 100.0
+    loss = found.train["loss"]
+    values = {one.step: one.metrics["loss"] for one in points}
+    assert [values[step] for step in loss.step] == loss.value
+    for first in range(1, 10_001, 200):  # 50 parts
+        part = [values[step] for step in range(first, first + 200)]
+        kept = [value for step, value in zip(loss.step, loss.value, strict=True) if first <= step < first + 200]
+        assert (min(kept), max(kept)) == (min(part), max(part))  # type: ignore[type-var]
+
+
+def test_a_part_of_the_range_is_exact_where_the_whole_is_not(store: Store) -> None:
+    stored(store, *(point(step, float(step)) for step in range(1, 5001)))
+    part = read_series(store, "a", ["loss"], 100, 1000, 1049)
+    assert part.exact
+    assert part.train["loss"].step == list(range(1000, 1050))
+    assert list(part.train) == ["loss"]
+    assert read_series(store, "a", ["loss"], 100, 9000, 9999).train == {}
+
+
+def test_points_that_lack_a_metric_and_values_that_are_no_numbers_do_no_harm(store: Store) -> None:
+    events = [point(step, math.nan if step % 3 else float(step)) for step in range(1, 1000)]
+    rare = [point(1000, 1.0, rare=3.0), *(point(step, math.nan) for step in range(1001, 1100))]
+    stored(store, *events, *rare)
+    found = read_series(store, "a", (), 10)
+    loss = found.train["loss"]
+    assert found.train["rare"].step == [1000]
+    assert 999.0 in loss.value
+    assert not [value for step, value in zip(loss.step, loss.value, strict=True) if step < 1000 and math.isnan(value)]  # type: ignore[arg-type]
+    assert "null" in found.model_dump_json() or all(map(math.isfinite, filter(None, loss.value)))
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (3, 3), (20_000, 1)])
+def test_any_number_of_points_may_be_requested(store: Store, counts: Sequence[int]) -> None:
+    requested, stored_points = counts
+    stored(store, *(point(step, 1.0) for step in range(1, stored_points + 1)))
+    assert read_series(store, "a", (), requested).train["loss"].step
