@@ -9,6 +9,7 @@
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
+    |-- MissingExtra (ImportError)         a library is needed that an extra installs         -> never sent
     `-- JobFailure (RuntimeError)          raised in a training process; becomes the job's failure reason
 
 A message states what was found, what was expected, and what to do next.
@@ -119,6 +120,21 @@ class ServiceRefusal(TrlError, RuntimeError):
     def status_code(self) -> int:
         """The status of Llama Stack's answer."""
         return self.status if self.status in self.PASSED_ON else 502
+
+
+class MissingExtra(TrlError, ImportError):
+    """Raised when a command needs a library that is not installed.
+
+    Args:
+        what: the command, or what it makes.
+        library: what cannot be imported.
+        extra: the extra of this distribution that installs it.
+    """
+
+    def __init__(self, what: str, library: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs {library}, which is not installed: pip install 'llama_stack_provider_trl[{extra}]'"
+        )
 
 
 class JobFailure(TrlError, RuntimeError):

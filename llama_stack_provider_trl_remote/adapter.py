@@ -87,8 +87,7 @@ class TrlRemotePostTraining(SubmittingCalls):
         with tempfile.TemporaryDirectory(prefix="trl-remote-") as directory:
             # In a thread: writing 10,000 rows takes a third of a second, and other requests should not wait for them.
             blob = await asyncio.to_thread(_write, Path(directory), dataset_id, rows)
-            if not await self.client.has_blob(blob.sha256):
-                await self.client.put_blob(blob.sha256, blob.path)
+            await self.client.upload_rows(blob)
         return blob.sha256
 
     def _parsed[Answer: BaseModel](self, model: type[Answer], answer: Any) -> Answer:

@@ -1,4 +1,4 @@
-"""HTTP client of the training service: for the adapter inside Llama Stack, and for `trl-remote`."""
+"""HTTP client of the training service: for the adapter inside Llama Stack, `trl-remote` and `TrlClient`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from aiohttp import (
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.system.files import Blob
 
 JOBS = "/v1/post-training/jobs"
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
@@ -57,6 +58,15 @@ class Timeouts(NamedTuple):
     read: float = 60.0
     total: float = 120.0
     submit: float = 900.0
+
+
+class ServerEvent(NamedTuple):
+    """A server-sent event."""
+
+    kind: str
+    """Empty where the service names none: an event of the job."""
+    id: str
+    data: str
 
 
 class ServiceAnswer(NamedTuple):
@@ -158,6 +168,11 @@ class ServiceClient:
         more = {"headers": {"Content-Type": "application/x-ndjson"}, "expect100": True, "total": total, "read": read}
         await self._call("PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, **more)
 
+    async def upload_rows(self, blob: Blob) -> None:
+        """Upload stored rows, unless the service has them."""
+        if not await self.has_blob(blob.sha256):
+            await self.put_blob(blob.sha256, blob.path)
+
     async def holds(self, job_uuid: str) -> bool:
         """Whether the service has a job of this name."""
         try:
@@ -178,6 +193,20 @@ class ServiceClient:
             if response.status not in (200, 206):
                 raise self._refusal(path, await _read(response))
             yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
+
+    async def stream(self, path: str, after: str = "") -> AsyncIterator[ServerEvent]:
+        """Server-sent events behind the one with the id `after`, as they arrive, until the service closes the stream.
+
+        Nothing is repeated: the caller continues with the last id that it has received.
+        """
+        await self._identify()
+        headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
+        # 0 is no limit; the service sends a comment where it has had nothing else for 15 s.
+        async with self._open("GET", path, total=0, headers=headers) as response:
+            if response.status != 200:
+                raise self._refusal(path, await _read(response))
+            async for event in _server_events(response.content.iter_any()):
+                yield event
 
     async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> ServiceAnswer:
         """Send a request until its answer is no error, as often as the request permits."""
@@ -300,6 +329,20 @@ def job_path(job_uuid: str, rest: str = "") -> str:
     if not re.fullmatch(JOB_UUID_PATTERN, job_uuid):
         raise JobNotFound(job_uuid)
     return f"{JOBS}/{quote(job_uuid)}{rest}"
+
+
+async def _server_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[ServerEvent]:
+    """Events out of the bytes of a stream, without comments.
+
+    Not by aiohttp's `readline`, which refuses lines of 128 KiB; an event may have 2 MiB."""
+    rest = b""
+    async for chunk in chunks:
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        for block in blocks:
+            lines = (line.partition(": ") for line in block.decode(errors="replace").split("\n"))
+            fields = {name: value for name, _, value in lines}
+            if "data" in fields:
+                yield ServerEvent(fields.get("event", ""), fields.get("id", ""), fields["data"])
 
 
 async def _read(response: ClientResponse) -> ServiceAnswer:

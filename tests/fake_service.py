@@ -36,6 +36,12 @@ class FakeService:
         """Digests that the checkpoint's list of files gives instead of the true ones."""
         self.logs: list[str] = []
         """What the log is: each GET takes one, and the last one stays."""
+        self.events: list[tuple[str, Json]] = []
+        """Id and event of each event of every job."""
+        self.breaks: list[int] = []
+        """After how many events the next streams break off; a stream beyond them is whole."""
+        self.points: list[Json] = []
+        """Metric points of every job."""
         self.datasets: list[Json] = []
         self.seen: Counter[str] = Counter()
         """`METHOD path` of every request that arrived."""
@@ -109,6 +115,8 @@ class FakeService:
             return web.json_response({"node": parts[1], "devices": ["cuda:0"], "jobs": {}})
         if parts[0] == "nodes":  # cordon, uncordon, drain, remove
             return web.Response(status=204)
+        if request.method == "DELETE":
+            return web.Response(status=204)
         if request.method == "POST":
             if request.content_type != "application/json":
                 return self._error(400)
@@ -121,6 +129,10 @@ class FakeService:
             return self._job(request.query["job_uuid"], parts[2])
         if parts[3:] == ["logs"]:
             return web.Response(text=self.logs.pop(0) if len(self.logs) > 1 else self.logs[0])
+        if parts[3:] == ["events"]:
+            return await self._events(request)
+        if parts[3:] == ["metrics"]:
+            return web.json_response({"data": self.points})
         if parts[3:] == ["checkpoints"]:
             found = [{"identifier": f"{parts[2]}-checkpoint-2"}, {"identifier": f"{parts[2]}-final"}]
             return web.json_response({"data": found})
@@ -172,6 +184,27 @@ class FakeService:
         statuses = self.jobs[job_uuid]
         shown = statuses.pop(0) if len(statuses) > 1 else statuses[0]
         return web.json_response(shown if what == "status" else {k: shown[k] for k in ("job_uuid", "checkpoints")})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        after = request.headers.get("Last-Event-ID") or request.query.get("after")
+        start = [name for name, _ in self.events].index(after) + 1 if after else 0
+        rest = self.events[start:]
+        if request.headers.get("Accept") != "text/event-stream":
+            page = rest[: int(request.query["limit"])]
+            data = [{"id": name, "event": event} for name, event in page]
+            return web.json_response({"data": data, "next": page[-1][0] if page else after or "0-0"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": the job is in_progress\n\n")
+        count = self.breaks.pop(0) if self.breaks else None
+        for name, event in rest[:count]:
+            await response.write(f"id: {name}\ndata: {json.dumps(event)}\n\n".encode())
+        if count is None:
+            await response.write(b'event: end\ndata: {"state": "completed"}\n\n')
+        else:
+            assert request.transport is not None
+            request.transport.close()
+        return response
 
     async def _file(self, request: web.Request, name: str, half: bool) -> web.StreamResponse:
         content = self.files[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -19,14 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: done. 1: failed, with a sentence on standard error. 2: an option, or a token, is invalid. The status of
-    `jobs watch` reports how the job ended.
+    `train`, `run`, `resume` and `jobs watch` reports how the job ended.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["serve"]:
         return _serve(given[1:])
     options = parser().parse_args(given)
     try:
-        return _doctor(options) if options.group == "doctor" else _run(options)
+        return _LOCAL[options.group](options) if options.group in _LOCAL else _run(options)
     except BrokenPipeError:  # such as `| head`; without this, Python reports it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -50,9 +51,27 @@ def _doctor(options: argparse.Namespace) -> int:
     return report(options)
 
 
+def _completion(options: argparse.Namespace) -> int:
+    from .completion import completion
+
+    print(completion(parser(), options.shell))
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from .evaluate import evaluate
+
+    return evaluate(options)
+
+
+_LOCAL = {"doctor": _doctor, "completion": _completion, "evaluate": _evaluate}
+"""Commands that call no service."""
+
+
 def _run(options: argparse.Namespace) -> int:
     from ..client import ServiceClient, Timeouts
     from ..config import checked_token, checked_url
+    from ..trl_client import PREFLIGHT_TIMEOUTS
     from . import commands
 
     is_agent = options.group == "agent"
@@ -71,8 +90,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if is_agent:
         return _agent(url, options, {**os.environ, **tokens})
-    # The service itself bounds a preflight (preflight_timeout).
-    timeouts = Timeouts(read=3600.0, total=3600.0) if options.command == "preflight" else Timeouts()
+    timeouts = PREFLIGHT_TIMEOUTS if options.command == "preflight" else Timeouts()
     client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
 
@@ -95,7 +113,12 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(command="")
     groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
     groups.add_parser("serve", help=SERVE, add_help=False)
+    _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
+    _run_file(groups.add_parser("run", help="submit the job of a file, follow it, and pull its result"))
+    _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
+    _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
+    _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _datasets(groups.add_parser("datasets", help="add, list"))
     _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
@@ -104,7 +127,103 @@ def parser() -> argparse.ArgumentParser:
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
     doctor.add_argument("--json", action="store_true", help="the findings as a list")
+    completion = groups.add_parser("completion", help="a script that completes these commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
     return top
+
+
+def _train(command: argparse.ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json or .csv file")
+    command.add_argument(
+        "--model", required=True, metavar="M", help="a directory of the service's machine, or a model id"
+    )
+    command.add_argument("--method", choices=("sft", "dpo"), help="default: dpo for rows with chosen and rejected")
+    command.add_argument(
+        "--lora-r", type=_positive, metavar="N", help="train LoRA adapters of this rank (every weight)"
+    )
+    command.add_argument("--lora-alpha", type=_positive, metavar="N", help="their scale times the rank (2 x rank)")
+    command.add_argument(
+        "--lora-modules", type=_words, metavar="M,M", help="adapted modules (q, k, v, o_proj and those of the MLP)"
+    )
+    command.add_argument("--merge", action="store_true", help="merge the adapters into the model, and pull that")
+    command.add_argument("--epochs", type=_positive, default=1, metavar="N", help="passes over the rows (1)")
+    command.add_argument("--max-steps", type=_positive, metavar="N", help="optimizer steps of an epoch (all)")
+    command.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="rows or pairs of a rank (4)")
+    command.add_argument(
+        "--gradient-accumulation", type=_positive, metavar="N", help="batches of an optimizer step (1)"
+    )
+    command.add_argument("--learning-rate", type=_rate_of_learning, metavar="LR", help="peak (that of the method)")
+    command.add_argument("--max-seq-length", type=_positive, metavar="N", help="tokens of a row (the service's)")
+    command.add_argument("--eval-data", metavar="FILE", help="rows to evaluate on before checkpoints and at the end")
+    _placement(command)
+    _following(command)
+
+
+def _run_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "file", metavar="FILE", help="the request as JSON, YAML or TOML, or a recipe of examples/recipes; - reads stdin"
+    )
+    command.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
+    _placement(command)
+    _following(command)
+    _checkpoint(command)
+
+
+def _resume(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(detach=False)
+    _job(command)
+    _following(command, detach=False)
+    _checkpoint(command)
+
+
+def _placement(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.add_argument("--nodes", type=_positive, metavar="N", help="machines that train together (the service's)")
+    command.add_argument("--nproc-per-node", type=_positive, metavar="N", help="ranks on each of them (the service's)")
+    command.add_argument("--resume-from", metavar="JOB", help="begin with a checkpoint: JOB, or JOB/checkpoint-N")
+
+
+def _following(command: argparse.ArgumentParser, *, detach: bool = True) -> None:
+    command.set_defaults(checkpoint=None)
+    command.add_argument("--pull", metavar="DIR", help="download the result into this new directory")
+    command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
+    if detach:
+        _at_service(command)
+        command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
+
+
+def _checkpoint(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--checkpoint", metavar="NAME", help="what to pull: final, merged, checkpoint-100 ... (final)")
+
+
+def _evaluation(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a directory, or a model id")
+    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json or .csv file")
+    command.add_argument("--method", choices=("sft", "dpo"), help="default: dpo for rows with chosen and rejected")
+    command.add_argument("--reference", metavar="M", help="dpo: the model before training")
+    command.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="rows or pairs at once (4)")
+    command.add_argument(
+        "--max-seq-length", type=_positive, metavar="N", help="tokens of a row; longer ones are cut (1024)"
+    )
+    command.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), help="(bf16 on cuda, else fp32)")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(the best there is)")
+    command.add_argument("--json", action="store_true", help="the measures as JSON")
+
+
+def _plot(command: argparse.ArgumentParser) -> None:
+    command.add_argument("job_uuids", nargs="*", metavar="JOB", help="in the same axes; default: the newest job")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="ends with .png, .svg or .html")
+    command.add_argument("--metric", action="append", metavar="NAME", help="loss (default), grad_norm ...; repeat it")
+    command.add_argument("--x", choices=("step", "epoch", "time"), default="step", help="the horizontal axis (step)")
+    command.add_argument(
+        "--smoothing",
+        type=_smoothing,
+        default=0.8,
+        metavar="W",
+        help="weight of earlier points, 0 to less than 1 (0.8)",
+    )
+    command.add_argument("--data-dir", type=Path, metavar="DIR", help="read this data directory; no service is needed")
+    _at_service(command)
 
 
 def _nodes(group: argparse.ArgumentParser) -> None:
@@ -122,6 +241,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=meaning)
         # No default of its own: it would replace a value given before the command.
         command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
+        command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
         if name != "list":
             command.add_argument("node", metavar="NODE")
 
@@ -166,23 +286,23 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
     submit = _at_service(commands.add_parser("submit", help="queue a job; the same file again is the same job"))
     submit.add_argument(
-        "file", metavar="FILE", help="the request as JSON, as Llama Stack takes it; - reads it from stdin"
+        "file", metavar="FILE", help="the request as JSON, YAML or TOML, as Llama Stack takes it; - reads stdin"
     )
     submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
     preflight = _at_service(
         commands.add_parser("preflight", help="what a job would do and whether it fits; exit status 0 it fits, 1 not")
     )
-    preflight.add_argument("file", metavar="FILE", help="the request as JSON; - reads standard input")
+    preflight.add_argument("file", metavar="FILE", help="the request as JSON, YAML or TOML; - reads standard input")
     preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
-    preflight.add_argument("--json", action="store_true", help="the whole answer")
     listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
     listing.add_argument(
         "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
     )
     _job(commands.add_parser("show", help="the whole status as JSON"))
-    watch = _job(
-        commands.add_parser("watch", help="follow a job to its end; exit status 0 completed, 1 failed, 2 cancelled")
+    watch = _at_service(
+        commands.add_parser("watch", help="follow jobs to their end; exit status 0 completed, 1 failed, 2 cancelled")
     )
+    watch.add_argument("job_uuids", nargs="+", metavar="JOB")
     watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     logs = _job(commands.add_parser("logs", help="what the training processes print"))
     logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
@@ -216,9 +336,7 @@ def _tokens(group: argparse.ArgumentParser) -> None:
     create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
     create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")
     create.add_argument("--priorities", type=_words, metavar="P,P", help="of low, normal, high, critical (all)")
-    create.add_argument("--json", action="store_true", help="the whole answer")
-    listing = _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
-    listing.add_argument("--json", action="store_true", help="the whole answer")
+    _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
     revoke = _at_service(commands.add_parser("revoke", help="refuse a token from now on"))
     revoke.add_argument("name", type=_token_name, metavar="NAME")
 
@@ -230,7 +348,6 @@ def _audit(command: argparse.ArgumentParser) -> None:
     command.add_argument("--caller", metavar="NAME", help="only of this token")
     command.add_argument("--route", metavar="PATH", help="only of this path template, such as /v1/tokens/{name}")
     command.add_argument("--follow", action="store_true", help="continue with new lines until interrupted")
-    command.add_argument("--json", action="store_true", help="one JSON object per line")
 
 
 def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -241,6 +358,9 @@ def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
     command.add_argument("--url", default=default, help=f"address of the service (TRL_SERVICE_URL; now {default})")
+    command.add_argument(
+        "--json", action="store_true", help="the answer as JSON; while a job runs, one object per line"
+    )
     return command
 
 
@@ -289,6 +409,27 @@ def _rate(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not more than 0 MiB per second")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000000")
+    return value
+
+
+def _rate_of_learning(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def _smoothing(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to less than 1")
     return value
 
 

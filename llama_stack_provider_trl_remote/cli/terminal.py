@@ -1,7 +1,9 @@
-"""Formats answers of the service for a terminal. Pure functions."""
+"""Formats answers of the service for a terminal. Pure functions, but for `emit`."""
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,6 +11,11 @@ from urllib.parse import urlsplit
 from llama_stack_provider_trl.specs.memory import PARTS
 
 _BAR = 24
+
+
+def emit(options: Namespace, answer: Any, text: str) -> None:
+    """Print the result of a command: with --json the answer as JSON, else as text."""
+    print(json.dumps(answer, indent=2) if options.json else text)
 
 
 def job_line(job: dict[str, Any]) -> str:
@@ -122,6 +129,18 @@ def _machine_lines(memory: dict[str, Any]) -> list[str]:
     ranks = f"{count} ranks" if count > 1 else "1 rank"
     taken, files = gib(memory["machine_bytes"]), gib(memory["page_cache_bytes"])
     return [f"host    {taken}{of} for {ranks} of a machine; files of weights in its page cache: {files}"]
+
+
+def evaluation_lines(found: dict[str, Any]) -> list[str]:
+    """The result of an evaluation: what was counted, then a line for each measure."""
+    counted = f"{found['rows']} {'pairs' if found['method'] == 'dpo' else 'rows'}, {found['trained_tokens']} tokens"
+    names = ("loss", "perplexity", "token_accuracy", "preference_accuracy", "margin")
+    measures = [(name.replace("_", " "), f"{found[name]:.4f}") for name in names if found.get(name) is not None]
+    return [
+        f"{counted}, {found['truncated']} truncated, {found['dropped']} dropped",
+        *(f"{name:<20}{value:>10}" for name, value in measures),
+        *(f"note    {warning}" for warning in found["warnings"]),
+    ]
 
 
 def how_to_add_a_node(url: str) -> str:

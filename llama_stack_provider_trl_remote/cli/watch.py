@@ -1,16 +1,18 @@
-"""Follows a job over the network, where the service or the connection may be interrupted."""
+"""Shows jobs and their logs in a terminal while they run."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 
 from ..client import ServiceClient, job_path
+from ..follow import ENDED, status_again, statuses
 from .terminal import bar, progress_line
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
@@ -18,33 +20,53 @@ _WINDOW = 2000
 """Lines of a log that are read at each poll."""
 
 
-async def watch(client: ServiceClient, job_uuid: str, interval: float = 1.0, output: TextIO | None = None) -> int:
-    """Show a job's progress until it has ended: one line that changes on a terminal, a line per change elsewhere.
+async def watch(
+    client: ServiceClient,
+    job_uuids: Sequence[str],
+    interval: float = 1.0,
+    *,
+    as_json: bool = False,
+    output: TextIO | None = None,
+) -> list[dict[str, Any]]:
+    """Show jobs until all have ended: on a terminal a line each that changes, elsewhere a line per change.
+
+    Args:
+        as_json: a line per change is the whole status.
 
     Returns:
-        0 completed, 1 failed, 2 cancelled.
+        The last status of each job.
     """
-    display = _Display(output or sys.stdout)
-    status = await client.status(job_uuid)
-    while status["status"] not in EXIT_STATUS:
-        display.show(status)
-        await asyncio.sleep(interval)
-        status = await _again(client, job_uuid, interval, display)
-    display.end(status)
-    return EXIT_STATUS[status["status"]]
+    names = list(dict.fromkeys(job_uuids))
+    display = _Display(output or sys.stdout, names, as_json)
+
+    async def follow(job_uuid: str) -> dict[str, Any]:
+        async for status in statuses(client, job_uuid, interval, display.note):
+            display.show(status)
+        return status
+
+    ended = await asyncio.gather(*map(follow, names))
+    display.end(ended)
+    return ended
 
 
-async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int, interval: float = 1.0) -> None:
-    """Print the end of a log, then its new lines until the job has ended."""
-    display = _Display(sys.stdout)
+def exit_status(ended: Sequence[dict[str, Any]]) -> int:
+    """0: every job completed. 1: one failed. 2: none failed, and one was cancelled."""
+    found = {EXIT_STATUS[status["status"]] for status in ended}
+    return 1 if 1 in found else max(found)
+
+
+async def follow_log(
+    client: ServiceClient, job_uuid: str, rank: str, tail: int, show: Callable[[str], None], interval: float = 1.0
+) -> None:
+    """Show the end of a log, then its new lines until the job has ended."""
     path = job_path(job_uuid, "/logs")
     shown: list[str] | None = None
     while True:
         # Requested before the log is read, so that the log includes everything a finished job wrote.
         status = (
-            await _again(client, job_uuid, interval, display) if shown is not None else await client.status(job_uuid)
+            await status_again(client, job_uuid, interval, note) if shown is not None else await client.status(job_uuid)
         )
-        ended = status["status"] in EXIT_STATUS
+        ended = status["status"] in ENDED
         try:
             lines = (await client.get_text(path, rank=rank, tail=max(tail, _WINDOW))).splitlines()
         except ServiceUnreachable:
@@ -57,7 +79,7 @@ async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int,
         # The last line may be incomplete.
         whole = lines if ended else lines[:-1]
         for line in whole[-tail:] if shown is None else new_lines(shown, whole):
-            print(line, flush=True)
+            show(line)
         shown = whole
         if ended:
             return
@@ -74,57 +96,77 @@ def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
     return after
 
 
-async def _again(client: ServiceClient, job_uuid: str, interval: float, display: _Display) -> Any:
-    """Poll the status until the service answers."""
-    noted = False
-    while True:
-        try:
-            return await client.status(job_uuid)
-        except (ServiceUnreachable, ServiceRefusal) as error:
-            if isinstance(error, ServiceRefusal) and error.status < 500:
-                raise
-            if not noted:
-                display.note(f"{error} (retrying every {interval:g} s)")
-                noted = True
-            await asyncio.sleep(interval)
+def note(text: str) -> None:
+    """Print a message beside the output, on standard error."""
+    print(f"trl-remote: {text}", file=sys.stderr, flush=True)
 
 
 class _Display:
-    def __init__(self, output: TextIO) -> None:
+    """The lines of some jobs: one job has the whole line, several have their names in front."""
+
+    def __init__(self, output: TextIO, job_uuids: Sequence[str], as_json: bool) -> None:
         self.output = output
-        self.terminal = output.isatty()
-        self.last = ""
+        self.as_json = as_json
+        self.redraws = output.isatty() and not as_json
+        self.width = max(map(len, job_uuids)) if len(job_uuids) > 1 else 0
+        self.last = dict.fromkeys(job_uuids, "")
+        self.drawn: list[str] = []
+        """Lines on the terminal that are replaced by the next ones."""
 
     def show(self, status: dict[str, Any]) -> None:
+        job_uuid, line = status["job_uuid"], progress_line(status)
+        changed = self.last[job_uuid] != line
         percent = ((status.get("resources_allocated") or {}).get("progress") or {}).get("percent")
-        line = progress_line(status)
-        if self.terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self.output.write("\r" + (bar(percent) + line)[:width].ljust(width))
-            self.output.flush()
-        elif line != self.last:
-            print(line, file=self.output, flush=True)
-        self.last = line
+        self.last[job_uuid] = line if not self.redraws else bar(percent) + line
+        if self.redraws:
+            self._draw()
+        elif changed and self.as_json:
+            print(json.dumps(status), file=self.output, flush=True)
+        elif changed and status["status"] not in ENDED:
+            print(self._named(job_uuid, line), file=self.output, flush=True)
 
     def note(self, text: str) -> None:
         """Print a message beside the progress, on standard error."""
         self._clear()
-        print(f"trl-remote: {text}", file=sys.stderr, flush=True)
+        note(text)
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, ended: Sequence[dict[str, Any]]) -> None:
         self._clear()
-        print(progress_line(status), file=self.output)
-        error = (status.get("resources_allocated") or {}).get("error")
-        if error:
-            print(f"{error['reason']}: {error['message']}", file=self.output)
-            if error.get("log_path"):
-                print(f"log: {error['log_path']}", file=self.output)
-        for checkpoint in status["checkpoints"]:
-            print(f"checkpoint {checkpoint['identifier']}: {checkpoint['path']}", file=self.output)
+        if self.as_json:
+            return
+        for status in ended:
+            for line in _ending(status):
+                print(self._named(status["job_uuid"], line), file=self.output)
+        self.output.flush()
+
+    def _named(self, job_uuid: str, line: str) -> str:
+        return f"{job_uuid:<{self.width}}  {line}" if self.width else line
+
+    def _draw(self) -> None:
+        columns = shutil.get_terminal_size().columns - 1
+        before = f"\x1b[{len(self.drawn) - 1}A" if len(self.drawn) > 1 else ""
+        self.drawn = [self._named(job, line)[:columns].ljust(columns) for job, line in self.last.items()]
+        self.output.write(f"{before}\r" + "\n".join(self.drawn))
         self.output.flush()
 
     def _clear(self) -> None:
-        if self.terminal and self.last:
-            width = shutil.get_terminal_size().columns - 1
-            self.output.write("\r" + " " * width + "\r")
-            self.output.flush()
+        if not self.drawn:
+            return
+        columns = shutil.get_terminal_size().columns - 1
+        up = f"\x1b[{len(self.drawn) - 1}A" if len(self.drawn) > 1 else ""
+        # Below the first of several lines the terminal is cleared to its end.
+        rest = "\x1b[J" if up else ""
+        self.output.write(f"{up}\r{' ' * columns}\r{rest}")
+        self.output.flush()
+        self.drawn = []
+
+
+def _ending(status: dict[str, Any]) -> list[str]:
+    """How a job ended, and its checkpoints."""
+    lines = [progress_line(status)]
+    error = (status.get("resources_allocated") or {}).get("error")
+    if error:
+        lines.append(f"{error['reason']}: {error['message']}")
+        if error.get("log_path"):
+            lines.append(f"log: {error['log_path']}")
+    return lines + [f"checkpoint {found['identifier']}: {found['path']}" for found in status["checkpoints"]]

@@ -36,4 +36,4 @@ def test_its_commands_are_there_and_name_the_job_and_the_rows_of_the_file() -> N
     assert isinstance(training, dict)
     assert training["data_config"]["dataset_id"] == added.dataset_id
     assert (REPOSITORY / added.file).is_file()
-    assert {watched.job_uuid, pulled.job_uuid} == {job(TWO_MACHINES)["job_uuid"]}
+    assert {*watched.job_uuids, pulled.job_uuid} == {job(TWO_MACHINES)["job_uuid"]}

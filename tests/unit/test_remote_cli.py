@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,6 +197,139 @@ def test_watch_draws_a_bar_on_a_terminal(run: Run, service: FakeService, monkeyp
     assert drawn.rstrip() == "[############            ] in_progress   50% step 5/10"
     assert len(drawn) == 79
     assert rest[-1] == "completed\n"
+
+
+def test_several_jobs_are_watched_at_once_each_with_its_name(run: Run, service: FakeService) -> None:
+    service.jobs["a"] = [status("a"), status("a", "completed")]
+    service.jobs["long"] = [
+        status("long"),
+        status("long", "in_progress", progress=progress(5)),
+        status("long", "failed"),
+    ]
+    exit_status, output, errors = run("jobs", "watch", "a", "long", "a", "--interval", 0.01)
+    assert (exit_status, errors) == (1, "")
+    lines = output.splitlines()
+    assert sorted(lines[:3]) == ["a     scheduled", "long  in_progress   50% step 5/10", "long  scheduled"]
+    assert lines[3:] == ["a     completed", "long  failed"]
+    service.jobs |= {"b": [status("b", "cancelled")], "c": [status("c", "completed")]}
+    assert run("jobs", "watch", "b", "c")[0] == 2
+    assert run("jobs", "watch", "c")[0] == 0
+    assert run("jobs", "watch", "c", "nobody") == (1, "", "trl-remote: job 'nobody' not found\n")
+
+
+def test_watch_redraws_the_lines_of_several_jobs_on_a_terminal(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    service.jobs["a"] = [status("a", "in_progress", progress=progress(5)), status("a", "completed")]
+    service.jobs["b"] = [status("b"), status("b", "completed")]
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    run("jobs", "watch", "a", "b", "--interval", 0.01)
+    assert displayed(terminal.getvalue()) == ["a  completed", "b  completed"]
+    assert "a  [############            ] in_progress   50% step 5/10" in terminal.getvalue()
+
+
+def displayed(written: str) -> list[str]:
+    """The lines of a terminal after what was written: carriage returns, lines up, and clearing to the end."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\d*[AJ]|\r|\n|[^\x1b\r\n]+", written):
+        if part.startswith("\x1b["):
+            lines, row = (lines, row - int(part[2:-1])) if part[-1] == "A" else (lines[: row + 1], row)
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+JSON_COMMANDS = {
+    "jobs submit FILE": {"job_uuid": "one"},
+    "jobs list": [{"job_uuid": "job", "status": "completed", "scheduled_at": "2026-11-21T10:00:00Z"}],
+    "jobs show job": status("job", "completed"),
+    "jobs watch job": status("job", "completed"),
+    "jobs logs job": {"rank": "0", "lines": ["one", "two"]},
+    "jobs cancel job": status("job", "completed"),
+    "jobs pause job": status("job", "scheduled", state="pause"),
+    "jobs resume job": status("job", "scheduled", state="resume"),
+    "jobs pull job DIR": {"identifier": "job-final", "directory": "DIR"},
+    "datasets add ROWS --id mine": {"dataset_id": "mine", "num_rows": 1, "sha256": "DIGEST"},
+    "datasets list": [],
+    "nodes": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
+    "nodes list": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
+    "nodes show b": {"node": "b", "devices": ["cuda:0"], "jobs": {}},
+    "nodes cordon b": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
+    "tokens revoke ci": {"name": "ci", "revoked": True},
+    "run FILE --detach": {"job_uuid": "one"},
+    "resume paused": status("paused", "completed"),
+}
+
+
+@pytest.mark.parametrize("words", JSON_COMMANDS)
+def test_every_command_prints_json(run: Run, service: FakeService, tmp_path: Path, words: str) -> None:
+    service.jobs = {"job": [status("job", "completed")]}
+    service.jobs["paused"] = [status("paused"), status("paused", "completed")]
+    if words == "jobs list":
+        del service.jobs["paused"]
+    service.logs = ["one\ntwo\n"]
+    service.files = {"model": b"content"}
+    (tmp_path / "FILE").write_text('{"job_uuid": "one"}')
+    (tmp_path / "ROWS.jsonl").write_text('{"text": "a"}\n')
+    names = {"FILE": tmp_path / "FILE", "ROWS": tmp_path / "ROWS.jsonl", "DIR": tmp_path / "DIR"}
+    exit_status, output, errors = run(*(names.get(word, word) for word in words.split()), "--json")
+    assert (exit_status, errors) == (0, "")
+    found = json.loads(output.splitlines()[-1] if output.startswith('{"job_uuid": "paused"') else output)
+    expected = JSON_COMMANDS[words]
+    if isinstance(expected, dict):
+        expected = {**expected, **{key: found[key] for key in ("directory", "sha256") if key in expected}}
+    assert found == expected
+
+
+def test_every_command_that_calls_the_service_takes_json() -> None:
+    assert {" ".join(words) for words in subcommands() if "--json" not in options_of(words)} == {
+        "agent",
+        "completion",
+        "serve",
+    }
+
+
+def subcommands(above: argparse.ArgumentParser | None = None) -> list[tuple[str, ...]]:
+    """The words of every command."""
+    groups = [one for one in (above or cli.parser())._actions if isinstance(one, argparse._SubParsersAction)]
+    if not groups:
+        return [()]
+    return [(name, *rest) for name, parser in groups[0].choices.items() for rest in subcommands(parser)]
+
+
+def options_of(words: tuple[str, ...]) -> set[str]:
+    parser = cli.parser()
+    for word in words:
+        (group,) = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        parser = group.choices[word]
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def test_the_page_of_trl_remote_has_a_row_for_each_command() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
+    table_of_commands = page.split("<!-- commands -->")[1].split("<!-- /commands -->")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table_of_commands.replace("\\|", "/"), re.MULTILINE)
+    documented = {re.sub(r"\s*([\[A-Z]|-).*", "", name) for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+    commands = {" ".join(words) for words in subcommands()}
+    assert documented == commands
+
+
+def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
+    for name in ("train", "run", "resume", "plot", "evaluate"):
+        missing = {one for one in options_of((name,)) if one.startswith("--") and f"`{one}" not in page}
+        assert missing - {"--help"} == set(), name
 
 
 def test_logs_shows_the_end_of_a_log(run: Run, service: FakeService) -> None:

@@ -1,0 +1,97 @@
+"""Evaluates a model on held-out rows: `python -m llama_stack_provider_trl.recipes.evaluate SPEC RESULT`.
+
+Reads a JobSpec whose validation rows are the ones to evaluate on. Writes one JSON object to RESULT: the counts and
+metrics, or `reason` and `message` of the failure. They are the numbers of a job that evaluates these weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ..specs.events import NullEventWriter, Warned
+from ..specs.job import JobSpec
+from .failures import classify
+from .train import quick_imports
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate the spec; returns the exit status (0 done, 1 failed)."""
+    spec = JobSpec.model_validate_json(Path(argv[1]).read_text())
+    try:
+        found, failed = evaluate(spec), False
+    except Exception as error:
+        traceback.print_exc()
+        failure = classify(error)
+        found, failed = {"reason": failure.reason, "message": failure.message}, True
+    Path(argv[2]).write_text(json.dumps(found))
+    return int(failed)
+
+
+def evaluate(spec: JobSpec) -> dict[str, Any]:
+    """Evaluate a model in this process.
+
+    Args:
+        spec: a job on one rank. Its model is evaluated as it is; of a DPO job it is compared with the reference.
+
+    Returns:
+        `rows` that count, `truncated`, `dropped`, `trained_tokens`, `warnings` and `loss`. SFT: `perplexity` and
+        `token_accuracy`, over all trained tokens. DPO: `preference_accuracy`, the share of pairs whose chosen answer
+        has become more likely than the rejected one, against the reference; and `margin`, by how much.
+
+    Raises:
+        JobFailure: the model, its reference or a row cannot be used; any other exception is a limit of the machine.
+    """
+    with quick_imports():
+        from transformers import PrinterCallback
+
+        from .build import build_trainer
+        from .model.loading import choose_device, within_positions
+        from .trainer.trl_patches import require_releases
+
+    require_releases()
+    writer = _WarningList()
+    spec, writer.warnings = within_positions(spec)
+    built = build_trainer(spec, choose_device(spec.device), writer)
+    built.trainer.remove_callback(PrinterCallback)
+    metrics = built.trainer.evaluate()
+    report = built.data.validation_report
+    if report is None:
+        raise AssertionError("a spec without validation rows")
+    return {
+        "rows": report.kept,
+        "truncated": report.truncated,
+        "dropped": report.dropped,
+        "trained_tokens": report.trained_tokens,
+        "warnings": list(dict.fromkeys(writer.warnings)),
+        "loss": metrics["eval_loss"],
+        **_measures(spec, metrics),
+    }
+
+
+def _measures(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float | None]:
+    if spec.algorithm == "dpo":
+        return {"preference_accuracy": metrics["eval_rewards/accuracies"], "margin": metrics["eval_rewards/margins"]}
+    loss = metrics["eval_loss"]
+    # exp overflows a float beyond 709, where a perplexity has no meaning.
+    return {"perplexity": math.exp(loss) if loss < 700 else None, "token_accuracy": metrics["eval_mean_token_accuracy"]}
+
+
+class _WarningList(NullEventWriter):
+    """Keeps the warnings, and no other event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+    def write(self, event: Any, *, durable: bool = False) -> None:
+        if isinstance(event, Warned):
+            self.warnings.append(event.message)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

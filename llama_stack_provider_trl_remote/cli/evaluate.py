@@ -1,0 +1,94 @@
+"""`trl-remote evaluate`: a model on held-out rows, in a process of this machine. It calls no service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
+from llama_stack_provider_trl.launch.devices import usable_devices
+from llama_stack_provider_trl.launch.interpreter import check_interpreter
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec
+from llama_stack_provider_trl.system.files import Blob, tail
+from llama_stack_provider_trl.system.process import child_environment
+
+from ..row_files import has_preferences, stored_rows
+from .terminal import emit, evaluation_lines
+
+_MODULE = "llama_stack_provider_trl.recipes.evaluate"
+
+
+def evaluate(options: Namespace) -> int:
+    """Evaluate a model and print its measures."""
+    check_interpreter(None)
+    with stored_rows(Path(options.data)) as blob, tempfile.TemporaryDirectory(prefix="trl-evaluate-") as directory:
+        if not blob.num_rows:
+            raise InvalidRequest("DATA", options.data, "it has no rows.")
+        method = options.method or ("dpo" if has_preferences(blob) else "sft")
+        spec = _spec(options, method, blob, Path(directory))
+        found = {"model": spec.model, "method": method, **_run(spec, Path(directory))}
+    emit(options, found, "\n".join(evaluation_lines(found)))
+    return 0
+
+
+def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSpec:
+    """A job with these rows as its validation dataset."""
+    if (method == "dpo") != (options.reference is not None):
+        hint = (
+            "pairs are judged against another model: name the one before training."
+            if method == "dpo"
+            else ("only pairs with chosen and rejected are compared with a reference: leave it out.")
+        )
+        raise InvalidRequest("--reference", options.reference, hint)
+    device = usable_devices(options.device)[0]
+    given: dict[str, Any] = {
+        "job_uuid": "evaluation",
+        "model": options.model,
+        "training_config": {
+            "n_epochs": 1,
+            "dtype": options.dtype,
+            "data_config": {"dataset_id": "rows", "batch_size": options.batch_size, "validation_dataset_id": "rows"},
+        },
+    }
+    parameters = {"reference_model": options.reference, "max_seq_length": options.max_seq_length}
+    # Memory is estimated for training, which takes more.
+    set_parameters = {name: value for name, value in parameters.items() if value is not None}
+    provider_options = ProviderOptions.parse({"device": device, "preflight": "off", **set_parameters})
+    request_type = PreferenceOptimizeRequest if method == "dpo" else SupervisedFineTuneRequest
+    request = request_type.model_validate(given)
+    resolved = resolve(request, provider_options, Settings(data_dir=directory, devices=(device,)))
+    rows = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+    spec = resolved.spec(rows, rows)
+    if spec.dpo is not None and spec.dpo.reference.model is None:
+        raise InvalidRequest("--reference", options.reference, "it is the model itself: name the one before training.")
+    return spec
+
+
+def _run(spec: JobSpec, directory: Path) -> dict[str, Any]:
+    """Evaluate in a child, whose output goes to a log: libraries print progress and warnings of their own."""
+    given, result, log = directory / "spec.json", directory / "result.json", directory / "log"
+    given.write_text(spec.model_dump_json())
+    with open(log, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(given), str(result)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child_environment(os.environ, {}),
+        )
+    if not result.exists():
+        raise JobFailure("no_result", f"the evaluation ended with {done.returncode}: {' '.join(tail(log, 3).split())}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    if "reason" in found:
+        raise JobFailure(found["reason"], f"{found['reason']}: {' '.join(found['message'].split())}")
+    return found

@@ -1,0 +1,206 @@
+"""Commands that run a job from its data or its file to its result: `train`, `run`, `resume`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import sys
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+
+from ..client import ServiceClient, job_path
+from ..follow import ENDED
+from ..pull import pull
+from ..request_files import read_request
+from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
+from ..trl_client import submit_request
+from .terminal import emit
+from .watch import exit_status, watch
+
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""With the MLP: where adapters of a Llama-like model learn best (docs/reference/remote.md)."""
+LORA_RANK = 8
+_LIKE_A_PATH = ("/", "./", "../", "~")
+
+
+async def train(client: ServiceClient, options: Namespace) -> int:
+    """Upload rows, submit a job for them, follow it, and pull its result."""
+    _check_pull(options)
+    model = _model(options.model, client.url)
+    with ExitStack() as files:
+        files_given = [Path(file) for file in (options.data, options.eval_data) if file is not None]
+        blobs = [await asyncio.to_thread(files.enter_context, stored_rows(file)) for file in files_given]
+        for file, blob in zip(files_given, blobs, strict=True):
+            if not blob.num_rows:
+                raise InvalidRequest("DATA", str(file), "it has no rows.")
+        method = options.method or ("dpo" if has_preferences(blobs[0]) else "sft")
+        datasets = [
+            await register_rows(client, blob, name_by_content(file.stem, blob))
+            for file, blob in zip(files_given, blobs, strict=True)
+        ]
+    job_uuid = options.job or _new_name(f"{method}-{files_given[0].stem}")
+    body = training_request(options, method, model, job_uuid, *(dataset.dataset_id for dataset in datasets))
+    if not (options.json or options.detach):
+        print("\n".join(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
+    return await _submit_and_follow(client, body, options, method)
+
+
+async def run(client: ServiceClient, options: Namespace) -> int:
+    """Submit the job of a file, follow it, and pull its result."""
+    _check_pull(options)
+    body = read_request(options.file)
+    given = body.get("job_uuid")
+    # A job that resumes from another one is another job.
+    stem = str(given or ("job" if options.file == "-" else Path(options.file).stem))
+    if options.job or given is None or options.resume_from:
+        body["job_uuid"] = options.job or _new_name(stem)
+    if changed := _placement(options):
+        try:
+            body["provider_options"] = _merged(body.get("provider_options") or {}, changed)
+        except (TypeError, AttributeError) as error:
+            raise InvalidRequest("provider_options", body["provider_options"], "expected an object.") from error
+    return await _submit_and_follow(client, body, options, options.algorithm)
+
+
+async def resume(client: ServiceClient, options: Namespace) -> int:
+    """Queue a paused job again, follow it, and pull its result."""
+    _check_pull(options)
+    status = await client.status(options.job_uuid)
+    if status["status"] in ENDED:
+        raise JobConflict(
+            f"job {options.job_uuid!r} is {status['status']}, and only a paused one can be resumed: a new job "
+            f"continues from its last checkpoint with trl-remote run FILE --resume-from {options.job_uuid}"
+        )
+    await client.post(job_path(options.job_uuid, "/resume"))
+    return await _follow(client, options.job_uuid, options)
+
+
+def training_request(
+    options: Namespace,
+    method: str,
+    model: str,
+    job_uuid: str,
+    dataset_id: str,
+    validation_dataset_id: str | None = None,
+) -> dict[str, Any]:
+    """The body of the call that `train`'s options describe. What they leave out, the service decides."""
+    data = {"dataset_id": dataset_id, "batch_size": options.batch_size, "shuffle": True}
+    training = {
+        "n_epochs": options.epochs,
+        "max_steps_per_epoch": options.max_steps,
+        "gradient_accumulation_steps": options.gradient_accumulation,
+        "learning_rate": options.learning_rate,
+        "data_config": data | _set({"validation_dataset_id": validation_dataset_id}),
+    }
+    lora = _lora(options)
+    given: dict[str, Any] = _placement(options)
+    if options.merge:
+        given["merge_adapter"] = True
+    if options.max_seq_length:
+        given["max_seq_length"] = options.max_seq_length
+    if method == "dpo" and lora:
+        given["lora"] = lora
+    algorithm = {"type": "dpo"} if method == "dpo" else lora
+    body = {"job_uuid": job_uuid, "model": model, "training_config": _set(training)}
+    return body | _set({"algorithm_config": algorithm, "provider_options": given or None})
+
+
+async def _submit_and_follow(
+    client: ServiceClient, body: dict[str, Any], options: Namespace, algorithm: str | None
+) -> int:
+    job_uuid = (await submit_request(client, body, algorithm))["job_uuid"]
+    if options.detach:
+        emit(options, {"job_uuid": job_uuid}, job_uuid)
+        return 0
+    if not options.json:
+        print(f"job {job_uuid}", flush=True)
+    return await _follow(client, job_uuid, options)
+
+
+async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> int:
+    """Show a job until it has ended; of one that completed, pull the result where that is wanted."""
+    (status,) = ended = await watch(client, [job_uuid], options.interval, as_json=options.json)
+    if status["status"] != "completed":
+        # In one sentence, for a shell that keeps standard error only.
+        print(f"trl-remote: {_ending(status)}", file=sys.stderr)
+    elif options.pull is not None:
+        checkpoint = options.checkpoint or ("merged" if getattr(options, "merge", False) else "final")
+        line = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
+        identifier = await pull(client, job_uuid, checkpoint, Path(options.pull), line)
+        if options.json:
+            print(json.dumps({"identifier": identifier, "directory": options.pull}))
+        else:
+            print(f"{identifier} is in {options.pull}")
+    return exit_status(ended)
+
+
+def _ending(status: dict[str, Any]) -> str:
+    error = (status.get("resources_allocated") or {}).get("error")
+    why = f" ({error['reason']}): {' '.join(error['message'].split())}" if error else ""
+    return f"job {status['job_uuid']} {status['status']}{why}"
+
+
+def _check_pull(options: Namespace) -> None:
+    """Find out before hours of training what would prevent the download after them."""
+    if options.pull is None:
+        return
+    if options.detach:
+        raise InvalidRequest(
+            "--pull", options.pull, "with --detach nothing waits for the result: use `jobs pull` later."
+        )
+    if Path(options.pull).exists():
+        raise InvalidRequest("--pull", options.pull, "it exists already: name a new directory.")
+
+
+def _model(name: str, url: str) -> str:
+    """The model as the service finds it: a path of this machine is absolute, where the service is on it."""
+    if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
+        return name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path.resolve())
+    if name.startswith(_LIKE_A_PATH):
+        raise InvalidRequest(
+            "--model", name, "there is no such directory: name a model's directory, or an id (org/name)."
+        )
+    return name
+
+
+def _lora(options: Namespace) -> dict[str, Any] | None:
+    if options.lora_r is None and options.lora_alpha is None and options.lora_modules is None:
+        return None
+    rank = options.lora_r or LORA_RANK
+    return {
+        "type": "LoRA",
+        "lora_attn_modules": list(options.lora_modules or LORA_MODULES),
+        "apply_lora_to_mlp": options.lora_modules is None,
+        "rank": rank,
+        "alpha": options.lora_alpha or 2 * rank,
+    }
+
+
+def _placement(options: Namespace) -> dict[str, Any]:
+    """Provider options that `train` and `run` have in common."""
+    nodes = {"nodes": options.nodes} if options.nodes else None
+    return _set({"resources": nodes, "nproc_per_node": options.nproc_per_node, "resume_from": options.resume_from})
+
+
+def _merged(given: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    resources = {**(given.get("resources") or {}), **changed.get("resources", {})}
+    return {**given, **changed, **({"resources": resources} if resources else {})}
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _new_name(stem: str) -> str:
+    """A job_uuid that no job has yet."""
+    return f"{re.sub('[^A-Za-z0-9._-]+', '-', stem).strip('-._')[:100] or 'job'}-{secrets.token_hex(3)}"

@@ -1,0 +1,107 @@
+"""Follows a job over the network, where the service or the connection may be interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+
+from .client import ServiceClient, job_path
+
+ENDED = ("completed", "failed", "cancelled")
+"""Statuses after which a job does not change any more."""
+Note = Callable[[str], None]
+"""Receives a message once for each time without the service."""
+_PAGE = 1000
+
+
+class JobEvent(NamedTuple):
+    """An event of a job: progress, an evaluation, a checkpoint, a warning, an end."""
+
+    id: str
+    """Cursor behind this event: events continue there."""
+    event: dict[str, Any]
+    """Its `type`, `time` in seconds since the epoch, and the fields of that type."""
+
+
+async def statuses(
+    client: ServiceClient, job_uuid: str, interval: float = 1.0, note: Note | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """A job's status every `interval` seconds, until it has ended: the last one reports how.
+
+    Raises:
+        ServiceRefusal: 404, there is no such job, or no longer.
+        ServiceUnreachable: at the first request. Later ones are repeated until the service answers.
+    """
+    status = await client.status(job_uuid)
+    while True:
+        yield status
+        if status["status"] in ENDED:
+            return
+        await asyncio.sleep(interval)
+        status = await status_again(client, job_uuid, interval, note)
+
+
+async def status_again(client: ServiceClient, job_uuid: str, interval: float, note: Note | None = None) -> Any:
+    """A job's status, requested until the service answers."""
+    noted = False
+    while True:
+        try:
+            return await client.status(job_uuid)
+        except (ServiceUnreachable, ServiceRefusal) as error:
+            _require_temporary(error)
+            if note is not None and not noted:
+                note(f"{error} (retrying every {interval:g} s)")
+                noted = True
+            await asyncio.sleep(interval)
+
+
+async def events(
+    client: ServiceClient, job_uuid: str, after: str = "", *, follow: bool = True, interval: float = 1.0
+) -> AsyncIterator[JobEvent]:
+    """Events of a job behind the cursor `after`, each exactly once: until the job has ended, over restarts of the
+    service; without `follow` those that there are.
+
+    Raises:
+        ServiceRefusal: 400, no event of this job ends at `after`; 404, there is no such job, or no longer.
+        ServiceUnreachable: at the first request. Later ones are repeated every `interval` seconds.
+    """
+    path = job_path(job_uuid, "/events")
+    if not follow:
+        async for event in _pages(client, path, after):
+            yield event
+        return
+    answered = False
+    while True:
+        try:
+            async for sent in client.stream(path, after):
+                answered = True
+                if sent.kind == "end":
+                    return
+                after = sent.id
+                yield JobEvent(sent.id, json.loads(sent.data))
+            answered = True
+        except (ServiceUnreachable, ServiceRefusal) as error:
+            if not answered:
+                raise
+            _require_temporary(error)
+        await asyncio.sleep(interval)
+
+
+async def _pages(client: ServiceClient, path: str, after: str) -> AsyncIterator[JobEvent]:
+    while True:
+        page = await client.get(path, after=after or None, limit=_PAGE)
+        for line in page["data"]:
+            yield JobEvent(line["id"], line["event"])
+        if not page["data"]:
+            return
+        after = page["next"]
+
+
+def _require_temporary(error: ServiceUnreachable | ServiceRefusal) -> None:
+    """Raise an error that a later request would get again."""
+    if isinstance(error, ServiceRefusal) and error.status < 500 and error.status != 429:
+        raise error

@@ -1,0 +1,359 @@
+"""The training service in Python: `TrlClient`, and `AsyncTrlClient` for programs with an event loop.
+
+from llama_stack_provider_trl_remote import TrlClient
+
+client = TrlClient("http://127.0.0.1:8322")
+rows = client.upload("rows.jsonl")
+job = client.submit({
+    "job_uuid": "sft-1",
+    "model": "org/name",
+    "training_config": {"n_epochs": 1, "data_config": {"dataset_id": rows.dataset_id, "batch_size": 4}},
+})
+if client.wait(job)["status"] == "completed":
+    client.pull(job, "my-model")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from llama_stack_provider_trl.requests.bodies import algorithm_of
+
+from .client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, Timeouts, job_path
+from .config import DEFAULT_URL, checked_token, checked_url
+from .follow import JobEvent, Note, events, statuses
+from .plots.curves import LOSS, SMOOTHING, Axis, curves_of
+from .plots.files import check_output, write_plot
+from .plots.points import fetch_points
+from .pull import pull
+from .row_files import UploadedRows, name_by_content, register_rows, stored_rows
+
+Algorithm = Literal["sft", "dpo"]
+Json = dict[str, Any]
+_PAGE = 200
+PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
+"""The service itself bounds a preflight (`preflight_timeout`)."""
+
+
+class AsyncTrlClient:
+    """Calls the training service. Nothing is kept open, so nothing has to be closed.
+
+    Every method may raise ServiceUnreachable (the service does not answer) and ServiceRefusal (it answered with an
+    error, whose sentence is the message); both are TrlError. Requests that can be repeated without harm are repeated
+    three times within two seconds. Requests and answers are the JSON documents of docs/reference/api.md.
+
+    Args:
+        url: address of the service; None: TRL_SERVICE_URL, or http://127.0.0.1:8322.
+        token: None: TRL_SERVICE_TOKEN, if it is set.
+
+    Raises:
+        ValueError: the address is none, or no HTTP header can carry the token.
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None, timeouts: Timeouts | None = None) -> None:
+        self.url = checked_url(url or os.environ.get("TRL_SERVICE_URL") or DEFAULT_URL)
+        token = checked_token(os.environ.get("TRL_SERVICE_TOKEN") if token is None else token)
+        self._service = ServiceClient(self.url, token, timeouts or Timeouts())
+        self._preflights = ServiceClient(self.url, token, timeouts or PREFLIGHT_TIMEOUTS)
+
+    async def upload(self, rows: str | Path | Iterable[Json], dataset_id: str | None = None) -> UploadedRows:
+        """Upload rows and register them for jobs. The same rows under the same name change nothing.
+
+        Args:
+            rows: a .jsonl, .json or .csv file, or the rows themselves.
+            dataset_id: None: a name that follows from the file's name and the rows.
+
+        Raises:
+            InvalidRequest: a file of another kind, or a row that cannot be read; names it.
+            OSError: the file cannot be read.
+        """
+        given = Path(rows) if isinstance(rows, str | Path) else rows
+        with stored_rows(given) as blob:
+            stem = given.stem if isinstance(given, Path) else "rows"
+            return await register_rows(self._service, blob, dataset_id or name_by_content(stem, blob))
+
+    async def submit(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> str:
+        """Queue a job; returns its `job_uuid`. The same request again is the same job.
+
+        Args:
+            job: the body of Llama Stack's call, with `provider_options` where wanted.
+            algorithm: None: from the request's fields.
+        """
+        return str((await submit_request(self._service, job, algorithm))["job_uuid"])
+
+    async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
+        """What a job would do, and whether it fits (`fits`). Queues nothing."""
+        return await preflight_request(self._preflights, job, algorithm)
+
+    async def status(self, job_uuid: str) -> Json:
+        """The whole status of a job."""
+        return dict(await self._service.status(job_uuid))
+
+    async def jobs(self, status: str | None = None) -> list[Json]:
+        """Every job, oldest first, as `GET /v1/post-training/jobs?full=true` lists it; only those of a status."""
+        return [job async for job in list_jobs(self._service, status)]
+
+    async def wait(
+        self,
+        job_uuid: str,
+        timeout: float | None = None,
+        interval: float = 1.0,
+        on_status: Callable[[Json], None] | None = None,
+        note: Note | None = None,
+    ) -> Json:
+        """Wait until a job has ended, over restarts of the service; returns its last status.
+
+        Its `status` is `completed`, `failed` or `cancelled`, and of a failed one `resources_allocated.error` has the
+        reason.
+
+        Args:
+            timeout: seconds; None: as long as it takes. The job continues after it.
+            interval: seconds between two polls.
+            on_status: receives each status.
+            note: receives a message where the service does not answer.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout`.
+        """
+        async with asyncio.timeout(timeout):
+            async for status in statuses(self._service, job_uuid, interval, note):
+                if on_status is not None:
+                    on_status(status)
+        return status
+
+    async def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> AsyncIterator[JobEvent]:
+        """Events of a job behind the cursor `after`, each exactly once: until the job has ended, over restarts of the
+        service; without `follow` those that there are.
+
+        Raises:
+            ServiceRefusal: 400, no event of this job ends at `after`.
+        """
+        async for event in events(self._service, job_uuid, after, follow=follow):
+            yield event
+
+    async def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
+        """Metric points beyond step `after`: `kind` (train, validation), `step`, `epoch`, `time`, `metrics`."""
+        answer = await self._service.get(job_path(job_uuid, "/metrics"), after=after)
+        return list(answer["data"])
+
+    async def pull(
+        self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None
+    ) -> str:
+        """Download a checkpoint, verified, into a directory that appears when it is complete. An interrupted one is
+        continued by the next call. Returns the checkpoint's identifier.
+
+        Args:
+            directory: must not exist yet.
+            checkpoint: the identifier, or its end: `final`, `merged`, `checkpoint-100`.
+            note: receives a line for each file.
+
+        Raises:
+            InvalidRequest: there is no such checkpoint, or the directory exists.
+        """
+        return await pull(self._service, job_uuid, checkpoint, Path(directory), note or (lambda line: None))
+
+    async def cancel(self, job_uuid: str) -> None:
+        """End a job; its checkpoints stay."""
+        await self._service.cancel(job_uuid)
+
+    async def pause(self, job_uuid: str) -> Json:
+        """Save a checkpoint, then free the devices; returns the status."""
+        return dict(await self._service.post(job_path(job_uuid, "/pause")))
+
+    async def resume(self, job_uuid: str) -> Json:
+        """Queue a paused job again; returns the status."""
+        return dict(await self._service.post(job_path(job_uuid, "/resume")))
+
+    async def plot(
+        self,
+        *job_uuids: str,
+        output: str | Path,
+        metrics: Sequence[str] = (LOSS,),
+        x: Axis = "step",
+        smoothing: float = SMOOTHING,
+    ) -> Path:
+        """Plot metrics of jobs into a .png, .svg or .html file; returns its path. Needs the extra `plot`.
+
+        Args:
+            job_uuids: one or several, in the same axes.
+            metrics: each has axes of its own; the evaluation's value is beside that of the training.
+            x: `step`, `epoch`, or `time` in minutes since the first point.
+            smoothing: weight of the points before in the bold line, 0 (none) to less than 1.
+
+        Raises:
+            InvalidRequest: another kind of file, a job without points, a metric that no job has.
+            MissingExtra: the extra is not installed.
+            OSError: the file cannot be written.
+        """
+        target = check_output(output)
+        points = {job_uuid: await fetch_points(self._service, job_uuid) for job_uuid in job_uuids}
+        return write_plot(curves_of(points, metrics, x, smoothing), target, x)
+
+
+class TrlClient:
+    """`AsyncTrlClient` for programs without an event loop, and for notebooks: its methods return when they are done.
+
+    Each call runs in an event loop of its own, in a thread that ends with it. Ctrl-C ends the call; jobs continue.
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None, timeouts: Timeouts | None = None) -> None:
+        self._client = AsyncTrlClient(url, token, timeouts)
+
+    @property
+    def url(self) -> str:
+        """Address of the service."""
+        return self._client.url
+
+    def upload(self, rows: str | Path | Iterable[Json], dataset_id: str | None = None) -> UploadedRows:
+        """As `AsyncTrlClient.upload`."""
+        return _run(self._client.upload(rows, dataset_id))
+
+    def submit(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> str:
+        """As `AsyncTrlClient.submit`."""
+        return _run(self._client.submit(job, algorithm))
+
+    def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
+        """As `AsyncTrlClient.preflight`."""
+        return _run(self._client.preflight(job, algorithm))
+
+    def status(self, job_uuid: str) -> Json:
+        """As `AsyncTrlClient.status`."""
+        return _run(self._client.status(job_uuid))
+
+    def jobs(self, status: str | None = None) -> list[Json]:
+        """As `AsyncTrlClient.jobs`."""
+        return _run(self._client.jobs(status))
+
+    def wait(
+        self,
+        job_uuid: str,
+        timeout: float | None = None,
+        interval: float = 1.0,
+        on_status: Callable[[Json], None] | None = None,
+        note: Note | None = None,
+    ) -> Json:
+        """As `AsyncTrlClient.wait`."""
+        return _run(self._client.wait(job_uuid, timeout, interval, on_status, note))
+
+    def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> Iterator[JobEvent]:
+        """As `AsyncTrlClient.events`."""
+        with _event_loop() as run:
+            found = self._client.events(job_uuid, after, follow=follow)
+            try:
+                while (event := run(_next(found))) is not None:
+                    yield event
+            finally:
+                run(_close(found))
+
+    def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
+        """As `AsyncTrlClient.metrics`."""
+        return _run(self._client.metrics(job_uuid, after))
+
+    def pull(self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None) -> str:
+        """As `AsyncTrlClient.pull`."""
+        return _run(self._client.pull(job_uuid, directory, checkpoint, note))
+
+    def cancel(self, job_uuid: str) -> None:
+        """As `AsyncTrlClient.cancel`."""
+        _run(self._client.cancel(job_uuid))
+
+    def pause(self, job_uuid: str) -> Json:
+        """As `AsyncTrlClient.pause`."""
+        return _run(self._client.pause(job_uuid))
+
+    def resume(self, job_uuid: str) -> Json:
+        """As `AsyncTrlClient.resume`."""
+        return _run(self._client.resume(job_uuid))
+
+    def plot(
+        self,
+        *job_uuids: str,
+        output: str | Path,
+        metrics: Sequence[str] = (LOSS,),
+        x: Axis = "step",
+        smoothing: float = SMOOTHING,
+    ) -> Path:
+        """As `AsyncTrlClient.plot`."""
+        return _run(self._client.plot(*job_uuids, output=output, metrics=metrics, x=x, smoothing=smoothing))
+
+
+async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
+    """POST a job to the call of its algorithm; None: the one that its fields are meant for."""
+    paths = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE}
+    return dict(await service.submit(paths[algorithm or algorithm_of(job)], dict(job)))
+
+
+async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
+    """POST a job for a preflight; the service's answer."""
+    return dict(await service.submit(PREFLIGHT, {**job, "algorithm": algorithm or algorithm_of(job)}))
+
+
+async def list_jobs(service: ServiceClient, status: str | None = None) -> AsyncIterator[Json]:
+    """Jobs of all pages, oldest first."""
+    after: str | None = None
+    while True:
+        page = await service.get(JOBS, full=True, limit=_PAGE, status=status, after=after)
+        for job in page["data"]:
+            yield job
+        after = page.get("next")
+        if after is None:
+            return
+
+
+type _Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@contextmanager
+def _event_loop() -> Iterator[_Run]:
+    """Yields a function that runs a coroutine in an event loop and thread of its own, to its end.
+
+    Not `asyncio.run`, which a notebook's running loop forbids."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="TrlClient", daemon=True)
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
+
+    try:
+        yield run
+    finally:
+        run(_end_tasks(loop))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """End what an interrupted call has left."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+
+
+def _run[Value](coroutine: Coroutine[Any, Any, Value]) -> Value:
+    with _event_loop() as run:
+        result: Value = run(coroutine)
+        return result
+
+
+async def _next(found: AsyncIterator[JobEvent]) -> JobEvent | None:
+    return await anext(found, None)
+
+
+async def _close(found: AsyncIterator[JobEvent]) -> None:
+    await found.aclose()  # type: ignore[attr-defined]

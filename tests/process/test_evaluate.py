@@ -1,0 +1,119 @@
+"""`trl-remote evaluate`: the measures of real models, against a computation of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.recipes.evaluate import evaluate
+from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
+from llama_stack_provider_trl_remote.cli.main import main
+from tests.tiny import tiny_model
+from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def trl_remote(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    # No service is called.
+    monkeypatch.setenv("TRL_SERVICE_URL", "http://127.0.0.1:1")
+
+    def run(*words: object) -> tuple[int, str, str]:
+        exit_status = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return exit_status, captured.out, captured.err
+
+    return run
+
+
+def written(file: Path, rows: list[dict[str, str]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_loss_is_the_mean_over_all_trained_tokens(tmp_path: Path, trl_remote: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model()), AutoTokenizer.from_pretrained(tiny_model())
+    total, hits, count = 0.0, 0, 0
+    for row in SFT_ROWS:
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        begin = len(tokenizer(prompt)["input_ids"])
+        ids = torch.tensor(tokenizer(f"{prompt}{row['completion']}<|im_end|>\n")["input_ids"])
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, begin - 1 : -1].log_softmax(-1)
+        total -= float(log_probs.gather(1, ids[begin:, None]).sum())
+        hits += int((log_probs.argmax(-1) == ids[begin:]).sum())
+        count += len(ids) - begin
+    rows = written(tmp_path / "rows.jsonl", SFT_ROWS)
+    for size in (1, 5):
+        words = ("--device", "cpu", "--batch-size", size, "--json")
+        exit_status, output, errors = trl_remote("evaluate", tiny_model(), rows, *words)
+        assert exit_status == 0, errors
+        found = json.loads(output)
+        assert (found["method"], found["rows"], found["trained_tokens"]) == ("sft", len(SFT_ROWS), count)
+        assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+        assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+        assert found["token_accuracy"] == pytest.approx(hits / count, abs=1e-6)
+
+
+def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path: Path) -> None:
+    training = job_spec(
+        tmp_path, tiny_model(), "dpo", n_epochs=8, optimizer=OptimizerSpec(learning_rate=3e-3, scheduler="constant")
+    )
+    assert run(tmp_path / "run", training)[0] == 0
+    held_out = [{**row, "prompt": row["prompt"].replace("plus", "and")} for row in DPO_ROWS]
+
+    def compared(model: Path | str, reference: Path | str) -> dict[str, float]:
+        dpo = DpoSpec(reference=ReferenceSpec(model=str(reference)))
+        return evaluate(job_spec(tmp_path, model, "dpo", dpo=dpo, rows=held_out, validation_rows=held_out))
+
+    found = compared(training.checkpoint_dir / "final", tiny_model())
+    assert found["preference_accuracy"] == 1.0
+    assert found["margin"] > 0
+    assert found["loss"] < math.log(2)
+    swapped = compared(tiny_model(), training.checkpoint_dir / "final")
+    assert swapped["preference_accuracy"] == 0.0
+    assert swapped["margin"] == pytest.approx(-found["margin"], rel=1e-4)
+
+
+def test_what_cannot_be_evaluated_is_one_sentence(tmp_path: Path, trl_remote: Run) -> None:
+    rows, pairs = written(tmp_path / "rows.jsonl", SFT_ROWS), written(tmp_path / "pairs.jsonl", DPO_ROWS)
+    other = written(tmp_path / "other.jsonl", [{"colour": "red"}])
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    model = tiny_model()
+    for words, message in (
+        ((tmp_path / "none", rows), "there is no such directory"),
+        ((adapter, rows), "this directory holds a LoRA adapter"),
+        ((model, tmp_path / "none.jsonl"), "No such file"),
+        ((model, written(tmp_path / "empty.jsonl", [])), "it has no rows"),
+        ((model, other), "row 0"),
+        ((model, pairs), "name the one before training"),
+        ((model, pairs, "--reference", model), "it is the model itself"),
+        ((model, rows, "--reference", model), "leave it out"),
+        ((model, rows, "--dtype", "fp16"), "fp16"),
+        (("org/no-such-model", rows), "org/no-such-model"),
+    ):
+        exit_status, output, errors = trl_remote("evaluate", *words, "--device", "cpu")
+        assert (exit_status, output, errors.count("\n")) == (1, "", 1), errors
+        assert errors.startswith("trl-remote: ")
+        assert message in errors
+
+
+def test_the_measures_are_lines(tmp_path: Path, trl_remote: Run) -> None:
+    rows = written(tmp_path / "rows.jsonl", SFT_ROWS)
+    exit_status, output, _ = trl_remote("evaluate", tiny_model(), rows, "--device", "cpu", "--max-seq-length", 30)
+    assert exit_status == 0
+    first, *measures = output.splitlines()
+    assert first.startswith(f"{len(SFT_ROWS)} rows, ")
+    assert [line.rsplit(maxsplit=1)[0] for line in measures[:3]] == ["loss", "perplexity", "token accuracy"]
