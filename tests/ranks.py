@@ -137,8 +137,10 @@ def _free_port() -> int:
 
 
 def main() -> None:
+    from llama_stack_provider_trl.launch import warm
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
 
+    warm.fill_caches()
     for line in sys.stdin:
         specs, world_size, per_node, port, constants, counted, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir

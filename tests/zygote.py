@@ -94,8 +94,10 @@ class ForkLauncher:
 
 
 def main() -> None:
+    from llama_stack_provider_trl.launch import warm
     from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
 
+    warm.fill_caches()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
         print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)

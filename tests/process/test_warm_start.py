@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import conversion_mapping
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.launch.base import TaskSpec
@@ -23,6 +24,7 @@ from llama_stack_provider_trl.launch.isolation import probe as probe_isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import training_environment
+from llama_stack_provider_trl.launch.warm import fill_caches
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.system import process
@@ -266,3 +268,9 @@ def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_dist
     assert ("rank 1 was killed by SIGKILL" if ranks == 2 else "killed by SIGKILL") in first.message
     assert world.outcome("job") == world.outcome("cold")
     assert_clean(world.root)
+
+
+def test_the_table_of_renamed_weights_is_compiled_before_any_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+    fill_caches()
+    assert conversion_mapping._checkpoint_conversion_mapping_cache
