@@ -43,12 +43,12 @@ def evaluate(options: Namespace) -> int:
 
 def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSpec:
     """A job with these rows as its validation dataset."""
-    if (method == "dpo") != (options.reference is not None):
-        hint = (
-            "pairs are judged against another model: name the one before training."
-            if method == "dpo"
-            else ("only pairs with chosen and rejected are compared with a reference: leave it out.")
+    if method == "dpo" and options.reference is None:
+        raise InvalidRequest(
+            "--reference", None, "pairs are compared with another model: name the one before training."
         )
+    if method == "sft" and options.reference is not None:
+        hint = "only pairs with chosen and rejected are compared with a reference: leave it out."
         raise InvalidRequest("--reference", options.reference, hint)
     device = usable_devices(options.device)[0]
     given: dict[str, Any] = {

@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"trl-remote: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ntrl-remote: stopped watching; what was submitted continues.", file=sys.stderr)
+        continues = "" if options.group in _LOCAL else " watching; what was submitted continues"
+        print(f"\ntrl-remote: stopped{continues}.", file=sys.stderr)
         return 130
 
 

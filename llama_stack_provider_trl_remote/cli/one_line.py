@@ -25,7 +25,7 @@ from .terminal import emit
 from .watch import exit_status, watch
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""With the MLP: where adapters of a Llama-like model learn best (docs/reference/remote.md)."""
+"""With the MLP these are all linear layers of a Llama-like block, as in the quickstart."""
 LORA_RANK = 8
 _LIKE_A_PATH = ("/", "./", "../", "~")
 

@@ -235,6 +235,24 @@ def test_both_clients_read_the_same_events_and_a_job_can_be_followed_live(
     assert client.preflight(sft("followed-2", "questions"))["fits"]
 
 
+def test_events_of_a_service_that_is_killed_and_started_again_arrive_once_each(
+    service: TrainingService, trained: str
+) -> None:
+    client = TrlClient(service.url)
+    body = sft("interrupted", "questions")
+    body["training_config"]["n_epochs"] = 10
+    live = []
+    for event in client.events(client.submit(body)):
+        live.append(event)
+        if event.event["type"] == "progress" and event.event["step"] == 5:
+            service.kill()
+            service.start()
+    assert client.status("interrupted")["status"] == "completed"
+    assert live == list(client.events("interrupted", follow=False))
+    steps = [event.event["step"] for event in live if event.event["type"] == "progress"]
+    assert steps == list(range(1, 41))
+
+
 def make(service: TrainingService, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a target of the Makefile as a user does, with this test's Python."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TRL_SERVICE_")}
@@ -245,15 +263,32 @@ def make(service: TrainingService, *words: object, **environ: str) -> subprocess
 
 
 def test_the_makefile_has_its_targets_with_a_line_each() -> None:
-    rules = re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    rules = re.findall(r"^([a-z][a-z-]*):\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert {name: lines.count("\n") for name, lines in rules} == dict.fromkeys(TARGETS, 1)
 
 
+@pytest.mark.parametrize(
+    ("target", "variable"),
+    [
+        ("train", "DATA_PATH"),
+        ("train-resume", "CHECKPOINT"),
+        ("evaluate", "DATA"),
+        ("train-distributed", "CONFIG"),
+        ("train-multi-node", "CONFIG"),
+    ],
+)
+def test_a_target_names_the_variable_that_it_lacks(service: TrainingService, target: str, variable: str) -> None:
+    done = make(service, target)
+    assert done.returncode == 2
+    assert f"{variable} is not set: make {target} {variable}=..." in done.stderr
+
+
 def test_make_train(service: TrainingService, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
+    rows = tmp_path / "my rows.jsonl"
     rows.write_bytes(ndjson(QUESTIONS))
     common = (f"DATA_PATH={rows}", f"MODEL={tiny_model()}")
-    done = make(service, "train", *common, "MONITOR=true", "ARGS=--max-steps 1")
+    # A variable of torchrun, which is not about this target.
+    done = make(service, "train", *common, "MONITOR=true", "ARGS=--max-steps 1", MASTER_ADDR="127.0.0.2")
     assert done.returncode == 0, done.stderr
     assert "completed" in done.stdout
     done = make(service, "train", *common, "MONITOR=false", "ARGS=--max-steps 1 --job made")
@@ -304,6 +339,8 @@ def test_make_train_multi_node(service: TrainingService, trained: str, tmp_path:
     first = make(service, "train-multi-node", "NUM_NODES=1", "NODE_RANK=0", "MASTER_ADDR=127.0.0.1", f"CONFIG={config}")
     assert first.returncode == 0, first.stderr
     assert service.status("multi-node")["status"] == "completed"
+    elsewhere = make(service, "train-multi-node", "NUM_NODES=1", "MASTER_ADDR=127.0.0.2", f"CONFIG={config}")
+    assert f"http://127.0.0.2:{service.port} accepts no connection" in elsewhere.stderr
     second = make(
         service, "train-multi-node", "NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", f"CONFIG={config}"
     )

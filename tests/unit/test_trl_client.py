@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -128,6 +129,20 @@ def test_wait_ends_after_its_timeout_and_the_job_is_left_alone(client: TrlClient
     with pytest.raises(TimeoutError):
         client.wait("one", timeout=0.05, interval=0.01)
     assert not service.posted
+
+
+def test_an_interrupted_wait_ends_and_leaves_no_thread(client: TrlClient, service: FakeService) -> None:
+    service.jobs["one"] = [status("one")]
+    seen: list[object] = []
+
+    def press_ctrl_c(found: object) -> None:
+        seen.append(found)
+        if len(seen) == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        client.wait("one", interval=0.01, on_status=press_ctrl_c)
+    assert not [thread for thread in threading.enumerate() if thread.name == "TrlClient"]
 
 
 def test_errors_are_those_of_the_service(client: TrlClient, service: FakeService) -> None:
