@@ -56,8 +56,8 @@ def test_a_stream_of_several_jobs_shares_their_pollers_and_reports_a_job_that_is
         parts.append(await asyncio.wait_for(_next(stream), 5))
         store.request_cancel("one")
         parts += [part async for part in stream]
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.wait_for(waiting, 5)  # the end of the other stream
+        await single.aclose()
         async with asyncio.timeout(5):
             while any("_Feed" in repr(task.get_coro()) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0.01)
