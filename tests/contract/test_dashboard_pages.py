@@ -290,6 +290,19 @@ def test_plotly_is_served_from_its_package_and_kept_by_the_browser(service: Trai
     assert (again.status_code, again.content) == (304, b"")
 
 
+def test_plotly_makes_no_code_from_text_and_inserts_no_style_sheet_on_the_pages(service: TrainingService) -> None:
+    """What a new release of plotly must be checked for, before the constraints name it."""
+    pytest.importorskip("plotly", reason="the extra dashboard is not installed")
+    page = service.get("/jobs/ended", prefix="").text
+    script = service.get("/static/plotly.min.js", prefix="").text
+    # Of these, browsers reach none: a polyfill of bind, one of globalThis, WebGL and maps.
+    code = re.findall(r"(?:\bnew )?\bFunction\(|\bFunction\.apply\(|\beval\(", script)
+    assert sorted(code) == ["Function(", "Function.apply(", "eval(", "new Function("]
+    # Its own sheet, and those of its libraries.
+    assert script.count('createElement("style")') == 1 + len(re.findall(r'<div id="\w{20,}" hidden>', page))
+    assert 'id="plotly.js-style-global" class="no-inline-styles"' in page
+
+
 def test_where_the_extra_is_not_installed_the_page_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "jinja2.py").write_text("raise ImportError('not installed')\n")
     bare = TrainingService(tmp_path)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds
+from llama_stack_provider_trl.specs.events import read_events
+from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds, read_page
 from tests.fakes import job_spec
 
 
@@ -36,3 +37,53 @@ def test_streams_of_a_job_have_one_poller_and_none_is_left_when_all_are_closed(t
 
     assert asyncio.run(run()) == (1, 0)
     store.close()
+
+
+def test_a_stream_of_several_jobs_shares_their_pollers_and_reports_a_job_that_is_deleted(tmp_path: Path) -> None:
+    store = Store(tmp_path / "jobs.db")
+    for name in ("one", "two"):
+        store.add_job(job_spec(name), "digest")
+
+    async def run() -> tuple[int, list[bytes]]:
+        feeds, stopping = Feeds(store), asyncio.Event()
+        stream = feeds.streams(["one", "two"], [Cursor(), Cursor()], stopping)
+        single = feeds.stream("one", Cursor(), stopping)
+        waiting = asyncio.ensure_future(_next(single))
+        parts = [await _next(stream)]
+        pollers = sum("_Feed._poll" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        store.request_cancel("two")
+        store.delete("two")
+        parts.append(await asyncio.wait_for(_next(stream), 5))
+        store.request_cancel("one")
+        parts += [part async for part in stream]
+        await asyncio.wait_for(waiting, 5)  # the end of the other stream
+        await single.aclose()
+        async with asyncio.timeout(5):
+            while any("_Feed" in repr(task.get_coro()) for task in asyncio.all_tasks()):
+                await asyncio.sleep(0.01)
+        return pollers, parts
+
+    pollers, parts = asyncio.run(run())
+    store.close()
+    assert pollers == 2
+    assert b"".join(parts).decode().split("\n\n")[:-1] == [
+        'event: state\ndata: {"job": "one", "state": "scheduled"}',
+        'event: state\ndata: {"job": "two", "state": "scheduled"}',
+        'event: state\ndata: {"job": "two", "state": "deleted"}',
+        'event: state\ndata: {"job": "one", "state": "cancelled"}',
+        "event: end\ndata: {}",
+    ]
+
+
+def test_an_event_with_line_ends_between_its_values_imitates_no_other_event(tmp_path: Path) -> None:
+    store = Store(tmp_path / "jobs.db")
+    store.add_job(job_spec("hostile"), "digest")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    store.launch("hostile", 1, "cpu", run_dir)
+    (run_dir / "events.jsonl").write_bytes(b'{"type": "finished",\r "step": 1,\r\r "time": 1}\n')
+    store.apply_events("hostile", 1, *read_events(run_dir / "events.jsonl"))
+    page = read_page(store, "hostile", Cursor(), 10)
+    store.close()
+    assert len(page.lines) == 1
+    assert "\r" not in page.lines[0].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,10 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 PLOTLY = "plotly.min.js"
 _DIRECTORY = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+
+
+_STYLE_IDS = re.compile(rb'getElementById\("(\w{20,})"\)\)\{var (\w+)=document\.createElement\("style"\)')
+"""Where plotly.js inserts a style sheet of a library, unless there is an element with its id. The id is a digest."""
 
 
 class Asset(NamedTuple):
@@ -42,6 +47,14 @@ def assets() -> dict[str, Asset]:
     if shipped is not None and shipped.is_file():
         found[PLOTLY] = Asset(shipped, importlib.metadata.version("plotly"))
     return found
+
+
+@cache
+def style_ids() -> tuple[str, ...]:
+    """Ids of elements that keep plotly.js from inserting style sheets, which the policy of the pages forbids."""
+    if PLOTLY not in assets():
+        return ()
+    return tuple(found[1].decode() for found in _STYLE_IDS.finditer(assets()[PLOTLY].path.read_bytes()))
 
 
 def asset_url(name: str) -> str:

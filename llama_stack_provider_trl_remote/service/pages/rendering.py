@@ -55,7 +55,7 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
     Raises:
         NoDashboard.
     """
-    from .assets import PLOTLY, asset_url, assets  # it makes routes, whose errors are rendered here
+    from .assets import PLOTLY, asset_url, assets, style_ids  # it makes routes, whose errors are rendered here
 
     caller: Caller = request.scope[CALLER]
     text = (
@@ -66,6 +66,7 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
             form_token=request.app.state.sessions.form_token(caller.session) if caller.role else "",
             asset=asset_url,
             has_charts=PLOTLY in assets(),
+            style_ids=style_ids,
             version=__version__,
             **values,
         )

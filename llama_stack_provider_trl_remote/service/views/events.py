@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -124,7 +124,7 @@ class Feeds:
         self._store = store
         self._feeds: dict[str, _Feed] = {}
 
-    async def stream(self, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    async def stream(self, job_uuid: str, after: Cursor, stopping: asyncio.Event) -> AsyncGenerator[bytes]:
         """Server-sent events until the job has ended and all were sent, which `event: end` marks, or the service stops.
 
         Each part has at most 64 KiB and is sent when the reader has taken most of the parts before.
@@ -139,7 +139,7 @@ class Feeds:
 
     async def streams(
         self, jobs: Sequence[str], after: Sequence[Cursor], stopping: asyncio.Event
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         """Server-sent events of several jobs, until all have ended or the service stops.
 
         The id of an event names the cursors of all jobs, in the order of `jobs`. Besides the jobs' own events there are

@@ -2,6 +2,8 @@
 import { along, groups, smoothed } from "./curves.js";
 
 const DRAW_MS = 500;
+// No bar of buttons: some of them lead to a site of plotly's.
+const CONFIG = { responsive: true, displayModeBar: false };
 const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c"];
 
 export class Charts {
@@ -43,6 +45,11 @@ export class Charts {
     this.changed([...this.curves.metrics.train.keys(), ...this.curves.metrics.validation.keys()]);
   }
 
+  mark(marks) {
+    this.marks = marks;
+    this.all();
+  }
+
   changed(names) {
     for (const name of names) this.waiting.add(name);
     this.timer ||= setTimeout(() => this.draw(), DRAW_MS);
@@ -61,7 +68,7 @@ export class Charts {
     let chart = this.charts.get(group.title);
     const traces = group.names.flatMap((name) => this.traces(name, chart?.zoomed));
     if (chart) {
-      window.Plotly.react(chart.element, traces, this.layout(group), { responsive: true, displaylogo: false });
+      window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
       return;
     }
     const element = document.createElement("div");
@@ -71,9 +78,7 @@ export class Charts {
     this.container.append(element);
     chart = { element, zoomed: null };
     this.charts.set(group.title, chart);
-    const remove = ["toImage", "lasso2d", "select2d", "autoScale2d"];
-    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: remove };
-    window.Plotly.newPlot(element, traces, this.layout(group), config);
+    window.Plotly.newPlot(element, traces, this.layout(group), CONFIG);
     element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
   }
 
@@ -110,7 +115,7 @@ export class Charts {
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: text, family: "system-ui, sans-serif" },
       colorway: COLORS,
-      xaxis: { ...axis, title: { text: this.axis.value } },
+      xaxis: { ...axis, title: { text: this.axis.value === "time" ? "time (UTC)" : this.axis.value } },
       yaxis: { ...axis, ...exponent },
       legend: { orientation: "h", y: -0.25 },
       shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],

@@ -59,11 +59,9 @@ export class Curves {
     const curve = this.metrics.train.get(name) ?? this.metrics.validation.get(name);
     if (!curve?.step.length) return null;
     if (axis === "step") return [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))];
-    const places = along(curve, axis).map((place) => +new Date(place));
-    const [low, high] = axis === "time" ? [+new Date(from), +new Date(to)] : [from, to];
-    const source = axis === "time" ? places : curve.epoch;
-    const first = Math.max(0, source.findLastIndex((place) => place <= low));
-    const last = source.findIndex((place) => place >= high);
+    const [low, high] = axis === "time" ? [seconds(from), seconds(to)] : [from, to];
+    const first = Math.max(0, curve[axis].findLastIndex((place) => place <= low));
+    const last = curve[axis].findIndex((place) => place >= high);
     return [curve.step[first], last < 0 ? null : curve.step[last]];
   }
 
@@ -80,9 +78,15 @@ export class Curves {
   }
 }
 
+// A place on the axis of times, as plotly names it ("2026-01-31 12:30"), in seconds since the epoch.
+function seconds(text) {
+  const [day, clock = "00:00"] = String(text).split(/[ T]/);
+  return Date.parse(`${day}T${clock.includes(":") ? clock : `${clock}:00`}Z`) / 1000;
+}
+
 // The places of a curve's points on an axis; of time as plotly takes them.
 export function along(curve, axis) {
-  if (axis === "time") return curve.time.map((seconds) => new Date(seconds * 1000).toISOString());
+  if (axis === "time") return curve.time.map((one) => new Date(one * 1000).toISOString());
   return curve[axis];
 }
 

@@ -9,11 +9,20 @@ const path = `/v1/post-training/jobs/${encodeURIComponent(job)}`;
 const live = document.getElementById("live");
 const log = document.getElementById("log");
 const curves = new Curves();
-const charts = window.Plotly && new Charts(curves, marks(), fetchSeries);
+const charts = window.Plotly && new Charts(curves, marks(document), fetchSeries);
+const ENDED = ["completed", "failed", "cancelled"];
 const LONGEST_LINE = 2000;
+const MOST_POINTS = 4000;
+let lost = false;
+let meanwhile = null;
+let timer = 0;
 
-function marks() {
-  return JSON.parse(document.getElementById("marks").textContent);
+function marks(page) {
+  return JSON.parse(page.getElementById("marks").textContent);
+}
+
+function state() {
+  return document.getElementById("status").dataset.state;
 }
 
 async function fetchSeries(options = {}) {
@@ -32,10 +41,13 @@ const shown = {
 
 function onEvent(_, event) {
   const changed = curves.add(event);
+  meanwhile?.push(event);
   if (changed.length) {
     document.getElementById("curves").hidden = false;
     charts?.changed(changed);
   }
+  if (!meanwhile && curves.metrics.train.get("loss")?.step.length > MOST_POINTS) thinOut();
+  if (["prepared", "checkpoint", "checkpoint_damaged", "warning"].includes(event.type)) refresh();
   if (event.type !== "progress") return;
   for (const [name, text] of Object.entries(shown)) {
     const value = event.metrics[name] ?? event[name];
@@ -45,16 +57,74 @@ function onEvent(_, event) {
   if (!bar) return;
   bar.value = event.step;
   document.getElementById("steps").textContent = `${event.step} of ${bar.max} steps`;
+  document.getElementById("now-eta").textContent = left(bar.max - event.step);
 }
 
-// Buttons, attempts and reasons are rendered by the service: once the state is another one, so is the page.
-function onState(_, state) {
-  if (state === "deleted") location.assign("/");
-  else if (state !== main.dataset.state) location.reload();
+// A page that is open for days: the service thins the points out, and those that arrive in the meantime are added again.
+async function thinOut() {
+  meanwhile = [];
+  try {
+    curves.replace(await fetchSeries());
+    for (const event of meanwhile) curves.add(event);
+    charts?.all();
+  } catch {
+    // The points that are drawn stay; the next one tries again.
+  } finally {
+    meanwhile = null;
+  }
+}
+
+// At the pace of the last points.
+function left(steps) {
+  const curve = curves.metrics.train.get("loss");
+  const last = (curve?.step.length ?? 0) - 1;
+  const first = Math.max(0, last - 50);
+  if (last < 1) return "";
+  const pace = (curve.time[last] - curve.time[first]) / (curve.step[last] - curve.step[first]);
+  const seconds = Math.round(steps * pace);
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
+}
+
+function onState(_, found) {
+  if (found === "deleted") location.assign("/");
+  else if (found !== state()) refresh();
+}
+
+// What the service renders: buttons, reasons, attempts, checkpoints and warnings.
+function refresh() {
+  timer ||= setTimeout(async () => {
+    timer = 0;
+    try {
+      const answer = await fetch(location.href);
+      if (answer.status === 401) return location.reload();
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      for (const id of ["status", "warnings", "attempts", "checkpoints"]) {
+        const part = page.getElementById(id);
+        if (part) document.getElementById(id).replaceWith(part);
+      }
+      if (page.getElementById("marks")) charts?.mark(marks(page));
+      question();
+    } catch {
+      setTimeout(refresh, 2000);
+    }
+  }, 500);
+}
+
+function onLost() {
+  lost = true;
+  live.textContent = "The service does not answer; trying again.";
+}
+
+function onLive() {
+  lost = false;
+  live.textContent = "";
 }
 
 async function followLog() {
-  if (!document.hidden) {
+  // An attempt that has not begun has no log.
+  if (!document.hidden && !lost && ["in_progress", "pausing", "cancelling"].includes(state())) {
     try {
       const answer = await fetch(`${path}/logs?tail=200&size=65536`);
       if (answer.ok) showLog(await answer.text());
@@ -62,7 +132,7 @@ async function followLog() {
       // The stream reports that the service does not answer.
     }
   }
-  setTimeout(followLog, 3000);
+  if (!ENDED.includes(state())) setTimeout(followLog, 3000);
 }
 
 function showLog(text) {
@@ -76,10 +146,12 @@ function showLog(text) {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
-for (const form of document.querySelectorAll("form[data-question]")) {
-  form.addEventListener("submit", (event) => {
-    if (!confirm(form.dataset.question)) event.preventDefault();
-  });
+function question() {
+  for (const form of document.querySelectorAll("form[data-question]")) {
+    form.addEventListener("submit", (event) => {
+      if (!confirm(form.dataset.question)) event.preventDefault();
+    });
+  }
 }
 
 async function begin() {
@@ -90,15 +162,16 @@ async function begin() {
       document.getElementById("curves").hidden = false;
       charts?.all();
     }
-    if (["completed", "failed", "cancelled"].includes(main.dataset.state)) return;
-    const lost = () => (live.textContent = "The service does not answer; trying again.");
-    new Stream([job], series.next, { event: onEvent, state: onState, lost, live: () => (live.textContent = "") });
-    if (log) followLog();
+    onLive();
+    if (ENDED.includes(state())) return;
+    new Stream([job], series.next, { event: onEvent, state: onState, lost: onLost, live: onLive });
+    followLog();
   } catch {
-    live.textContent = "The service does not answer; trying again.";
+    onLost();
     setTimeout(begin, 2000);
   }
 }
 
+question();
 log.scrollTop = log.scrollHeight;
 begin();
