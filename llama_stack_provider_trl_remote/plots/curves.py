@@ -21,7 +21,7 @@ AXES: dict[Axis, str] = {"step": "optimizer step", "epoch": "epoch", "time": "mi
 Values = list[float]
 
 
-class Curve(NamedTuple):
+class PlotCurve(NamedTuple):
     """A metric of one job. `x`, `y` and `smoothed` have one value for each point."""
 
     job_uuid: str
@@ -37,7 +37,7 @@ class Panel(NamedTuple):
     """The axes of one metric."""
 
     metric: str
-    curves: list[Curve]
+    curves: list[PlotCurve]
 
 
 def curves_of(
@@ -74,7 +74,7 @@ def _panel(points: Mapping[str, Sequence[PlotPoint]], metric: str, x: Axis, smoo
     return Panel(metric, drawn)
 
 
-def _curve(job: str, points: Sequence[PlotPoint], kind: str, metric: str, x: Axis, smoothing: float) -> Curve:
+def _curve(job: str, points: Sequence[PlotPoint], kind: str, metric: str, x: Axis, smoothing: float) -> PlotCurve:
     began = min(point.time for point in points)
     found = [
         ((point.time - began) / 60 if x == "time" else float(getattr(point, x)), float(value))
@@ -84,7 +84,7 @@ def _curve(job: str, points: Sequence[PlotPoint], kind: str, metric: str, x: Axi
     xs, ys = [one for one, _ in found], [other for _, other in found]
     smoothed = smooth(ys, smoothing) if kind == "train" and smoothing and len(ys) > 2 else []
     kept = thin(ys)
-    return Curve(job, kind, *([values[i] for i in kept] if values else [] for values in (xs, ys, smoothed)))
+    return PlotCurve(job, kind, *([values[i] for i in kept] if values else [] for values in (xs, ys, smoothed)))
 
 
 def smooth(values: Sequence[float], weight: float) -> Values:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import InvalidRequest, MissingExtra
 
-from .curves import AXES, Axis, Curve, Panel
+from .curves import AXES, Axis, Panel, PlotCurve
 
 EXTRA = "plot"
 _WIDTH, _HEIGHT = 9.0, 4.0
@@ -73,7 +73,7 @@ def _picture(kind: str) -> Callable[[Sequence[Panel], str], bytes]:
     return write
 
 
-def _draw(axes: object, curve: Curve, colour: str) -> None:
+def _draw(axes: object, curve: PlotCurve, colour: str) -> None:
     plot = axes.plot  # type: ignore[attr-defined]
     if curve.kind == "validation":
         plot(curve.x, curve.y, "o--", color=colour, label=_label(curve))
@@ -132,7 +132,7 @@ def _colours(panels: Sequence[Panel]) -> dict[str, str]:
     return dict(zip(jobs, cycle(_COLOURS), strict=False))
 
 
-def _label(curve: Curve) -> str:
+def _label(curve: PlotCurve) -> str:
     return f"{curve.job_uuid}, validation" if curve.kind == "validation" else curve.job_uuid
 
 

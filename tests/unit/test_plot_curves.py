@@ -11,7 +11,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, MissingExtra, StoreError
 from llama_stack_provider_trl.jobs.database import DATABASE, Database
-from llama_stack_provider_trl_remote.plots.curves import Curve, curves_of, smooth, thin
+from llama_stack_provider_trl_remote.plots.curves import PlotCurve, curves_of, smooth, thin
 from llama_stack_provider_trl_remote.plots.files import check_output, write_plot
 from llama_stack_provider_trl_remote.plots.points import PlotPoint, stored_points
 
@@ -32,7 +32,7 @@ def test_a_metric_has_a_curve_for_training_and_one_for_evaluations() -> None:
     train, validation = panel.curves
     assert (train.x, train.y) == ([1, 2, 4], [4, 2, 1])  # without what is no number
     assert train.smoothed == pytest.approx([4, 8 / 3, 12 / 7])
-    assert validation == Curve("one", "validation", [4], [1.5], [])
+    assert validation == PlotCurve("one", "validation", [4], [1.5], [])
     (panel,) = curves_of({"one": POINTS}, ["eval_loss"], "step")
     assert [curve.kind for curve in panel.curves] == ["validation"]
 
