@@ -10,7 +10,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,10 +194,11 @@ class ServiceClient:
                 raise self._refusal(path, await _read(response))
             yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
 
-    async def stream(self, path: str, after: str = "") -> AsyncIterator[ServerEvent]:
+    async def stream(self, path: str, after: str = "") -> AsyncGenerator[ServerEvent, None]:
         """Server-sent events behind the one with the id `after`, as they arrive, until the service closes the stream.
 
-        Nothing is repeated: the caller continues with the last id that it has received.
+        Close it where it is not read to its end: it holds a connection. Nothing is repeated: the caller continues with
+        the last id that it has received.
         """
         await self._identify()
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
@@ -61,7 +62,7 @@ async def status_again(client: ServiceClient, job_uuid: str, interval: float, no
 
 async def events(
     client: ServiceClient, job_uuid: str, after: str = "", *, follow: bool = True, interval: float = 1.0
-) -> AsyncIterator[JobEvent]:
+) -> AsyncGenerator[JobEvent, None]:
     """Events of a job behind the cursor `after`, each exactly once: until the job has ended, over restarts of the
     service; without `follow` those that there are.
 
@@ -74,19 +75,17 @@ async def events(
         async for event in _pages(client, path, after):
             yield event
         return
-    answered = False
+    # What is wrong with the request is refused here, where a stream that breaks off is opened again.
+    await client.get(path, after=after or None, limit=1)
     while True:
         try:
-            async for sent in client.stream(path, after):
-                answered = True
-                if sent.kind == "end":
-                    return
-                after = sent.id
-                yield JobEvent(sent.id, json.loads(sent.data))
-            answered = True
+            async with aclosing(client.stream(path, after)) as stream:
+                async for sent in stream:
+                    if sent.kind == "end":
+                        return
+                    after = sent.id
+                    yield JobEvent(sent.id, json.loads(sent.data))
         except (ServiceUnreachable, ServiceRefusal) as error:
-            if not answered:
-                raise
             _require_temporary(error)
         await asyncio.sleep(interval)
 

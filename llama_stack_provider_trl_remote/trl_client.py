@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,15 +127,16 @@ class AsyncTrlClient:
                     on_status(status)
         return status
 
-    async def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> AsyncIterator[JobEvent]:
+    async def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> AsyncGenerator[JobEvent, None]:
         """Events of a job behind the cursor `after`, each exactly once: until the job has ended, over restarts of the
         service; without `follow` those that there are.
 
         Raises:
             ServiceRefusal: 400, no event of this job ends at `after`.
         """
-        async for event in events(self._service, job_uuid, after, follow=follow):
-            yield event
+        async with aclosing(events(self._service, job_uuid, after, follow=follow)) as found:
+            async for event in found:
+                yield event
 
     async def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
         """Metric points beyond step `after`: `kind` (train, validation), `step`, `epoch`, `time`, `metrics`."""
@@ -248,8 +249,9 @@ class TrlClient:
             try:
                 while (event := run(_next(found))) is not None:
                     yield event
-            finally:
+            except GeneratorExit:  # it is not read to its end; where a call is interrupted, its task is ended
                 run(_close(found))
+                raise
 
     def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
         """As `AsyncTrlClient.metrics`."""
@@ -319,12 +321,7 @@ def _event_loop() -> Iterator[_Run]:
     thread.start()
 
     def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     try:
         yield run
@@ -355,5 +352,5 @@ async def _next(found: AsyncIterator[JobEvent]) -> JobEvent | None:
     return await anext(found, None)
 
 
-async def _close(found: AsyncIterator[JobEvent]) -> None:
-    await found.aclose()  # type: ignore[attr-defined]
+async def _close(found: AsyncGenerator[JobEvent, None]) -> None:
+    await found.aclose()

@@ -213,6 +213,7 @@ def test_several_jobs_are_watched_at_once_each_with_its_name(run: Run, service: 
     assert lines[3:] == ["a     completed", "long  failed"]
     service.jobs |= {"b": [status("b", "cancelled")], "c": [status("c", "completed")]}
     assert run("jobs", "watch", "b", "c")[0] == 2
+    assert run("jobs", "watch", "b", "long")[0] == 1
     assert run("jobs", "watch", "c")[0] == 0
     assert run("jobs", "watch", "c", "nobody") == (1, "", "trl-remote: job 'nobody' not found\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import re
 import signal
@@ -159,10 +160,9 @@ def test_errors_are_those_of_the_service(client: TrlClient, service: FakeService
 
 @pytest.mark.parametrize("breaks", [[], [2], [0, 3, 0, 1]])
 def test_events_arrive_once_each_however_often_the_stream_breaks(service: FakeService, breaks: list[int]) -> None:
-    service.events, service.breaks = EVENTS, [1, *breaks]
+    service.events, service.breaks = EVENTS, breaks
 
     async def collect() -> list[JobEvent]:
-        # The service's first answer must come; later ones are repeated.
         return [event async for event in AsyncTrlClient(service.url).events("one")]
 
     assert asyncio.run(collect()) == [JobEvent(*event) for event in EVENTS]
@@ -181,6 +181,25 @@ def test_events_that_are_not_read_to_their_end_leave_nothing(client: TrlClient, 
     assert isinstance(found, Iterator)
     assert next(found).id == "1-1"
     found.close()  # type: ignore[attr-defined]
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "TrlClient"]
+
+
+def test_a_stream_that_is_interrupted_between_two_events_leaves_nothing(
+    client: TrlClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.events, service.breaks = EVENTS, [2]
+    wait = asyncio.sleep
+
+    async def press_ctrl_c(seconds: float) -> None:
+        if seconds == 1.0:  # not aiohttp's own
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await wait(60)
+
+    monkeypatch.setattr(asyncio, "sleep", press_ctrl_c)  # before the stream is opened again
+    with pytest.raises(KeyboardInterrupt):
+        list(client.events("one"))
+    gc.collect()  # a connection that is not closed would be a warning, which is an error
     assert not [thread for thread in threading.enumerate() if thread.name == "TrlClient"]
 
 
