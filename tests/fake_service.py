@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl_remote import client
+from llama_stack_provider_trl_remote.cli import main as cli
 
 Json = dict[str, Any]
 
@@ -253,3 +257,21 @@ def _sha256(content: bytes) -> str:
 def ndjson(rows: list[Json]) -> bytes:
     """Rows as they are uploaded."""
     return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows).encode()
+
+
+Run = Callable[..., tuple[int, str, str]]
+"""Runs `trl-remote` with these words: exit status, output, errors."""
+
+
+def command_line(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`trl-remote` in this process, for a service; what fails is repeated without a pause."""
+    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+    monkeypatch.delenv("TRL_SERVICE_TOKEN", raising=False)
+    monkeypatch.setattr(client, "ServiceClient", functools.partial(client.ServiceClient, pauses=()))
+
+    def run(*words: object) -> tuple[int, str, str]:
+        exit_status = cli.main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return exit_status, captured.out, captured.err
+
+    return run

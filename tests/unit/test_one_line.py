@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl_remote import client
 from llama_stack_provider_trl_remote.cli import main as cli
-from tests.fake_service import FakeService, fake_service, progress, status
+from tests.fake_service import FakeService, Run, command_line, fake_service, progress, status
 
-Run = Callable[..., tuple[int, str, str]]
 SFT = [{"prompt": "Two and two?", "completion": "Four."}]
 DPO = [{"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}]
 FILES = {"model.safetensors": b"weights"}
@@ -29,17 +26,7 @@ def service() -> Iterator[FakeService]:
 
 @pytest.fixture
 def run(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `trl-remote` with these words; exit status, output, errors."""
-    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
-    monkeypatch.delenv("TRL_SERVICE_TOKEN", raising=False)
-    monkeypatch.setattr(client, "ServiceClient", functools.partial(client.ServiceClient, pauses=()))
-
-    def run(*words: object) -> tuple[int, str, str]:
-        exit_status = cli.main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return exit_status, captured.out, captured.err
-
-    return run
+    return command_line(service, monkeypatch, capsys)
 
 
 @pytest.fixture

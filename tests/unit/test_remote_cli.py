@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import json
 import os
@@ -11,21 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl_remote import client
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.cli.terminal import bar, duration, how_to_add_a_node, progress_line, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
 from llama_stack_provider_trl_remote.nodes import start
-from tests.fake_service import FakeService, fake_service, ndjson, progress, status
+from tests.fake_service import FakeService, Run, command_line, fake_service, ndjson, progress, status
 from tests.tiny import REPOSITORY
 
-Run = Callable[..., tuple[int, str, str]]
 ROWS = [{"prompt": "Zwei plus zwei?", "completion": "Vier."}, {"prompt": "你好", "completion": "Hallo"}]
 
 
@@ -37,17 +34,7 @@ def service() -> Iterator[FakeService]:
 
 @pytest.fixture
 def run(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `trl-remote` with these words; exit status, output, errors."""
-    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
-    monkeypatch.delenv("TRL_SERVICE_TOKEN", raising=False)
-    monkeypatch.setattr(client, "ServiceClient", functools.partial(client.ServiceClient, pauses=()))
-
-    def run(*words: object) -> tuple[int, str, str]:
-        exit_status = cli.main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return exit_status, captured.out, captured.err
-
-    return run
+    return command_line(service, monkeypatch, capsys)
 
 
 def test_help_names_every_command_and_needs_no_http_library() -> None:
