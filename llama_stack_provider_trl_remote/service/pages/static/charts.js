@@ -4,6 +4,8 @@ import { along, groups, smoothed } from "./curves.js";
 const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
 const CONFIG = { responsive: true, displayModeBar: false };
+// Plotly shows some tags of HTML in texts: a name is shown as it is.
+const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c"];
 
 export class Charts {
@@ -88,7 +90,7 @@ export class Charts {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
       const x = along(curve, this.axis.value);
-      const label = kind === "validation" ? `${name} (validation)` : name;
+      const label = plain(kind === "validation" ? `${name} (validation)` : name);
       const line = { width: 1.5 };
       if (name !== "loss" || kind === "validation") {
         const mode = kind === "validation" ? "lines+markers" : "lines";
@@ -108,7 +110,7 @@ export class Charts {
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
     const exponent = group.title === "Learning rate" ? { exponentformat: "e" } : {};
     return {
-      title: { text: group.title, font: { size: 14 } },
+      title: { text: plain(group.title), font: { size: 14 } },
       margin: { l: 55, r: 15, t: 40, b: 40 },
       height: 290,
       paper_bgcolor: "rgba(0,0,0,0)",
