@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,16 @@ def run(root: Path, spec: JobSpec, resume_from: Path | None = None, **changes: A
     paths = RunDir(root)
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=root, resume_from=resume_from).model_copy(update=changes)
     paths.spec.write_text(attempt.model_dump_json())
-    status = train.main(["train", str(paths.spec)])
-    return status, list(iter_events(paths.events))
+    return attempt_in_process(paths.spec), list(iter_events(paths.events))
+
+
+def attempt_in_process(spec: Path) -> int:
+    """Exit status of the training program, called here; the umask that it sets for itself stays out of other tests."""
+    os.umask(umask := os.umask(0o077))
+    try:
+        return train.main(["train", str(spec)])
+    finally:
+        os.umask(umask)
 
 
 def of_kind[E](events: Iterable[Event], kind: type[E]) -> list[E]:

@@ -20,7 +20,6 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
-from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -123,15 +122,8 @@ def test_a_best_checkpoint_that_is_gone_is_reported_and_the_last_weights_are_kep
     run(tmp_path, spec)
     (tmp_path / "events.jsonl").unlink()
     shutil.rmtree(spec.checkpoint_dir / "checkpoint-3")
-    from llama_stack_provider_trl.recipes import train
-    from llama_stack_provider_trl.specs.events import iter_events
-    from llama_stack_provider_trl.specs.job import AttemptSpec
-
-    paths = RunDir(tmp_path)
-    attempt = AttemptSpec(job=spec, attempt=1, run_dir=tmp_path, resume_from=spec.checkpoint_dir / "checkpoint-4")
-    paths.spec.write_text(attempt.model_dump_json())
-    assert train.main(["train", str(paths.spec)]) == 0
-    events = list(iter_events(paths.events))
+    status, events = run(tmp_path, spec, spec.checkpoint_dir / "checkpoint-4")
+    assert status == 0
     assert saved(events) == [("final", 6)]
     assert "checkpoint-3, the best by eval_loss" in of_kind(events, Warned)[-1].message
     assert "is gone: final is the last step" in of_kind(events, Warned)[-1].message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.recipes import preflight, train
+from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.preflight import histogram, plan_steps
@@ -24,7 +24,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, SFT_ROWS, attempt_in_process, job_spec, of_kind, run
 
 pytestmark = pytest.mark.process
 
@@ -35,7 +35,7 @@ def ask(root: Path, spec: JobSpec, **requested: Any) -> list[Event]:
     paths.root.mkdir()
     wanted = PreflightSpec(**{"device": "cpu", **requested})
     paths.spec.write_text(AttemptSpec(job=spec, attempt=1, run_dir=paths.root, preflight=wanted).model_dump_json())
-    train.main(["train", str(paths.spec)])
+    attempt_in_process(paths.spec)
     return list(iter_events(paths.events))
 
 

@@ -1,0 +1,22 @@
+"""What no test may leave behind for the tests after it in the same process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def umask_and_working_directory_are_kept() -> Iterator[None]:
+    """A process has one of each, so one test could make the modes or paths of all that follow wrong."""
+    before = _umask(), Path.cwd()
+    yield
+    assert (_umask(), Path.cwd()) == before, "this test has changed the umask or working directory of the process"
+
+
+def _umask() -> int:
+    os.umask(umask := os.umask(0o077))
+    return umask
