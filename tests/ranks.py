@@ -51,6 +51,7 @@ class Ranks:
         constants: Mapping[str, Any] | None = None,
         elsewhere: Sequence[AttemptSpec] = (),
         counted: str = "",
+        estimates: bool = False,
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
 
@@ -64,7 +65,11 @@ class Ranks:
             elsewhere: the specs of nodes beyond the first: the same attempt, at their own paths.
             counted: a function of torch, such as `distributed.barrier`; `calls` in the run directory gets a line for
                 each call of it on rank 0.
+            estimates: whether the ranks estimate their memory first, which takes as long as all else that a tiny job
+                does; the tests of estimates are `test_memory` and `test_preflight`.
         """
+        if not estimates:
+            spec = spec.model_copy(update={"preflight": "off"})
         run_dir.mkdir(parents=True)
         paths = RunDir(run_dir)
         prepare(paths)
@@ -137,8 +142,11 @@ def _free_port() -> int:
 
 
 def main() -> None:
+    from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
+
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
+    from llama_stack_provider_trl.recipes import session  # noqa: F401
+    from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
 
     warm.fill_caches()
     for line in sys.stdin:
