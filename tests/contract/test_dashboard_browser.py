@@ -16,7 +16,7 @@ from tests.security.guarded import Guarded
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 
-PAGES = ("/", "/jobs/dpo", "/jobs/dpo/logs", "/jobs/dpo/checkpoints/final", "/jobs/nobody")
+PAGES = ("/", "/jobs/dpo", "/jobs/dpo/logs", "/jobs/dpo/checkpoints/final", "/jobs/nobody", "/nodes")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,20 @@ pytestmark = pytest.mark.contract
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 WAITS = ("scheduled", "launching")
 """States of a job whose device is locked."""
-FORMS = ("/logout", *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")))
-PAGES = ("/", "/jobs/ended", "/jobs/ended/logs", "/jobs/ended/checkpoints/final", "/jobs/waiting", "/jobs/hostile")
+FORMS = (
+    "/logout",
+    *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
+    "/nodes/mine/uncordon",
+)
+PAGES = (
+    "/",
+    "/jobs/ended",
+    "/jobs/ended/logs",
+    "/jobs/ended/checkpoints/final",
+    "/jobs/waiting",
+    "/jobs/hostile",
+    "/nodes",
+)
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +241,30 @@ def test_pause_resume_and_cancel_work_as_forms_and_are_recorded_under_the_name_o
     assert conflict.status_code == 409
     assert "only a job that has not ended can be cancelled" in conflict.text
     assert admin.send("/jobs/nobody/cancel", form_token=token).status_code == 404
+
+
+def test_an_admin_cordons_and_drains_nodes_and_other_roles_see_why_they_take_no_jobs(
+    admin: Browser, service: Guarded
+) -> None:
+    def state() -> str:
+        return str(service.get("/nodes/mine").json()["state"])
+
+    token = admin.form_token("/nodes")
+    for action, expected in (("uncordon", "open"), ("drain", "draining"), ("uncordon", "open"), ("cordon", "cordoned")):
+        answer = admin.send(f"/nodes/mine/{action}", form_token=token)
+        assert (answer.status_code, answer.headers["Location"]) == (303, "/nodes")
+        poll(
+            lambda expected=expected: "silent" in state() or state() == expected, f"the node is {expected}", timeout=20
+        )
+    assert admin.send("/nodes/nobody/cordon", form_token=token).status_code == 404
+    assert admin.send("/nodes/mine/remove", form_token=token).status_code == 400
+    assert "/nodes/mine/" in admin.get("/nodes").text
+    reader = Browser(service)
+    reader.login("submit")
+    page = reader.get("/nodes").text
+    assert re.search(r"no</span>: (cordoned|silent since)", page)
+    assert "/nodes/mine/" not in page
+    assert reader.send("/nodes/mine/uncordon", form_token=reader.form_token()).status_code == 403
 
 
 def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin: Browser) -> None:
