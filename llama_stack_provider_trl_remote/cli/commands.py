@@ -22,6 +22,7 @@ from ..request_files import read_request
 from ..row_files import register_rows, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
 from . import one_line
+from .preview import preview
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
 
@@ -220,6 +221,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "pull"): pull_checkpoint,
     ("datasets", "add"): add_dataset,
     ("datasets", "list"): list_datasets,
+    ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
     ("nodes", "show"): show_node,
     ("nodes", "cordon"): change_node,

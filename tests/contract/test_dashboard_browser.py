@@ -13,10 +13,11 @@ from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, poll
 from tests.security.guarded import Guarded
+from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 
-PAGES = ("/", "/jobs/dpo", "/jobs/dpo/logs", "/jobs/dpo/checkpoints/final", "/jobs/nobody", "/nodes")
+PAGES = ("/", "/jobs/dpo", "/jobs/dpo/logs", "/jobs/dpo/checkpoints/final", "/jobs/nobody", "/nodes", "/data")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,23 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     window.login("admin")
     window.open("/jobs/dpo")
     assert window.page.locator("text=Delete").count() == 1
+
+
+def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
+    window.login("submit")
+    window.page.click("nav >> text=Data")
+    window.page.fill("#dataset", "pairs")
+    window.page.fill("#model", str(tiny_model()))
+    window.page.select_option("#method", "dpo")
+    window.page.fill("#max_seq_length", "30")
+    window.page.click("main button")
+    window.page.wait_for_selector("article", timeout=30_000)
+    assert window.page.locator("article").count() == 10
+    assert window.page.inner_text("article h4 >> nth=0") == "prompt"
+    assert window.page.locator("article >> nth=0").locator(".t.loss").count() > 0
+    assert window.page.locator("article >> nth=0").locator(".t.cut").count() > 0
+    assert window.page.input_value("#max_seq_length") == "30"
+    assert window.faults() == []
 
 
 def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(

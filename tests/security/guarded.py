@@ -120,6 +120,7 @@ BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
+    "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},
     "POST /datasets": {
         "dataset_id": "new",

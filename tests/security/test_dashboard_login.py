@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import pytest
 import requests
+from markupsafe import escape
 
 from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
@@ -17,6 +18,7 @@ from llama_stack_provider_trl.specs.events import Reason
 from tests.contract.stack import poll
 from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded, guarded_service
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
 
@@ -27,6 +29,7 @@ FORMS = (
     "/logout",
     *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
     "/nodes/mine/uncordon",
+    "/data",
 )
 PAGES = (
     "/",
@@ -283,8 +286,6 @@ def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin:
 
 
 def escaped() -> str:
-    from markupsafe import escape
-
     return str(escape(HOSTILE))
 
 
@@ -305,6 +306,31 @@ def test_html_in_what_a_reader_sends_is_shown_as_text(admin: Browser) -> None:
         assert "<script>alert" not in answer.text
         assert "<img" not in answer.text
     assert escaped() in admin.get(f"/?search={text}").text
+
+
+def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_form(
+    admin: Browser, service: Guarded
+) -> None:
+    rows = [{"prompt": HOSTILE, "completion": HOSTILE}]
+    dataset, model = service.register(HOSTILE[:20], rows), str(tiny_model())
+    fields = {"form_token": admin.form_token("/data"), "dataset": dataset, "model": model, "method": "sft"}
+    answer = admin.send("/data", **fields)
+    assert answer.status_code == 200, answer.text
+    for page in (answer.text, admin.get("/data").text):
+        assert "<script>alert" not in page
+        assert "<img" not in page
+        assert str(escape(dataset)) in page
+    assert '<span class="t loss' in answer.text
+    for wrong, named in (
+        ({"dataset": "<b>none"}, "&lt;b&gt;none"),
+        ({"rows": "101"}, "rows"),
+        ({"max_seq_length": "many"}, "max_seq_length"),
+        ({"model": "no/such"}, "no/such"),
+    ):
+        refused = admin.send("/data", **{**fields, **wrong})
+        assert 400 <= refused.status_code < 500, wrong
+        assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
+        assert "<b>" not in refused.text
 
 
 def test_files_of_the_dashboard_are_no_others(browser: Browser) -> None:
