@@ -17,7 +17,16 @@ from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 
-PAGES = ("/", "/jobs/dpo", "/jobs/dpo/logs", "/jobs/dpo/checkpoints/final", "/jobs/nobody", "/nodes", "/data")
+PAGES = (
+    "/",
+    "/jobs/dpo",
+    "/jobs/dpo/logs",
+    "/jobs/dpo/checkpoints/final",
+    "/jobs/nobody",
+    "/nodes",
+    "/data",
+    "/compare?job=dpo&job=alive",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +117,23 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     assert window.page.locator("text=Delete").count() == 1
 
 
+def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window) -> None:
+    window.login("submit")
+    for job in ("alive", "dpo"):
+        window.page.check(f"input[value={job}]")
+    window.page.click("text=Compare those that are ticked")
+    window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+    charts = (
+        "[...document.querySelectorAll('.chart')].map((one) => [one.layout.title.text, one.data.map((x) => x.name)])"
+    )
+    titles = poll(lambda: dict(window.page.evaluate(charts)), "charts are drawn", timeout=10)
+    assert set(titles["loss"]) == {"alive", "dpo"}
+    assert titles["rewards/margins"] == ["dpo"]
+    window.page.select_option("#axis", "epoch")
+    assert "job=dpo&job=alive" in window.page.url
+    assert "learning_rate" in window.page.inner_text("[aria-label='Settings that differ']")
+
+
 def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     window.login("submit")
     window.page.click("nav >> text=Data")
@@ -134,7 +160,7 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
     for path in PAGES:
         window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
-        if path == "/jobs/dpo":
+        if path == "/jobs/dpo" or "compare" in path:
             window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
         for scheme in ("light", "dark"):
             window.page.emulate_media(color_scheme=scheme)

@@ -38,11 +38,15 @@ export class Parts {
 
 const REACHED_BY_KEYS = "a, button, input, select, summary, textarea, [tabindex]";
 
-// Who uses the keyboard stays where they are.
+// Who uses the keyboard stays where they are, and what was ticked stays ticked.
 export function replacePart(old, part) {
   if (!old || !part || old.isEqualNode(part)) return;
   const before = [...old.querySelectorAll(REACHED_BY_KEYS)];
   const at = before.indexOf(document.activeElement);
+  for (const box of old.querySelectorAll("input[type=checkbox]:checked")) {
+    const same = part.querySelector(`input[name="${CSS.escape(box.name)}"][value="${CSS.escape(box.value)}"]`);
+    if (same) same.checked = true;
+  }
   old.replaceWith(part);
   const found = [...part.querySelectorAll(REACHED_BY_KEYS)][at];
   if (at >= 0 && found?.tagName === before[at].tagName) found.focus({ preventScroll: true });
