@@ -14,7 +14,7 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
-from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, node_pages
+from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
 from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
@@ -53,7 +53,10 @@ def make_app(service: Service) -> FastAPI:
         _include(app, service_router, prefix)
     for router in (
         pages,
-        *(each.router for each in (assets, login, list_pages, job_pages, node_pages, data_pages, compare_pages)),
+        *(
+            each.router
+            for each in (assets, login, list_pages, job_pages, node_pages, data_pages, compare_pages, new_job_pages)
+        ),
     ):
         _include(app, router, "")
     app.router.default = _unknown_path

@@ -134,6 +134,27 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     assert "learning_rate" in window.page.inner_text("[aria-label='Settings that differ']")
 
 
+def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window, service: Guarded) -> None:
+    window.login("submit")
+    window.page.click("nav >> text=New job")
+    window.page.fill("#job input[name=job]", "by-form")
+    window.page.fill("#model", str(tiny_model()))
+    window.page.fill("#dataset", "questions")
+    window.page.fill("#epochs", "2")
+    window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
+    assert "80 = 2 x 40" in window.page.inner_text("#answer")
+    assert '"n_epochs": 2' in window.page.inner_text("#same")
+    window.page.fill("#max_seq_length", "1")
+    window.page.wait_for_selector("#answer [role=alert]", timeout=60_000)
+    assert "max_seq_length" in window.page.inner_text("#answer [role=alert]")
+    assert window.faults() == []
+    window.page.fill("#max_seq_length", "64")
+    window.page.fill("#epochs", "1")
+    window.page.click("text=Queue the job")
+    window.page.wait_for_selector("h1:has-text('by-form')")
+    service.wait("by-form", "completed")
+
+
 def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     window.login("submit")
     window.page.click("nav >> text=Data")

@@ -29,7 +29,7 @@ FORMS = (
     "/logout",
     *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
     "/nodes/mine/uncordon",
-    "/data",
+    *("/data", "/new", "/new/check"),
 )
 PAGES = (
     "/",
@@ -331,6 +331,33 @@ def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_for
         assert 400 <= refused.status_code < 500, wrong
         assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
         assert "<b>" not in refused.text
+
+
+def test_a_job_is_queued_by_its_form_and_what_is_wrong_is_named_beside_it(browser: Browser, service: Guarded) -> None:
+    limited = service.post("/tokens", {"name": "limited", "max_queued_jobs": 1, "priorities": ["low"]}).json()["token"]
+    assert browser.send("/login", token=limited).status_code == 303
+    fields = {"form_token": browser.form_token("/new"), "dataset": "questions", "model": str(tiny_model())}
+    fields |= {"method": "sft", "batch_size": "2", "lora_rank": "4", "priority": "low"}
+    queued = browser.send("/new", **fields, job="by-form")
+    assert (queued.status_code, queued.headers.get("Location")) == (303, "/jobs/by-form"), queued.text
+    assert browser.send("/new", **fields, job="by-form").status_code == 303
+    status = service.status("by-form")["resources_allocated"]
+    assert status["created_by"] == "limited"
+    assert status["effective_config"]["lora"]["alpha"] == 8
+    for wrong, code, named in (
+        ({"job": "by-form", "batch_size": "3"}, 409, "by-form"),
+        ({"job": "other"}, 429, "limited"),
+        ({"job": "other", "priority": "high"}, 400, "priority"),
+        ({"job": HOSTILE}, 400, "job_uuid"),
+        ({"job": ""}, 400, "job_uuid is missing"),
+        ({"job": "other", "epochs": "many"}, 400, "n_epochs"),
+        ({"job": "other", "dataset": "none"}, 400, "none"),
+    ):
+        refused = browser.send("/new", **{**fields, **wrong})
+        assert refused.status_code == code, (wrong, refused.text)
+        assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
+        assert "<script>alert" not in refused.text
+    assert service.post("/post-training/jobs/by-form/cancel").ok
 
 
 def test_files_of_the_dashboard_are_no_others(browser: Browser) -> None:

@@ -35,7 +35,7 @@ async def preview_page(request: Request, service: Context, caller: CurrentCaller
     status = 200
     try:
         window = {"first_row": fields.get("first_row") or 0, "rows": fields.get("rows") or 10}
-        body = {**job_of(fields), "algorithm": fields.get("method") or "sft", **window}
+        body = {**job_of({**fields, "batch_size": "1"}), "algorithm": fields.get("method") or "sft", **window}
         found = await service.preview(validated(PreviewBody, body))
         shown = [(row, parts_of(row)) for row in found.rows]
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows)}

@@ -1,7 +1,9 @@
-"""Bodies of jobs from the fields of a form. Pure functions, but for what a model validates."""
+"""Bodies of jobs from the fields of a form, and the same jobs for other clients. Pure functions."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +25,8 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     is_dpo = fields.get("method") == "dpo"
     data = {
         "dataset_id": fields.get("dataset", ""),
-        "batch_size": _number(fields.get("batch_size") or "1", int),
         "shuffle": True,
+        **_given(fields, ("batch_size", "batch_size", int)),
         **_given(fields, ("validation_dataset", "validation_dataset_id", str)),
     }
     if not is_dpo:
@@ -50,6 +52,23 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
+def same_job(body: Mapping[str, Any], url: str) -> dict[str, str]:
+    """The job of a body as JSON, and as commands for a shell.
+
+    Args:
+        url: of the service.
+    """
+    as_json, call = shlex.quote(json.dumps(body, ensure_ascii=False)), "supervised-fine-tune"
+    if (body.get("algorithm_config") or {}).get("type") == "dpo":
+        call = "preference-optimize"
+    headers = """-H "Authorization: Bearer $TRL_SERVICE_TOKEN" -H 'Content-Type: application/json'"""
+    return {
+        "json": json.dumps(body, indent=2, ensure_ascii=False),
+        "curl": f"curl {headers} -d {as_json} {shlex.quote(f'{url}/v1/post-training/{call}')}",
+        "trl_remote": f"printf %s {as_json} | trl-remote run - --url {shlex.quote(url)}",
+    }
+
+
 def validated[Body: BaseModel](kind: type[Body], body: Mapping[str, Any]) -> Body:
     """The body as its model. Raises RequestValidationError, as a call with this body does."""
     try:
@@ -63,9 +82,13 @@ def _lora(fields: Mapping[str, str]) -> dict[str, Any] | None:
     if not fields.get("lora_rank"):
         return None
     rank = _number(fields["lora_rank"], int)
-    alpha = _number(fields["lora_alpha"], int) if fields.get("lora_alpha") else rank
+    alpha = _number(fields["lora_alpha"], int) if fields.get("lora_alpha") else _twice(rank)
     modules = {"lora_attn_modules": [*LORA_MODULES], "apply_lora_to_mlp": True}
     return {"type": "LoRA", **modules, "rank": rank, "alpha": alpha}
+
+
+def _twice(rank: Any) -> Any:
+    return 2 * rank if isinstance(rank, int) else rank
 
 
 def _given(fields: Mapping[str, str], *names: tuple[str, str, type]) -> dict[str, Any]:

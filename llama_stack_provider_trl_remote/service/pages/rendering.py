@@ -34,7 +34,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_NAVIGATION = (("/", "Jobs"), ("/compare", "Compare"), ("/nodes", "Nodes"), ("/data", "Data"))
+_NAVIGATION = (("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/nodes", "Nodes"), ("/data", "Data"))
 """The pages to which each page has a link: address, text."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "
