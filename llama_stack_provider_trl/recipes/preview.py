@@ -173,7 +173,8 @@ def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Tex
     if row.dropped:
         outcome, reason = "dropped", row.dropped
     elif lost:
-        outcome, reason = "cut", f"{lost} tokens do not fit into max_seq_length={counter.limit}"
+        found = "1 token does" if lost == 1 else f"{lost} tokens do"
+        outcome, reason = "cut", f"{found} not fit into max_seq_length={counter.limit}"
     return PreviewedRow(
         row=number,
         tokens=len(kept),

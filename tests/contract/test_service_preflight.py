@@ -145,6 +145,6 @@ def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].startswith("row 0: 25 tokens, cut: 1 tokens do not fit into max_seq_length=24")
+    assert lines[1].startswith("row 0: 25 tokens, cut: 1 token does not fit into max_seq_length=24")
     assert [line[2] for line in lines[2:5]] == [" ", "+", "x"]
     assert "8 trained, 7 of them cut to 24 tokens" in done.stdout

@@ -128,7 +128,7 @@ export class Charts {
       font: { color: text, family: "system-ui, sans-serif" },
       colorway: COLORS,
       xaxis: { ...axis, title: { text: this.axis.value === "time" ? "time (UTC)" : this.axis.value } },
-      yaxis: { ...axis, ...exponent },
+      yaxis: { ...axis, ...exponent, automargin: true },
       legend: { orientation: "h", y: -0.25 },
       shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],
       uirevision: this.axis.value, // a zoom outlives new points
