@@ -117,6 +117,17 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     assert window.page.locator("text=Delete").count() == 1
 
 
+def test_what_is_ticked_and_has_the_focus_stays_so_when_the_list_is_replaced(window: Window) -> None:
+    window.login("submit")
+    window.page.check("input[value=dpo]")
+    window.page.focus("input[value=dpo]")
+    window.page.evaluate("document.querySelector('#list p').textContent = 'old'")
+    window.page.evaluate("import('/static/parts.js').then((found) => new found.Parts(['list']).fetch())")
+    assert window.page.inner_text("#list p >> nth=0") != "old"
+    assert window.page.is_checked("input[value=dpo]")
+    assert window.page.evaluate("document.activeElement.value") == "dpo"
+
+
 def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window) -> None:
     window.login("submit")
     for job in ("alive", "dpo"):
