@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from ..client import PREVIEW, ServiceClient
+from ..client import ServiceClient
+from ..trl_client import preview_request
 from .one_line import model_at
 from .terminal import emit
 
@@ -17,7 +18,7 @@ _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 
 async def preview(client: ServiceClient, options: Namespace) -> int:
     """Print rows of a dataset: their tokens, the loss, what is cut or dropped."""
-    found = await client.submit(PREVIEW, _body(client, options))
+    found = await preview_request(client, _body(client, options), options.method)
     emit(options, found, "\n".join(_lines(found)))
     return 0
 
@@ -29,7 +30,6 @@ def _body(client: ServiceClient, options: Namespace) -> dict[str, Any]:
     given = {"max_seq_length": options.max_seq_length, "truncation_side": options.truncation_side}
     return {
         "model": model_at(options.model, client.url),
-        "algorithm": options.method,
         **({"algorithm_config": {"type": "dpo"}} if options.method == "dpo" else {}),
         "training_config": {"n_epochs": 1, "data_config": {name: value for name, value in data.items() if value}},
         "provider_options": {name: value for name, value in given.items() if value is not None},

@@ -88,11 +88,12 @@ class Window:
         self.page.click("main button")
         self.page.wait_for_selector("h1:has-text('Jobs')")
 
-    def faults(self) -> list[str]:
-        """What is seriously wrong with the accessibility of the page, as axe finds it."""
+    def faults(self, *rules: str) -> list[str]:
+        """What is seriously wrong with the accessibility of the page, as axe finds it; by these rules, or all."""
         from axe_playwright_python.sync_playwright import Axe
 
-        found = Axe().run(self.page).response["violations"]
+        only = {"runOnly": {"type": "rule", "values": list(rules)}} if rules else {}
+        found = Axe().run(self.page, options={"resultTypes": ["violations"], **only}).response["violations"]
         return [
             f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
             for one in found

@@ -14,6 +14,7 @@ import pytest
 
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote import TrlClient
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT, Json, poll
@@ -134,6 +135,7 @@ def test_a_preview_shows_rows_as_they_are_trained_and_queues_nothing(service: Tr
     assert [*found["rows"][0]["parts"]] == ["prompt", "chosen", "rejected"]
     assert service.get(JOBS).json()["data"] == before
     assert not list((service.data_dir / "preflights").iterdir())
+    assert TrlClient(service.url).preview(promised("any", "pairs"), first_row=2, rows=3) == found
     assert "first_row" in refusal(service.post(PREVIEW, {**sft("any", "questions"), "first_row": 8}))
     assert "rows" in refusal(service.post(PREVIEW, {**sft("any", "questions"), "rows": 101}))
     assert "no-such" in refusal(service.post(PREVIEW, sft("any", "no-such")))
