@@ -35,6 +35,7 @@ from llama_stack_provider_trl.system.files import Blob
 JOBS = "/v1/post-training/jobs"
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFLIGHT = "/v1/post-training/preflight"
+PREVIEW = "/v1/post-training/preview"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
 """Lowest speed of an upload, in bytes per second."""

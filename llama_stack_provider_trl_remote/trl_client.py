@@ -25,7 +25,16 @@ from typing import Any, Literal
 
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 
-from .client import JOBS, PREFERENCE_OPTIMIZE, PREFLIGHT, SUPERVISED_FINE_TUNE, ServiceClient, Timeouts, job_path
+from .client import (
+    JOBS,
+    PREFERENCE_OPTIMIZE,
+    PREFLIGHT,
+    PREVIEW,
+    SUPERVISED_FINE_TUNE,
+    ServiceClient,
+    Timeouts,
+    job_path,
+)
 from .config import DEFAULT_URL, checked_token, checked_url
 from .follow import JobEvent, Note, events, statuses
 from .plots.curves import LOSS, SMOOTHING, Axis, curves_of
@@ -90,6 +99,18 @@ class AsyncTrlClient:
     async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """What a job would do, and whether it fits (`fits`). Queues nothing."""
         return await preflight_request(self._preflights, job, algorithm)
+
+    async def preview(
+        self, job: Mapping[str, Any], algorithm: Algorithm | None = None, *, first_row: int = 0, rows: int = 10
+    ) -> Json:
+        """Rows of a job's dataset as they would be trained. Queues nothing.
+
+        Args:
+            first_row: counted from 0.
+            rows: 1 to 100.
+        """
+        body = {**job, "first_row": first_row, "rows": rows}
+        return await preview_request(self._preflights, body, algorithm)
 
     async def status(self, job_uuid: str) -> Json:
         """The whole status of a job."""
@@ -223,6 +244,12 @@ class TrlClient:
         """As `AsyncTrlClient.preflight`."""
         return _run(self._client.preflight(job, algorithm))
 
+    def preview(
+        self, job: Mapping[str, Any], algorithm: Algorithm | None = None, *, first_row: int = 0, rows: int = 10
+    ) -> Json:
+        """As `AsyncTrlClient.preview`."""
+        return _run(self._client.preview(job, algorithm, first_row=first_row, rows=rows))
+
     def status(self, job_uuid: str) -> Json:
         """As `AsyncTrlClient.status`."""
         return _run(self._client.status(job_uuid))
@@ -294,6 +321,11 @@ async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorit
 async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
     """POST a job for a preflight; the service's answer."""
     return dict(await service.submit(PREFLIGHT, {**job, "algorithm": algorithm or algorithm_of(job)}))
+
+
+async def preview_request(service: ServiceClient, body: Mapping[str, Any], algorithm: str | None = None) -> Json:
+    """POST a job for a preview of its rows; the service's answer."""
+    return dict(await service.submit(PREVIEW, {**body, "algorithm": algorithm or algorithm_of(body)}))
 
 
 async def list_jobs(service: ServiceClient, status: str | None = None) -> AsyncIterator[Json]:

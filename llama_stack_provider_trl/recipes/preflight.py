@@ -15,11 +15,12 @@ from datasets import Dataset
 
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
-from ..specs.job import AttemptSpec, JobSpec, PreflightSpec
+from ..specs.job import AttemptSpec, JobSpec
+from ..specs.preflight import PreflightSpec
 from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
-from .data.lengths import lengths_before_packing, row_lengths
+from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.prepare import DataReport
 from .data.prepared import Preparation
 from .data.sampling import BatchPlan, EpochSampler
@@ -33,6 +34,7 @@ from .memory.proposals import Capacity, batch_fields, nearest
 from .memory.trace import Batch, trace
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_tokenizer, within_positions
+from .preview import preview
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,6 @@ def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
     rows = batch.sequences // (2 if spec.algorithm == "dpo" else 1)
     groups, scored = largest_groups(dataset, rows)
     return replace(batch, groups=groups, scored=scored)
-
-
-def histogram(lengths: torch.Tensor | Sequence[int]) -> list[dict[str, int]]:
-    """Rows by length, in powers of two: those of more than `up_to` / 2 tokens and at most `up_to`."""
-    counts: dict[int, int] = {}
-    for length, rows in zip(*torch.as_tensor(lengths).unique(return_counts=True), strict=True):
-        up_to = 1 << max(0, int(length) - 1).bit_length()
-        counts[up_to] = counts.get(up_to, 0) + int(rows)
-    return [{"up_to": up_to, "rows": counts[up_to]} for up_to in sorted(counts)]
 
 
 def device_limit(device: torch.device, ranks: int) -> int:
@@ -223,6 +216,8 @@ def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 
 def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> None:
+    if request.preview:
+        return preview(spec, request.preview, writer)
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     prepared = Preparation(spec, load_tokenizer(spec.source), writer, spec.dataset).rows(spec.dataset)

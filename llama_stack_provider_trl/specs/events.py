@@ -195,6 +195,40 @@ class Preflighted(_Event):
     warnings: Annotated[list[Message], Field(max_length=1000)]
 
 
+class PreviewedRow(BaseModel):
+    """A row, or a pair, as it is trained: one id, text and mark per token, of which the last ones may be left out."""
+
+    model_config = ConfigDict(frozen=True)
+
+    row: Count
+    tokens: Count
+    """Before the cut; of a pair, all of prompt, chosen and rejected."""
+    outcome: Literal["trained", "cut", "dropped"]
+    reason: Message = ""
+    """Why it is cut or dropped."""
+    parts: dict[Name, Count]
+    """Tokens of each part, in their order: `sequence`, or `prompt`, `chosen` and `rejected`."""
+    ids: Annotated[list[Annotated[int, Field(ge=-1, le=2**31)]], Field(max_length=10_000)]
+    texts: Annotated[list[Annotated[str, _cut(64)]], Field(max_length=10_000)]
+    trained: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
+    """1: the loss covers the token."""
+    kept: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
+    """0: the token is cut, or its row dropped."""
+    special: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
+    """1: a special token of the tokenizer."""
+
+
+class Previewed(_Event):
+    """Rows as they are trained."""
+
+    type: Literal["preview"] = "preview"
+    max_seq_length: Count
+    data: Tree
+    """Counts of the rows that were read, and a histogram of their lengths before the cut."""
+    rows: Annotated[list[PreviewedRow], Field(max_length=100)]
+    warnings: Annotated[list[Message], Field(max_length=1000)]
+
+
 class ProgressValues(BaseModel):
     """What the status shows of the last metric point, under these names: the only list of them.
 
@@ -310,6 +344,7 @@ Event = Annotated[
     | Prepared
     | Warned
     | Preflighted
+    | Previewed
     | Progress
     | Evaluated
     | CheckpointSaved

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+from .preflight import PreflightSpec
 
 Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -399,31 +400,6 @@ class JobSpec(_Frozen):
 
 ROWS = tuple(name for name, field in JobSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))
 """Fields of a JobSpec that name rows."""
-
-
-class PreflightSpec(_Frozen):
-    """The devices that the job would get, for a preflight, which runs on none of them."""
-
-    device: Literal["cpu", "cuda", "mps"]
-    memory_bytes: int | None = Field(None, gt=0)
-    """Of each device; None: this machine's memory, shared by the job's ranks."""
-    machine_memory_bytes: int | None = Field(None, gt=0)
-    """CPU memory of each machine with such devices; None: unknown for GPUs, else this machine's."""
-    max_ranks: int = Field(1, gt=0)
-    """The most that the job could ask for."""
-    free_bytes: int | None = Field(None, ge=0)
-    """Free on the disk of the job's checkpoints, which an isolated process does not see; None: not measured yet."""
-    own_memory_bytes: int | None = Field(None, gt=0)
-    """What the preflight's own process may allocate besides its libraries; None: no limit."""
-
-    @property
-    def too_much_memory(self) -> str:
-        """The error message of a preflight that exceeded this limit."""
-        return (
-            f"the preflight takes more than {(self.own_memory_bytes or 0) >> 20} MiB of memory (preflight_memory_mb "
-            "of the service) for the rows and the model's chat template: try it with fewer or shorter rows, and check "
-            "the template"
-        )
 
 
 class AttemptSpec(_Frozen):

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..client import ServiceClient, job_path
+from ..nodes.joining import how_to_add_a_node
 from ..plots.curves import LOSS, curves_of
 from ..plots.files import check_output, write_plot
 from ..plots.points import fetch_points, newest_job, stored_points
@@ -21,7 +22,8 @@ from ..request_files import read_request
 from ..row_files import register_rows, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
 from . import one_line
-from .terminal import audit_line, emit, how_to_add_a_node, job_line, preflight_lines, progress_line, table, token_row
+from .preview import preview
+from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
@@ -219,6 +221,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "pull"): pull_checkpoint,
     ("datasets", "add"): add_dataset,
     ("datasets", "list"): list_datasets,
+    ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
     ("nodes", "show"): show_node,
     ("nodes", "cordon"): change_node,

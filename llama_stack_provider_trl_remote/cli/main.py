@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if is_agent:
         return _agent(url, options, {**os.environ, **tokens})
-    timeouts = PREFLIGHT_TIMEOUTS if options.command == "preflight" else Timeouts()
+    timeouts = PREFLIGHT_TIMEOUTS if options.command in ("preflight", "preview") else Timeouts()
     client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
 
@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
-    _datasets(groups.add_parser("datasets", help="add, list"))
+    _datasets(groups.add_parser("datasets", help="add, list, preview"))
     _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
@@ -326,6 +326,18 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     add.add_argument("file", metavar="FILE", help=".jsonl, .json (a list of objects) or .csv")
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
     _at_service(commands.add_parser("list", help="one line per dataset"))
+    preview = _at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
+    preview.add_argument("dataset_id", metavar="ID", help="of datasets list")
+    preview.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")
+    preview.add_argument("--method", choices=("sft", "dpo"), default="sft", help="(sft)")
+    preview.add_argument("--first-row", type=_number, default=0, metavar="N", help="counted from 0 (0)")
+    preview.add_argument("--rows", type=int, default=10, metavar="N", help="1 to 100 (10)")
+    preview.add_argument("--max-seq-length", type=int, metavar="N", help="tokens (as the service sets)")
+    preview.add_argument(
+        "--truncation-side", choices=("right", "left"), help="longer rows lose their end, or beginning"
+    )
+    preview.add_argument("--data-format", choices=("instruct", "dialog"), help="of SFT rows (by their columns)")
+    preview.add_argument("--train-on-input", action="store_true", help="the loss covers every token (SFT)")
 
 
 def _tokens(group: argparse.ArgumentParser) -> None:

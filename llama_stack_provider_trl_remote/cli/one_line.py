@@ -33,7 +33,7 @@ _LIKE_A_PATH = ("/", "./", "../", "~")
 async def train(client: ServiceClient, options: Namespace) -> int:
     """Upload rows, submit a job for them, follow it, and pull its result."""
     _check_pull(options)
-    model = _model(options.model, client.url)
+    model = model_at(options.model, client.url)
     with ExitStack() as files:
         files_given = [Path(file) for file in (options.data, options.eval_data) if file is not None]
         blobs = [await asyncio.to_thread(files.enter_context, stored_rows(file)) for file in files_given]
@@ -159,7 +159,7 @@ def _check_pull(options: Namespace) -> None:
         raise InvalidRequest("--pull", options.pull, "it exists already: name a new directory.")
 
 
-def _model(name: str, url: str) -> str:
+def model_at(name: str, url: str) -> str:
     """The model as the service finds it: a path of this machine is absolute, where the service is on it."""
     if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
         return name

@@ -14,7 +14,7 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
-from .pages import assets, job_pages, list_pages, login
+from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
 from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
@@ -51,7 +51,13 @@ def make_app(service: Service) -> FastAPI:
     _include(app, tokens.audit, "/v1", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
-    for router in (pages, assets.router, login.router, list_pages.router, job_pages.router):
+    for router in (
+        pages,
+        *(
+            each.router
+            for each in (assets, login, list_pages, job_pages, node_pages, data_pages, compare_pages, new_job_pages)
+        ),
+    ):
         _include(app, router, "")
     app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}

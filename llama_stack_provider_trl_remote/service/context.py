@@ -39,7 +39,8 @@ from llama_stack_provider_trl.requests.bodies import (
     request_digest,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
+from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
@@ -52,6 +53,7 @@ from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
+from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
@@ -186,18 +188,30 @@ class Service:
 
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
-        requested = body.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"job_uuid": body.job_uuid}
+        spec, warnings = await self._resolved(body)
+        found = await self.preflights.run(spec)
+        answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
+        answer.warnings = [*warnings, *answer.warnings]
+        return answer
+
+    async def preview(self, body: PreviewBody) -> PreviewResponse:
+        """Show a job's rows as they would be trained. Raises what `preflight` raises."""
+        spec, _ = await self._resolved(body)
+        found = await self.preflights.preview(spec, PreviewSpec(first_row=body.first_row, rows=body.rows))
+        return PreviewResponse.model_validate(found.model_dump(mode="json"))
+
+    async def _resolved(self, body: PreflightBody) -> tuple[JobSpec, list[str]]:
+        """The job of a body that does not queue it, with its warnings."""
+        # Without warnings: provider_options are parsed below only.
+        requested = body.model_dump(exclude_unset=True, exclude=set(NOT_OF_JOBS), warnings=False)
+        requested["job_uuid"] = body.job_uuid
         is_dpo = (body.algorithm or algorithm_of(requested)) == "dpo"
         job = (PreferenceOptimizeBody if is_dpo else SupervisedFineTuneBody).model_validate(requested)
         kind = PreferenceOptimizeRequest if is_dpo else SupervisedFineTuneRequest
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
         options = ProviderOptions.parse(job.provider_options)
-        spec, warnings = await resolved(request, options, self.for_jobs, self._rows(job))
-        found = await self.preflights.run(spec)
-        answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
-        answer.warnings = [*warnings, *answer.warnings]
-        return answer
+        return await resolved(request, options, self.for_jobs, self._rows(job))
 
     def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
         """The source of the rows for a body's dataset ids."""

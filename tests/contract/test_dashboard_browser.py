@@ -2,98 +2,56 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.contract import browser
+from tests.contract.browser import Window
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, poll
-from tests.security.guarded import TOKENS, Guarded
+from tests.security.guarded import Guarded
+from tests.tiny import tiny_model
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = os.environ.get("TRL_CHROMIUM") or shutil.which("chromium")
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
-
-_REPORT_VIOLATIONS = """
-document.addEventListener("securitypolicyviolation",
-    (event) => console.error("CSP", event.violatedDirective, event.blockedURI, event.sourceFile));
-"""
-_CHART = "document.querySelector('.chart').data[0]"
+PAGES = (
+    "/",
+    "/jobs/dpo",
+    "/jobs/dpo/logs",
+    "/jobs/dpo/checkpoints/final",
+    "/jobs/nobody",
+    "/nodes",
+    "/data",
+    "/compare?job=dpo&job=alive",
+)
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def chromium() -> Iterator[Any]:
+    with browser.chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Guarded]:
     with running(Guarded(tmp_path_factory.mktemp("browser"))) as service:
         service.register("questions", QUESTIONS * 20)
         service.register("pairs", PAIRS * 10)
         yield service
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as running_playwright:
-        # Without its sandbox, which root cannot have.
-        browser = running_playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Window:
-    """One page of a browser; it counts what no page may do."""
-
-    def __init__(self, browser: Any, service: Guarded) -> None:
-        self.service = service
-        self.context = browser.new_context()
-        self.foreign: list[str] = []
-        self.errors: list[str] = []
-        self.context.route("**/*", self._route)
-        self.page = self.context.new_page()
-        self.page.add_init_script(_REPORT_VIOLATIONS)
-        self.page.on("console", self._note)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("dialog", lambda dialog: dialog.accept())
-
-    def _route(self, route: Any) -> None:
-        if route.request.url.startswith(self.service.url):
-            route.continue_()
-        else:
-            self.foreign.append(route.request.url)
-            route.abort()
-
-    def _note(self, message: Any) -> None:
-        # A browser itself reports answers of 401 and connections that are refused.
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
-            self.errors.append(message.text)
-
-    def open(self, path: str) -> None:
-        self.page.goto(self.service.url + path)
-
-    def login(self, role: str) -> None:
-        self.open("/")
-        self.page.fill("#token", TOKENS[role])
-        self.page.click("main button")
-        self.page.wait_for_selector("h1:has-text('Jobs')")
-
-    def xs(self) -> list[int]:
-        return list(self.page.evaluate(f"{_CHART}.x"))
-
-
 @pytest.fixture
 def window(chromium: Any, service: Guarded) -> Iterator[Window]:
-    window = Window(chromium, service)
-    yield window
-    window.context.close()
-    assert window.foreign == []
-    assert window.errors == []
+    with browser.window(chromium, service) as window:
+        yield window
+
+
+def xs(window: Window) -> list[int]:
+    """Where the points of the first chart are."""
+    return list(window.page.evaluate("document.querySelector('.chart').data[0].x"))
 
 
 def test_a_wrong_login_is_named_and_a_right_one_opens_the_jobs(window: Window) -> None:
@@ -119,15 +77,15 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     window.open("/jobs/alive")
     window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
     window.page.evaluate("window.kept = true")
-    before = len(window.xs())
-    poll(lambda: len(window.xs()) > before, "the curve grows", timeout=20)
+    before = len(xs(window))
+    poll(lambda: len(xs(window)) > before, "the curve grows", timeout=20)
     service.kill()
     window.page.wait_for_selector("#live:has-text('does not answer')", timeout=20_000)
-    before = len(window.xs())
+    before = len(xs(window))
     service.start()
-    poll(lambda: len(window.xs()) > before, "the curve grows again", timeout=30)
-    xs = window.xs()
-    assert xs == list(range(1, len(xs) + 1))
+    poll(lambda: len(xs(window)) > before, "the curve grows again", timeout=30)
+    points = xs(window)
+    assert points == list(range(1, len(points) + 1))
     assert window.page.evaluate("window.kept"), "the page was loaded again"
     window.page.click("text=Pause")
     window.page.wait_for_selector("button:has-text('Resume')", timeout=30_000)
@@ -151,7 +109,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     )
     assert {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"} <= titles
     window.page.select_option("#axis", "time")
-    poll(lambda: "T" in str(window.xs()[0]), "the axis is of times", timeout=10)
+    poll(lambda: "T" in str(xs(window)[0]), "the axis is of times", timeout=10)
     assert window.page.locator("text=Delete").count() == 0
     window.page.click("text=Log out")
     window.login("admin")
@@ -159,9 +117,87 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     assert window.page.locator("text=Delete").count() == 1
 
 
-def test_a_phone_shows_the_pages_without_scrolling_sideways(window: Window) -> None:
+def test_what_is_ticked_and_has_the_focus_stays_so_when_the_list_is_replaced(window: Window) -> None:
+    window.login("submit")
+    window.page.check("input[value=dpo]")
+    window.page.focus("input[value=dpo]")
+    window.page.evaluate("document.querySelector('#list p').textContent = 'old'")
+    window.page.evaluate("import('/static/parts.js').then((found) => new found.Parts(['list']).fetch())")
+    assert window.page.inner_text("#list p >> nth=0") != "old"
+    assert window.page.is_checked("input[value=dpo]")
+    assert window.page.evaluate("document.activeElement.value") == "dpo"
+
+
+def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window) -> None:
+    window.login("submit")
+    for job in ("alive", "dpo"):
+        window.page.check(f"input[value={job}]")
+    window.page.click("text=Compare those that are ticked")
+    window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+    charts = (
+        "[...document.querySelectorAll('.chart')].map((one) => [one.layout.title.text, one.data.map((x) => x.name)])"
+    )
+    titles = poll(lambda: dict(window.page.evaluate(charts)), "charts are drawn", timeout=10)
+    assert set(titles["loss"]) == {"alive", "dpo"}
+    assert titles["rewards/margins"] == ["dpo"]
+    window.page.select_option("#axis", "epoch")
+    assert "job=dpo&job=alive" in window.page.url
+    assert "learning_rate" in window.page.inner_text("[aria-label='Settings that differ']")
+
+
+def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window, service: Guarded) -> None:
+    window.login("submit")
+    window.page.click("nav >> text=New job")
+    window.page.fill("#job input[name=job]", "by-form")
+    window.page.fill("#model", str(tiny_model()))
+    window.page.fill("#dataset", "questions")
+    window.page.fill("#epochs", "2")
+    window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
+    assert "80 = 2 x 40" in window.page.inner_text("#answer")
+    assert '"n_epochs": 2' in window.page.inner_text("#same")
+    window.page.fill("#max_seq_length", "1")
+    window.page.wait_for_selector("#answer [role=alert]", timeout=60_000)
+    assert "max_seq_length" in window.page.inner_text("#answer [role=alert]")
+    assert window.faults() == []
+    window.page.fill("#max_seq_length", "64")
+    window.page.fill("#epochs", "1")
+    window.page.click("text=Queue the job")
+    window.page.wait_for_selector("h1:has-text('by-form')")
+    service.wait("by-form", "completed")
+
+
+def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
+    window.login("submit")
+    window.page.click("nav >> text=Data")
+    window.page.fill("#dataset", "pairs")
+    window.page.fill("#model", str(tiny_model()))
+    window.page.select_option("#method", "dpo")
+    window.page.fill("#max_seq_length", "30")
+    window.page.click("main button")
+    window.page.wait_for_selector("article", timeout=30_000)
+    assert window.page.locator("article").count() == 10
+    assert window.page.inner_text("article h4 >> nth=0") == "prompt"
+    assert window.page.locator("article >> nth=0").locator(".t.loss").count() > 0
+    assert window.page.locator("article >> nth=0").locator(".t.cut").count() > 0
+    assert window.page.input_value("#max_seq_length") == "30"
+    assert window.faults() == []
+
+
+def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(
+    window: Window,
+) -> None:
+    window.open("/")
+    assert window.faults() == []
     window.login("admin")
-    window.page.set_viewport_size({"width": 390, "height": 800})
-    for path in ("/", "/jobs/dpo", "/jobs/dpo/logs"):
+    for path in PAGES:
+        window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
-        assert window.page.evaluate("document.documentElement.scrollWidth") <= 390
+        if path == "/jobs/dpo" or "compare" in path:
+            window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+        window.page.emulate_media(color_scheme="light")
+        assert window.faults() == [], path
+        window.page.emulate_media(color_scheme="dark")
+        assert window.faults("color-contrast") == [], f"{path}, dark"
+        window.page.set_viewport_size({"width": 390, "height": 800})
+        # Charts follow the size of the window after a moment.
+        poll(lambda: window.width() <= 390, f"{path} is as wide as the window", timeout=10)

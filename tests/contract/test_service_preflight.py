@@ -14,13 +14,16 @@ import pytest
 
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote import TrlClient
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT, Json, poll
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
 
 PREFLIGHT = "/post-training/preflight"
+PREVIEW = "/post-training/preview"
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +123,30 @@ def test_where_it_does_not_fit_the_nearest_is_named_and_the_time_is_bounded(tmp_
         assert "the preflight took more than 0 s (preflight_timeout of the service)" in refusal(answer)
     finally:
         service.stop()
+
+
+def test_a_preview_shows_rows_as_they_are_trained_and_queues_nothing(service: TrainingService) -> None:
+    before = service.get(JOBS).json()["data"]
+    answer = service.post(PREVIEW, {**promised("any", "pairs"), "first_row": 2, "rows": 3})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert [row["row"] for row in found["rows"]] == [2, 3, 4]
+    assert found["data"]["read"] == len(PAIRS) - 2
+    assert [*found["rows"][0]["parts"]] == ["prompt", "chosen", "rejected"]
+    assert service.get(JOBS).json()["data"] == before
+    assert not list((service.data_dir / "preflights").iterdir())
+    assert TrlClient(service.url).preview(promised("any", "pairs"), first_row=2, rows=3) == found
+    assert "first_row" in refusal(service.post(PREVIEW, {**sft("any", "questions"), "first_row": 8}))
+    assert "rows" in refusal(service.post(PREVIEW, {**sft("any", "questions"), "rows": 101}))
+    assert "no-such" in refusal(service.post(PREVIEW, sft("any", "no-such")))
+
+
+def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
+    words = ["datasets", "preview", "questions", "--model", str(tiny_model()), "--rows", "1", "--max-seq-length", "24"]
+    command = [sys.executable, "-m", "llama_stack_provider_trl_remote", *words, "--url", service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("row 0: 25 tokens, cut: 1 token does not fit into max_seq_length=24")
+    assert [line[2] for line in lines[2:5]] == [" ", "+", "x"]
+    assert "8 trained, 7 of them cut to 24 tokens" in done.stdout

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.recipes import preflight
+from llama_stack_provider_trl.recipes.data.lengths import histogram
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.preflight import histogram, plan_steps
+from llama_stack_provider_trl.recipes.preflight import plan_steps
 from llama_stack_provider_trl.specs.events import (
     Event,
     Failed,
@@ -21,7 +22,8 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
     iter_events,
 )
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
+from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, attempt_in_process, job_spec, of_kind, run

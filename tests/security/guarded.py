@@ -28,7 +28,7 @@ NODE, OTHER_NODE = "mine", "other"
 KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
-    **{"token_id": "none", "id": "none"},
+    **{"token_id": "none", "id": "none", "action": "cordon"},
 }
 """Path parameter -> a value that the service knows."""
 _ROUTE = re.compile(r"^`([A-Z]+) (/\S*)`$")
@@ -120,6 +120,7 @@ BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
+    "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},
     "POST /datasets": {
         "dataset_id": "new",

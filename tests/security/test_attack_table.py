@@ -37,7 +37,10 @@ HIDDEN = {
     **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
     **dict.fromkeys([("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "checkpoints/{identifier}")], USERS),
     **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
-    ("POST", "/jobs/{job_uuid}/delete"): frozenset({"admin"}),
+    **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
+    **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
+    ("GET", "/nodes"): USERS,  # beside /v1/nodes, which answers with JSON
+    **dict.fromkeys([("POST", "/jobs/{job_uuid}/delete"), ("POST", "/nodes/{name}/{action}")], frozenset({"admin"})),
 }
 """Routes that the document leaves out: pages and their forms. -> their roles"""
 NODES = {"own": "itself", "task": "with a current task"}

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import pytest
 import requests
+from markupsafe import escape
 
 from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
@@ -17,14 +18,28 @@ from llama_stack_provider_trl.specs.events import Reason
 from tests.contract.stack import poll
 from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded, guarded_service
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 WAITS = ("scheduled", "launching")
 """States of a job whose device is locked."""
-FORMS = ("/logout", *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")))
-PAGES = ("/", "/jobs/ended", "/jobs/ended/logs", "/jobs/ended/checkpoints/final", "/jobs/waiting", "/jobs/hostile")
+FORMS = (
+    "/logout",
+    *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
+    "/nodes/mine/uncordon",
+    *("/data", "/new", "/new/check"),
+)
+PAGES = (
+    "/",
+    "/jobs/ended",
+    "/jobs/ended/logs",
+    "/jobs/ended/checkpoints/final",
+    "/jobs/waiting",
+    "/jobs/hostile",
+    "/nodes",
+)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +246,30 @@ def test_pause_resume_and_cancel_work_as_forms_and_are_recorded_under_the_name_o
     assert admin.send("/jobs/nobody/cancel", form_token=token).status_code == 404
 
 
+def test_an_admin_cordons_and_drains_nodes_and_other_roles_see_why_they_take_no_jobs(
+    admin: Browser, service: Guarded
+) -> None:
+    def state() -> str:
+        return str(service.get("/nodes/mine").json()["state"])
+
+    token = admin.form_token("/nodes")
+    for action, expected in (("uncordon", "open"), ("drain", "draining"), ("uncordon", "open"), ("cordon", "cordoned")):
+        answer = admin.send(f"/nodes/mine/{action}", form_token=token)
+        assert (answer.status_code, answer.headers["Location"]) == (303, "/nodes")
+        poll(
+            lambda expected=expected: "silent" in state() or state() == expected, f"the node is {expected}", timeout=20
+        )
+    assert admin.send("/nodes/nobody/cordon", form_token=token).status_code == 404
+    assert admin.send("/nodes/mine/remove", form_token=token).status_code == 400
+    assert "/nodes/mine/" in admin.get("/nodes").text
+    reader = Browser(service)
+    reader.login("submit")
+    page = reader.get("/nodes").text
+    assert re.search(r"no</span>: (cordoned|silent since)", page)
+    assert "/nodes/mine/" not in page
+    assert reader.send("/nodes/mine/uncordon", form_token=reader.form_token()).status_code == 403
+
+
 def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin: Browser) -> None:
     for path in (*PAGES, "/login", "/jobs/nobody"):
         answer = admin.get(path)
@@ -247,8 +286,6 @@ def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin:
 
 
 def escaped() -> str:
-    from markupsafe import escape
-
     return str(escape(HOSTILE))
 
 
@@ -258,7 +295,7 @@ def test_html_in_names_messages_and_logs_is_shown_as_text(admin: Browser, path: 
     assert answer.status_code == 200
     assert "<script>alert" not in answer.text
     assert "<img" not in answer.text
-    if path in ("/", "/jobs/hostile"):
+    if "hostile" in path or path == "/":
         assert escaped() in answer.text
 
 
@@ -269,6 +306,61 @@ def test_html_in_what_a_reader_sends_is_shown_as_text(admin: Browser) -> None:
         assert "<script>alert" not in answer.text
         assert "<img" not in answer.text
     assert escaped() in admin.get(f"/?search={text}").text
+
+
+def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_form(
+    admin: Browser, service: Guarded
+) -> None:
+    rows = [{"prompt": HOSTILE, "completion": HOSTILE}]
+    dataset, model = service.register(HOSTILE[:20], rows), str(tiny_model())
+    fields = {"form_token": admin.form_token("/data"), "dataset": dataset, "model": model, "method": "sft"}
+    answer = admin.send("/data", **fields)
+    assert answer.status_code == 200, answer.text
+    for page in (answer.text, admin.get("/data").text):
+        assert "<script>alert" not in page
+        assert "<img" not in page
+        assert str(escape(dataset)) in page
+    # Each token on its own: the rows' brackets are in elements of theirs.
+    tokens = re.findall(r'<span class="t loss" title="id \d+">(.*?)</span>', answer.text, re.DOTALL)
+    assert any("&lt;" in token for token in tokens)
+    assert not any("<" in token for token in tokens)
+    for wrong, named in (
+        ({"dataset": "<b>none"}, "&lt;b&gt;none"),
+        ({"rows": "101"}, "rows"),
+        ({"max_seq_length": "many"}, "max_seq_length"),
+        ({"model": "no/such"}, "no/such"),
+    ):
+        refused = admin.send("/data", **{**fields, **wrong})
+        assert 400 <= refused.status_code < 500, wrong
+        assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
+        assert "<b>" not in refused.text
+
+
+def test_a_job_is_queued_by_its_form_and_what_is_wrong_is_named_beside_it(browser: Browser, service: Guarded) -> None:
+    limited = service.post("/tokens", {"name": "limited", "max_queued_jobs": 1, "priorities": ["low"]}).json()["token"]
+    assert browser.send("/login", token=limited).status_code == 303
+    fields = {"form_token": browser.form_token("/new"), "dataset": "questions", "model": str(tiny_model())}
+    fields |= {"method": "sft", "batch_size": "2", "lora_rank": "4", "priority": "low"}
+    queued = browser.send("/new", **fields, job="by-form")
+    assert (queued.status_code, queued.headers.get("Location")) == (303, "/jobs/by-form"), queued.text
+    assert browser.send("/new", **fields, job="by-form").status_code == 303
+    status = service.status("by-form")["resources_allocated"]
+    assert status["created_by"] == "limited"
+    assert status["effective_config"]["lora"]["alpha"] == 8
+    for wrong, code, named in (
+        ({"job": "by-form", "batch_size": "3"}, 409, "by-form"),
+        ({"job": "other"}, 429, "limited"),
+        ({"job": "other", "priority": "high"}, 400, "priority"),
+        ({"job": HOSTILE}, 400, "job_uuid"),
+        ({"job": ""}, 400, "job_uuid is missing"),
+        ({"job": "other", "epochs": "many"}, 400, "n_epochs"),
+        ({"job": "other", "dataset": "none"}, 400, "none"),
+    ):
+        refused = browser.send("/new", **{**fields, **wrong})
+        assert refused.status_code == code, (wrong, refused.text)
+        assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
+        assert "<script>alert" not in refused.text
+    assert service.post("/post-training/jobs/by-form/cancel").ok
 
 
 def test_files_of_the_dashboard_are_no_others(browser: Browser) -> None:

@@ -155,7 +155,7 @@ def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and
     world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
     world.service.devices = ("cpu",)
     world.service.settings.data_dir = world.root
-    head, a, b = routes_nodes._nodes(world.service)
+    head, a, b = routes_nodes.node_rows(world.service)
     assert (head.node, b.node, b.state) == ("head", "b", "open")
     assert (a.node, a.devices) == ("a", [])
     assert "start its agent again" in a.state

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.cli.terminal import bar, duration, how_to_add_a_node, progress_line, table
+from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
 from llama_stack_provider_trl_remote.nodes import start
+from llama_stack_provider_trl_remote.nodes.joining import how_to_add_a_node
 from tests.fake_service import FakeService, Run, command_line, fake_service, ndjson, progress, status
 from tests.tiny import REPOSITORY
 

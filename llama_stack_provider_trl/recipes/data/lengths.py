@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from datasets import Dataset
 
@@ -34,3 +36,12 @@ def list_lengths(dataset: Dataset, column: str) -> torch.Tensor:
     data = dataset.data if dataset._indices is None else dataset.flatten_indices().data
     found = [torch.tensor(chunk.value_lengths().to_numpy()) for chunk in data.column(column).chunks]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+
+
+def histogram(lengths: torch.Tensor | Sequence[int]) -> list[dict[str, int]]:
+    """Rows by length, in powers of two: those of more than `up_to` / 2 tokens and at most `up_to`."""
+    counts: dict[int, int] = {}
+    for length, rows in zip(*torch.as_tensor(lengths).unique(return_counts=True), strict=True):
+        up_to = 1 << max(0, int(length) - 1).bit_length()
+        counts[up_to] = counts.get(up_to, 0) + int(rows)
+    return [{"up_to": up_to, "rows": counts[up_to]} for up_to in sorted(counts)]

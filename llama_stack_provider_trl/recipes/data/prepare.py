@@ -94,7 +94,7 @@ class Tokenization:
     chat: Chat
     unit: str
     """What a row is called in messages."""
-    counter: _TruncationCounter
+    counter: TruncationCounter
 
     @property
     def rows(self) -> int:
@@ -147,7 +147,7 @@ def tokenize_sft(
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = SftEncoder(Chat(tokenizer), train_on_input)
-    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
         table([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], SFT_COLUMNS)
         for chunk in batched(enumerate(examples), _CHUNK)
@@ -173,7 +173,7 @@ def tokenize_dpo(
         has at most `max_seq_length` tokens; after the last one, the report on their rows.
     """
     chat = Chat(tokenizer)
-    counter = _TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
         table([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], DPO_COLUMNS)
         for chunk in batched(enumerate(pairs), _CHUNK)
@@ -198,7 +198,7 @@ def with_filler(dataset: Dataset) -> Dataset:
 
 
 @dataclass(slots=True)
-class _TruncationCounter:
+class TruncationCounter:
     """Cuts sequences to `limit` tokens, and counts what is cut and dropped."""
 
     eos: int | None
@@ -220,7 +220,7 @@ class _TruncationCounter:
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
         self._count(len(ids))
-        kept_ids, kept_labels = self._cut(ids, ids, self.limit), self._cut(labels, ids, self.limit)
+        kept_ids, kept_labels = self.cut(ids, ids, self.limit), self.cut(labels, ids, self.limit)
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
             return None
@@ -235,7 +235,7 @@ class _TruncationCounter:
         length = len(prompt) + longest
         self._count(length)
         if self.side == "left":
-            prompt = self._cut(prompt, prompt, max(self.limit - longest, 1))
+            prompt = self.cut(prompt, prompt, max(self.limit - longest, 1))
         free = max(self.limit - len(prompt), 0)
         one, other = chosen[:free], rejected[:free]
         if not one or not other:
@@ -245,7 +245,7 @@ class _TruncationCounter:
         self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen)
         return prompt, one, other
 
-    def _cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
+    def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
         """The `values`, one per token of `ids`, of the tokens that are kept."""
         if len(values) <= limit:
             return values
@@ -276,7 +276,6 @@ class _TruncationCounter:
         """
         if not self.kept:
             raise JobFailure(Reason.invalid_dataset, self._nothing_left(unit))
-        warnings = [*self._template_warnings(unit, chat), *self._cut_warnings(unit)]
         return DataReport(
             num_rows=self.rows,
             kept=self.kept,
@@ -285,8 +284,12 @@ class _TruncationCounter:
             total_tokens=self.total_tokens,
             trained_tokens=self.trained_tokens,
             max_tokens=self.longest,
-            warnings=warnings,
+            warnings=self.warnings(unit, chat),
         )
+
+    def warnings(self, unit: str, chat: Chat) -> list[str]:
+        """What a user should know of the rows so far."""
+        return [*self._template_warnings(unit, chat), *self._cut_warnings(unit)]
 
     def _nothing_left(self, unit: str) -> str:
         if not self.rows:

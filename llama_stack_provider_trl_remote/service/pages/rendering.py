@@ -34,6 +34,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_NAVIGATION = (("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/nodes", "Nodes"), ("/data", "Data"))
+"""The pages to which each page has a link: address, text."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "
     "environment and start the service again; the API and trl-remote work without it"
@@ -67,6 +69,8 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
             asset=asset_url,
             has_charts=PLOTLY in assets(),
             style_ids=style_ids,
+            navigation=_NAVIGATION,
+            here=request.url.path,
             version=__version__,
             **values,
         )

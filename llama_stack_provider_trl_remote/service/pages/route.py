@@ -36,6 +36,12 @@ class PageRoute(GuardedRoute):
             await answer(scope, receive, send)
 
 
+async def problem_of(request: Request, error: Exception) -> tuple[int, str]:
+    """Status and sentence with which the API answers an error, for a page that shows it beside its form."""
+    answer = await answered(request, error)
+    return answer.status_code, json.loads(bytes(answer.body))["detail"]
+
+
 async def _page_of(request: Request, error: Exception) -> Response:
     """The answer of the API to an error, as a page."""
     answer = await answered(request, error)

@@ -29,6 +29,7 @@ from ..http.bodies import (
     SupervisedFineTuneBody,
 )
 from ..http.errors import declared
+from ..http.preview import PreviewBody, PreviewResponse
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import job_row, queue_page, states_named
 
@@ -67,6 +68,12 @@ async def preference_optimize(service: Context, body: PreferenceOptimizeBody, ca
 async def preflight(service: Context, body: PreflightBody) -> Response:
     """Report what a job with this body would do and whether it fits. Nothing is queued, no device is used."""
     return as_json(await service.preflight(body))
+
+
+@router.post("/preview", dependencies=[USERS_JOB], response_model=PreviewResponse, responses=declared(507))
+async def preview(service: Context, body: PreviewBody) -> Response:
+    """Show rows of a job's dataset as they would be trained: tokens, loss, what is cut or dropped and why."""
+    return as_json(await service.preview(body))
 
 
 @router.get("/jobs", dependencies=[USERS], response_model=ListJobsResponse, responses=declared(404))

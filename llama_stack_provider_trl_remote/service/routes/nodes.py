@@ -27,13 +27,13 @@ Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 @router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
 async def nodes(service: Context) -> Response:
     """The machines that jobs may run on, and the jobs on their devices; the service's own machine first."""
-    return as_json(ListNodesResponse(data=await asyncio.to_thread(_nodes, service)))
+    return as_json(ListNodesResponse(data=await asyncio.to_thread(node_rows, service)))
 
 
 @router.get("/{name}", dependencies=[USERS], response_model=NodeRow, responses=declared(404))
 async def node(service: Context, name: Name) -> Response:
     """One machine, as the list has it."""
-    for row in await asyncio.to_thread(_nodes, service):
+    for row in await asyncio.to_thread(node_rows, service):
         if row.node == name:
             return as_json(row)
     raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
@@ -42,19 +42,19 @@ async def node(service: Context, name: Name) -> Response:
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def cordon(service: Context, name: Name) -> Response:
     """Give a node no further jobs."""
-    return await _set_mode(service, name, "cordoned")
+    return await set_mode(service, name, "cordoned")
 
 
 @router.post("/{name}/uncordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def uncordon(service: Context, name: Name) -> Response:
     """Give a node jobs again."""
-    return await _set_mode(service, name, "open")
+    return await set_mode(service, name, "open")
 
 
 @router.post("/{name}/drain", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def drain(service: Context, name: Name) -> Response:
     """Give a node no further jobs; those that train there save and continue elsewhere."""
-    return await _set_mode(service, name, "draining")
+    return await set_mode(service, name, "draining")
 
 
 @router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
@@ -78,7 +78,8 @@ def incarnation(node: NodeReport | Poll | NodeRecord) -> str:
     return node.boot_id if isinstance(node, NodeRecord) else f"{node.boot_id} {node.agent_id}".strip()
 
 
-async def _set_mode(service: Service, name: str, mode: NodeMode) -> Response:
+async def set_mode(service: Service, name: str, mode: NodeMode) -> Response:
+    """Change which jobs a node gets. Raises NotFound, Conflict."""
     if not await asyncio.to_thread(service.store.nodes.set_mode, name, mode):
         if name == service.node_name:
             raise Conflict(
@@ -120,7 +121,8 @@ def _unreadable(name: str) -> NodeRow:
     )
 
 
-def _nodes(service: Service) -> list[NodeRow]:
+def node_rows(service: Service) -> list[NodeRow]:
+    """The machines that jobs may run on; the service's own machine first."""
     holders = service.store.holders()
     memory = psutil.virtual_memory()
     found = [

@@ -12,8 +12,9 @@ from uuid import uuid4
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
-from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason, iter_events
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, PreflightSpec
+from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
+from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
 from llama_stack_provider_trl.system.process import machine_memory
 
@@ -43,7 +44,18 @@ class Preflights:
         self._directory.mkdir(parents=True, exist_ok=True)  # a task that is ending may still write there
 
     async def run(self, spec: JobSpec) -> Preflighted:
-        """Run a preflight.
+        """Run a preflight. Raises JobFailure, OSError: see `_run`."""
+        return await self._run(spec, self._requested(spec), Preflighted)
+
+    async def preview(self, spec: JobSpec, preview: PreviewSpec) -> Previewed:
+        """Run a preflight that reports rows as they are trained. Raises JobFailure, OSError: see `_run`."""
+        requested = self._requested(spec).model_copy(update={"preview": preview})
+        return await self._run(spec, requested, Previewed)
+
+    async def _run[Result: (Preflighted, Previewed)](
+        self, spec: JobSpec, requested: PreflightSpec, kind: type[Result]
+    ) -> Result:
+        """Run a task for its result.
 
         Raises:
             JobFailure: the job could not even begin, or the time is over.
@@ -54,17 +66,16 @@ class Preflights:
         python = str(self._settings.train_python) if self._settings.train_python else None
         # The runner itself ends a task without output for that time, so that a killed service leaves nothing behind.
         task = TaskSpec(f"preflight-{run_dir.name}", run_dir, (), python, hang_timeout=limit)
-        requested = self._requested(spec)
         try:
             async with asyncio.timeout(limit), self._places:
                 await asyncio.to_thread(self._start, task, spec, requested)
-                seen = await self._end_of(task, requested)
+                result = await self._end_of(task, requested, kind)
         except TimeoutError as error:
             found = f"the preflight took more than {limit:.0f} s (preflight_timeout of the service)"
             raise JobFailure(Reason.timed_out, f"{found}; repeat it when the machine is less busy") from error
         finally:
             await asyncio.shield(asyncio.to_thread(self._clean_up, task))
-        return seen
+        return result
 
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
@@ -89,11 +100,13 @@ class Preflights:
         atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
         self._launcher.start(task)
 
-    async def _end_of(self, task: TaskSpec, requested: PreflightSpec) -> Preflighted:
+    async def _end_of[Result: (Preflighted, Previewed)](
+        self, task: TaskSpec, requested: PreflightSpec, kind: type[Result]
+    ) -> Result:
         while True:
             seen = await asyncio.to_thread(self._launcher.poll, task)
             if seen.state in (TaskState.exited, TaskState.unknown):
-                return await asyncio.to_thread(_result, task.run_dir, seen, requested)
+                return await asyncio.to_thread(_result, task.run_dir, seen, requested, kind)
             await asyncio.sleep(_POLL_INTERVAL)
 
     def _clean_up(self, task: TaskSpec) -> None:
@@ -102,11 +115,13 @@ class Preflights:
             shutil.rmtree(task.run_dir, ignore_errors=True)
 
 
-def _result(run_dir: Path, seen: Observation, requested: PreflightSpec) -> Preflighted:
+def _result[Result: (Preflighted, Previewed)](
+    run_dir: Path, seen: Observation, requested: PreflightSpec, kind: type[Result]
+) -> Result:
     for event in iter_events(RunDir(run_dir).events):
         if isinstance(event, Failed):
             raise JobFailure(event.reason, event.message)
-        if isinstance(event, Preflighted):
+        if isinstance(event, kind):
             return event
     if seen.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
         raise JobFailure(Reason.invalid_request, requested.too_much_memory)

@@ -5,8 +5,8 @@ const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
 const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
-const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
-const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c"];
+export const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+export const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c", "#b5477f", "#6b7480"];
 
 export class Charts {
   // fetchSeries(options): the points of some metrics between two steps.
@@ -37,14 +37,25 @@ export class Charts {
 
   choose() {
     this.output.value = this.smoothing.value;
-    const kept = new URLSearchParams({ axis: this.axis.value, smoothing: this.smoothing.value });
+    const kept = new URLSearchParams(location.search);
+    kept.set("axis", this.axis.value);
+    kept.set("smoothing", this.smoothing.value);
     history.replaceState(null, "", `?${kept}`);
     for (const chart of this.charts.values()) chart.zoomed = null;
     this.all();
   }
 
+  names() {
+    return new Set(this.curves.names());
+  }
+
+  // Charts, with the metrics of each.
+  grouped() {
+    return groups(this.names());
+  }
+
   all() {
-    this.changed([...this.curves.metrics.train.keys(), ...this.curves.metrics.validation.keys()]);
+    this.changed(this.names());
   }
 
   mark(marks) {
@@ -59,8 +70,7 @@ export class Charts {
 
   draw() {
     this.timer = 0;
-    const names = new Set([...this.curves.metrics.train.keys(), ...this.curves.metrics.validation.keys()]);
-    for (const group of groups(names)) {
+    for (const group of this.grouped()) {
       if (group.names.some((name) => this.waiting.has(name))) this.drawGroup(group);
     }
     this.waiting.clear();
@@ -118,7 +128,7 @@ export class Charts {
       font: { color: text, family: "system-ui, sans-serif" },
       colorway: COLORS,
       xaxis: { ...axis, title: { text: this.axis.value === "time" ? "time (UTC)" : this.axis.value } },
-      yaxis: { ...axis, ...exponent },
+      yaxis: { ...axis, ...exponent, automargin: true },
       legend: { orientation: "h", y: -0.25 },
       shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],
       uirevision: this.axis.value, // a zoom outlives new points
@@ -139,17 +149,28 @@ export class Charts {
     if (from === undefined && !change["xaxis.autorange"]) return;
     let zoomed = null;
     if (from !== undefined) {
-      const range = this.curves.range(group.names[0], this.axis.value, from, to);
-      if (!range) return;
-      const options = group.names.map((name) => ["metric", name]);
-      options.push(["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", 4000]);
       try {
-        zoomed = await this.fetchSeries(options);
+        zoomed = await this.closer(group, from, to);
       } catch {
         return; // the points that are drawn stay
       }
+      if (!zoomed) return;
     }
     chart.zoomed = zoomed;
     this.changed(group.names);
+  }
+
+  // The points of a part of the axis.
+  async closer(group, from, to) {
+    const options = this.options(this.curves, group, from, to);
+    return options && this.fetchSeries(options);
+  }
+
+  // What requests the points of a part of the axis; null: there are none.
+  options(curves, group, from, to) {
+    const range = curves.range(group.names[0], this.axis.value, from, to);
+    if (!range) return null;
+    const options = group.names.map((name) => ["metric", name]);
+    return [...options, ["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", 4000]];
   }
 }

@@ -17,6 +17,11 @@ export class Curves {
     this.metrics = { train: new Map(), validation: new Map() };
   }
 
+  // Names of its metrics, some of them twice.
+  names() {
+    return [...this.metrics.train.keys(), ...this.metrics.validation.keys()];
+  }
+
   // The answer of /series, in place of all points.
   replace(series) {
     for (const kind of ["train", "validation"]) this.metrics[kind] = new Map(Object.entries(series[kind]));

@@ -1,6 +1,7 @@
 // The page of a job: its curves, progress and log as they grow.
 import { Charts } from "./charts.js";
 import { Curves } from "./curves.js";
+import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
 const main = document.getElementById("main");
@@ -10,12 +11,15 @@ const live = document.getElementById("live");
 const log = document.getElementById("log");
 const curves = new Curves();
 const charts = window.Plotly && new Charts(curves, marks(document), fetchSeries);
+// What the service renders: buttons, reasons, attempts, checkpoints and warnings.
+const parts = new Parts(["status", "warnings", "attempts", "checkpoints"], {
+  replaced: (page) => page.getElementById("marks") && charts?.mark(marks(page)),
+});
 const ENDED = ["completed", "failed", "cancelled"];
 const LONGEST_LINE = 2000;
 const MOST_POINTS = 4000;
 let lost = false;
 let meanwhile = null;
-let timer = 0;
 
 function marks(page) {
   return JSON.parse(page.getElementById("marks").textContent);
@@ -47,7 +51,7 @@ function onEvent(_, event) {
     charts?.changed(changed);
   }
   if (!meanwhile && curves.metrics.train.get("loss")?.step.length > MOST_POINTS) thinOut();
-  if (["prepared", "checkpoint", "checkpoint_damaged", "warning"].includes(event.type)) refresh();
+  if (["prepared", "checkpoint", "checkpoint_damaged", "warning"].includes(event.type)) parts.refresh();
   if (event.type !== "progress") return;
   for (const [name, text] of Object.entries(shown)) {
     const value = event.metrics[name] ?? event[name];
@@ -89,27 +93,7 @@ function left(steps) {
 
 function onState(_, found) {
   if (found === "deleted") location.assign("/");
-  else if (found !== state()) refresh();
-}
-
-// What the service renders: buttons, reasons, attempts, checkpoints and warnings.
-function refresh() {
-  timer ||= setTimeout(async () => {
-    timer = 0;
-    try {
-      const answer = await fetch(location.href);
-      if (answer.status === 401) return location.reload();
-      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      for (const id of ["status", "warnings", "attempts", "checkpoints"]) {
-        const part = page.getElementById(id);
-        if (part) document.getElementById(id).replaceWith(part);
-      }
-      if (page.getElementById("marks")) charts?.mark(marks(page));
-      question();
-    } catch {
-      setTimeout(refresh, 2000);
-    }
-  }, 500);
+  else if (found !== state()) parts.refresh();
 }
 
 function onLost() {
@@ -146,14 +130,6 @@ function showLog(text) {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
-function question() {
-  for (const form of document.querySelectorAll("form[data-question]")) {
-    form.addEventListener("submit", (event) => {
-      if (!confirm(form.dataset.question)) event.preventDefault();
-    });
-  }
-}
-
 async function begin() {
   try {
     const series = await fetchSeries();
@@ -172,6 +148,5 @@ async function begin() {
   }
 }
 
-question();
 log.scrollTop = log.scrollHeight;
 begin();

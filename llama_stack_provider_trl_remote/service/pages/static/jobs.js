@@ -1,14 +1,19 @@
 // The list of jobs: progress as it happens, and the list itself again when a job has changed its state.
+import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
 const live = document.getElementById("live");
+const parts = new Parts(["list"], { replaced: onList, failed: onLost });
 let stream = null;
-let timer = 0;
+let followed = null;
 
 function follow() {
+  const text = document.getElementById("followed").textContent;
+  if (stream && text === followed) return;
   stream?.close();
   stream = null;
-  const jobs = JSON.parse(document.getElementById("followed").textContent);
+  followed = text;
+  const jobs = JSON.parse(text);
   if (!jobs.length) return;
   stream = new Stream(jobs, "", { event: onEvent, state: onState, lost: onLost, live: onLive });
 }
@@ -21,13 +26,13 @@ function onEvent(job, event) {
   if (event.type !== "progress") return;
   const cell = row(job)?.querySelector(".progress");
   const bar = cell?.querySelector("progress");
-  if (!bar) return reload();
+  if (!bar) return parts.refresh();
   bar.value = event.step;
   cell.querySelector(".steps").textContent = `${event.step} of ${bar.max}`;
 }
 
 function onState(job, state) {
-  if (row(job)?.dataset.state !== state) reload();
+  if (row(job)?.dataset.state !== state) parts.refresh();
 }
 
 function onLost() {
@@ -38,23 +43,10 @@ function onLive() {
   live.textContent = "";
 }
 
-// Several jobs change at once when one ends: one request for all.
-function reload() {
-  timer ||= setTimeout(async () => {
-    timer = 0;
-    try {
-      const answer = await fetch(location.href);
-      if (answer.status === 401) return location.reload();
-      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      const list = page.getElementById("list");
-      if (!list) return;
-      document.getElementById("list").replaceWith(list);
-      follow();
-    } catch {
-      onLost();
-    }
-  }, 500);
+function onList() {
+  onLive();
+  follow();
 }
 
 follow();
-setInterval(() => document.hidden || reload(), 30000); // jobs of others, and reasons of waiting ones
+parts.every(30000); // jobs of others, and reasons of waiting ones

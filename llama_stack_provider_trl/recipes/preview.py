@@ -1,0 +1,209 @@
+"""Shows rows as they are trained: their tokens, which of them the loss covers, and what is cut or dropped.
+
+The tokens, masks and cuts are those of `recipes.data`, which trainings use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import batched, islice
+from typing import TYPE_CHECKING
+
+from ..errors import JobFailure
+from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reason
+from ..specs.job import JobSpec
+from ..specs.preflight import PreviewSpec
+from .data.chat import Chat
+from .data.lengths import histogram
+from .data.packing import IGNORED
+from .data.prepare import TruncationCounter, read_examples
+from .data.tokenize import SftEncoder, encode_pairs
+from .model.loading import load_tokenizer, within_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_ROWS = 2000
+"""Rows that are tokenized for the counts and the histogram."""
+_MOST_TOKENS = 1_000_000
+"""Tokens after which no further rows are."""
+_CHUNK = 50
+_SHOWN_TOKENS = 8000
+"""Tokens of all rows that are shown: of further rows there are counts only."""
+_LONGEST_TEXT = 24
+"""Characters of a token: long ones are runs of spaces."""
+
+
+@dataclass(frozen=True)
+class _MaskedPart:
+    """A part of a row, with the positions of its tokens that are kept and trained."""
+
+    name: str
+    ids: list[int]
+    kept: set[int]
+    trained: set[int]
+
+
+@dataclass(frozen=True)
+class _MaskedRow:
+    parts: list[_MaskedPart]
+    length: int
+    """Tokens that count against the limit, before the cut."""
+    dropped: str = ""
+    """Why; empty: it is trained on."""
+
+
+@dataclass
+class _Texts:
+    """Texts of tokens, of each on its own."""
+
+    tokenizer: PreTrainedTokenizerBase
+    special: set[int] = field(default_factory=set)
+    _known: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+
+    def of(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._text(token)
+        return self._known[token]
+
+    def _text(self, token: int) -> str:
+        written = self.tokenizer.convert_ids_to_tokens(token)
+        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if "\ufffd" in text or not text:  # a part of a character
+            text = str(written)
+        elif str(written).startswith("▁") and not text.startswith(" "):
+            text = f" {text}"
+        return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
+    """Write the event with the requested rows, and the counts of those that follow them.
+
+    Raises:
+        JobFailure: what would fail the job on these rows; invalid_request, there are none.
+    """
+    spec, notes = within_positions(spec)
+    tokenizer = load_tokenizer(spec.source)
+    chat = Chat(tokenizer)
+    counter = TruncationCounter(
+        tokenizer.eos_token_id, tokenizer.bos_token_id, spec.max_seq_length, spec.truncation_side
+    )
+    shown: list[PreviewedRow] = []
+    lengths: list[int] = []
+    texts = _Texts(tokenizer)
+    left = _SHOWN_TOKENS
+    for row in _rows(spec, request.first_row, chat, counter):
+        if len(shown) < request.rows:
+            shown.append(_shown(row, request.first_row + len(shown), counter, texts, left))
+            left -= len(shown[-1].ids)
+        lengths.append(row.length)
+    if not lengths:
+        found = f"the dataset has {spec.dataset.num_rows} rows and none at {request.first_row}"
+        raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
+    unit = "row" if spec.algorithm == "sft" else "pair"
+    writer.write(
+        Previewed(
+            max_seq_length=spec.max_seq_length,
+            data=_data(spec, counter, lengths),
+            rows=shown,
+            warnings=[*notes, *counter.warnings(unit, chat)],
+        ),
+        durable=True,
+    )
+    writer.write(Finished(step=0), durable=True)
+
+
+def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> Iterator[_MaskedRow]:
+    """The rows from `first` on, until there are enough for the counts."""
+    read = enumerate(read_examples(spec.dataset.path, spec.algorithm, spec.data_format))
+    tokens = 0
+    for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
+        if spec.algorithm == "sft":
+            encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
+            rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
+        else:
+            rows = [_pair(*ids, counter) for ids in encode_pairs(chat, chunk)]  # type: ignore[arg-type]
+        yield from rows
+        tokens += sum(row.length for row in rows)
+        if tokens >= _MOST_TOKENS:
+            return
+
+
+def _sft_row(ids: list[int], labels: list[int], counter: TruncationCounter) -> _MaskedRow:
+    if counter.cut_row(ids, labels) is None:
+        why = f"within max_seq_length={counter.limit} tokens nothing is left to train on"
+        if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
+            why = "the loss covers none of its tokens"
+        return _MaskedRow([_MaskedPart("sequence", ids, set(), set())], len(ids), why)
+    kept = counter.cut([*range(len(ids))], ids, counter.limit)
+    # Nothing predicts the first token.
+    trained = {position for position in kept[1:] if labels[position] != IGNORED}
+    return _MaskedRow([_MaskedPart("sequence", ids, {*kept}, trained)], len(ids))
+
+
+def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> _MaskedRow:
+    length = len(prompt) + max(len(chosen), len(rejected))
+    found = counter.cut_pair(prompt, chosen, rejected)
+    if found is None:
+        parts = [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]
+        why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for an answer"
+        if not chosen or not rejected:
+            why = "an answer has no token"
+        return _MaskedRow([_MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
+    kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
+    return _MaskedRow(
+        [
+            _MaskedPart("prompt", prompt, kept[0], set()),
+            _MaskedPart("chosen", chosen, kept[1], kept[1]),
+            _MaskedPart("rejected", rejected, kept[2], kept[2]),
+        ],
+        length,
+    )
+
+
+def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Texts, most: int) -> PreviewedRow:
+    ids = [token for part in row.parts for token in part.ids][:most]
+    kept = "".join(_marks(len(part.ids), part.kept) for part in row.parts)
+    lost = kept.count("0")
+    outcome, reason = "trained", ""
+    if row.dropped:
+        outcome, reason = "dropped", row.dropped
+    elif lost:
+        found = "1 token does" if lost == 1 else f"{lost} tokens do"
+        outcome, reason = "cut", f"{found} not fit into max_seq_length={counter.limit}"
+    return PreviewedRow(
+        row=number,
+        tokens=len(kept),
+        outcome=outcome,  # type: ignore[arg-type]
+        reason=reason,
+        parts={part.name: len(part.ids) for part in row.parts},
+        ids=ids,
+        texts=[texts.of(token) for token in ids],
+        trained="".join(_marks(len(part.ids), part.trained) for part in row.parts)[:most],
+        kept=kept[:most],
+        special="".join("1" if token in texts.special else "0" for token in ids),
+    )
+
+
+def _marks(length: int, marked: set[int]) -> str:
+    return "".join("1" if position in marked else "0" for position in range(length))
+
+
+def _data(spec: JobSpec, counter: TruncationCounter, lengths: Sequence[int]) -> dict[str, object]:
+    ordered = sorted(lengths)
+    return {
+        "num_rows": spec.dataset.num_rows,
+        "read": counter.rows,
+        "trained": counter.kept,
+        "truncated": counter.truncated,
+        "dropped": counter.rows - counter.kept,
+        "total_tokens": counter.total_tokens,
+        "trained_tokens": counter.trained_tokens,
+        "longest_before_cut": counter.longest,
+        "median_tokens": ordered[len(ordered) // 2],
+        "histogram": histogram(ordered),
+    }

@@ -1,0 +1,63 @@
+"""`trl-remote datasets preview`: rows as they are trained."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from ..client import ServiceClient
+from ..trl_client import preview_request
+from .one_line import model_at
+from .terminal import emit
+
+_MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
+"""Whether a token is kept, and whether the loss covers it -> the mark of its line."""
+
+
+async def preview(client: ServiceClient, options: Namespace) -> int:
+    """Print rows of a dataset: their tokens, the loss, what is cut or dropped."""
+    found = await preview_request(client, _body(client, options), options.method)
+    emit(options, found, "\n".join(_lines(found)))
+    return 0
+
+
+def _body(client: ServiceClient, options: Namespace) -> dict[str, Any]:
+    data = {"dataset_id": options.dataset_id, "batch_size": 1, "data_format": options.data_format}
+    if options.train_on_input:
+        data["train_on_input"] = True
+    given = {"max_seq_length": options.max_seq_length, "truncation_side": options.truncation_side}
+    return {
+        "model": model_at(options.model, client.url),
+        **({"algorithm_config": {"type": "dpo"}} if options.method == "dpo" else {}),
+        "training_config": {"n_epochs": 1, "data_config": {name: value for name, value in data.items() if value}},
+        "provider_options": {name: value for name, value in given.items() if value is not None},
+        "first_row": options.first_row,
+        "rows": options.rows,
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    data = found["data"]
+    yield "+ the loss covers it, x cut or dropped; one line for each run of tokens"
+    for row in found["rows"]:
+        outcome = f", {row['outcome']}: {row['reason']}" if row["outcome"] != "trained" else ""
+        yield f"row {row['row']}: {row['tokens']} tokens{outcome}"
+        marks = [_MARKS[pair] for pair in zip(row["kept"], row["trained"], strict=True)]
+        begin = 0
+        for name, length in row["parts"].items():
+            shown = range(begin, min(begin + length, len(row["ids"])))
+            begin += length
+            if len(row["parts"]) > 1 and shown:
+                yield f"  {name}"
+            for mark, run in groupby(shown, marks.__getitem__):
+                yield f"  {mark} {''.join(row['texts'][at] for at in run)!r}"
+        if len(row["ids"]) < row["tokens"]:
+            yield f"    ({row['tokens'] - len(row['ids'])} more tokens)"
+    counts = f"{data['trained']} trained, {data['truncated']} of them cut to {found['max_seq_length']} tokens"
+    yield f"{data['read']} of {data['num_rows']} rows read: {counts}, {data['dropped']} dropped"
+    yield f"{data['trained_tokens']} of {data['total_tokens']} tokens in the loss; longest {data['longest_before_cut']}"
+    for bucket in data["histogram"]:
+        yield f"  up to {bucket['up_to']:>7} tokens: {bucket['rows']}"
+    yield from (f"note    {warning}" for warning in found["warnings"])

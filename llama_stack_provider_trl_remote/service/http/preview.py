@@ -1,0 +1,45 @@
+"""The request and the answer of a preview."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from llama_stack_provider_trl.specs.events import PreviewedRow
+
+from .bodies import PreflightBody
+
+NOT_OF_JOBS = ("algorithm", "first_row", "rows")
+"""Fields of these bodies that a job's body lacks."""
+
+
+class PreviewBody(PreflightBody):
+    """The body of a job of either kind, and which of its rows to show."""
+
+    first_row: int = Field(0, ge=0, le=2**53)
+    """The first row to show, counted from 0. Counts and histogram begin there, too."""
+    rows: int = Field(10, ge=1, le=100)
+    """Rows to show; of 8000 tokens in all, further rows have counts only."""
+
+
+class PreviewCounts(BaseModel):
+    num_rows: int
+    """Of the dataset."""
+    read: int
+    """Rows behind the following counts: from `first_row` on, at most 2000, or fewer that have a million tokens."""
+    trained: int
+    truncated: int
+    dropped: int
+    total_tokens: int
+    """After the cut."""
+    trained_tokens: int
+    longest_before_cut: int
+    median_tokens: int
+    histogram: list[dict[str, int]]
+    """Rows of more than half of `up_to` tokens, and at most `up_to`, before the cut."""
+
+
+class PreviewResponse(BaseModel):
+    max_seq_length: int
+    data: PreviewCounts
+    rows: list[PreviewedRow]
+    warnings: list[str]

@@ -1,0 +1,48 @@
+"""The page that compares jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
+
+from ..context import Context, Service
+from ..security.access import USERS
+from .compare_view import compared
+from .job_view import settings_of
+from .rendering import page
+from .route import PageRoute
+
+router = APIRouter(route_class=PageRoute, prefix="/compare", include_in_schema=False)
+
+MOST = 8
+"""Jobs at a time: charts have so many colours."""
+
+
+@router.get("", dependencies=[USERS])
+async def compare_page(
+    request: Request, service: Context, job: Annotated[list[str] | None, Query(max_length=100)] = None
+) -> Response:
+    """Curves of several jobs over each other, and the difference of their configurations."""
+    names = [*dict.fromkeys(name.strip() for name in job or () if name.strip())]
+    if len(names) > MOST:
+        raise InvalidRequest("job", len(names), f"compare at most {MOST} jobs at a time")
+    jobs = await asyncio.to_thread(_statuses, service, names)
+    settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
+    values: dict[str, Any] = {
+        "jobs": jobs,
+        "most": MOST,
+        "different": [one for one in settings if one.differs],
+        "same": [one for one in settings if not one.differs],
+        "followed": {one.job_uuid: JobState(one.resources_allocated["state"]) not in TERMINAL for one in jobs},
+    }
+    return page(request, "compare.html", **values)
+
+
+def _statuses(service: Service, names: list[str]) -> list[PostTrainingJobStatusResponse]:
+    return [service.status(name) for name in names]

@@ -1,0 +1,80 @@
+"""The page of a new job: its form, the preflight's answer beside it, and the same job for other clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from ..context import Context, Service
+from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
+from ..security.access import USERS, USERS_FORM, CurrentCaller
+from .job_form import job_of, same_job, validated
+from .job_view import path_of
+from .login import checked_form, see_other
+from .rendering import page
+from .route import PageRoute, problem_of
+
+router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False)
+
+
+@router.get("", dependencies=[USERS])
+async def new_job_page(
+    request: Request, service: Context, dataset: Annotated[str, Query(max_length=512)] = ""
+) -> Response:
+    """The empty form."""
+    return await _page(request, service, {"dataset": dataset} if dataset else {})
+
+
+@router.post("/check", dependencies=[USERS_FORM])
+async def check_job(request: Request, service: Context, caller: CurrentCaller) -> Response:
+    """The form with the preflight's answer; without a model or a dataset there is none yet."""
+    fields = await checked_form(request, caller)
+    if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
+        return await _page(request, service, fields)
+    try:
+        body = {**job_of(fields), "algorithm": _method(fields)}
+        found = await service.preflight(validated(PreflightBody, body))
+    except Exception as error:
+        status, problem = await problem_of(request, error)
+        return await _page(request, service, fields, status, problem=problem)
+    return await _page(request, service, fields, found=found)
+
+
+@router.post("", dependencies=[USERS_FORM])
+async def submit_job(request: Request, service: Context, caller: CurrentCaller) -> Response:
+    """Queue the job, and lead to its page. The same form again is the same job."""
+    fields = await checked_form(request, caller)
+    try:
+        body: PreferenceOptimizeBody | SupervisedFineTuneBody
+        if _method(fields) == "dpo":
+            body = validated(PreferenceOptimizeBody, job_of(fields))
+        else:
+            body = validated(SupervisedFineTuneBody, job_of(fields))
+        await service.submit(body, caller)
+    except Exception as error:
+        status, problem = await problem_of(request, error)
+        return await _page(request, service, fields, status, problem=problem)
+    return see_other(path_of(body.job_uuid))
+
+
+def _method(fields: Mapping[str, str]) -> str:
+    return "dpo" if fields.get("method") == "dpo" else "sft"
+
+
+async def _page(
+    request: Request, service: Service, fields: dict[str, str], code: int = 200, found: Any = None, problem: str = ""
+) -> Response:
+    datasets = await asyncio.to_thread(service.datasets.all)
+    return page(
+        request,
+        "new.html",
+        code,
+        fields=fields,
+        datasets=[one.identifier for one in datasets],
+        found=found,
+        problem=problem,
+        same=same_job(job_of(fields), str(request.base_url).rstrip("/")),
+    )

@@ -1,0 +1,54 @@
+"""What the page of data shows of a preview. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llama_stack_provider_trl.specs.events import PreviewedRow
+
+_SHOWN = {"\n": "↵\n", "\r": "␍", "\t": "⇥", "": "∅"}
+"""Characters that a reader would not see -> what stands for them."""
+
+
+class ShownToken(NamedTuple):
+    text: str
+    kind: str
+    """Classes of its element: loss, special, cut."""
+    id: int
+
+
+class ShownPart(NamedTuple):
+    name: str
+    tokens: list[ShownToken]
+
+
+def parts_of(row: PreviewedRow) -> list[ShownPart]:
+    """The parts of a row with the tokens that are shown of them."""
+    found, begin = [], 0
+    marks = list(zip(row.ids, row.texts, row.trained, row.special, row.kept, strict=False))
+    for name, length in row.parts.items():
+        tokens = [
+            ShownToken(_visible(text), _kind(trained, special, kept), token)
+            for token, text, trained, special, kept in marks[begin : begin + length]
+        ]
+        begin += length
+        if tokens:
+            found.append(ShownPart(name, tokens))
+    return found
+
+
+def _kind(trained: str, special: str, kept: str) -> str:
+    marks = (("loss", trained == "1"), ("special", special == "1"), ("cut", kept == "0"))
+    return " ".join(name for name, is_so in marks if is_so)
+
+
+def _visible(text: str) -> str:
+    if not text:
+        return _SHOWN[""]
+    return "".join(_SHOWN.get(character, character) for character in text)
+
+
+def left_out(rows: Sequence[PreviewedRow]) -> int:
+    """Tokens of the rows that are not shown."""
+    return sum(row.tokens - len(row.ids) for row in rows)

@@ -1,0 +1,100 @@
+// Several jobs over each other: their curves as they grow, and their states.
+import { Charts, COLORS, plain } from "./charts.js";
+import { along, Curves, smoothed } from "./curves.js";
+import { Parts } from "./parts.js";
+import { Stream } from "./stream.js";
+
+const live = document.getElementById("live");
+const found = document.getElementById("jobs");
+const followed = found ? JSON.parse(found.textContent) : {};
+const curves = new Map(Object.keys(followed).map((job) => [job, new Curves()]));
+const parts = new Parts(["states"]);
+
+async function fetchSeries(job, options = {}) {
+  const answer = await fetch(`/v1/post-training/jobs/${encodeURIComponent(job)}/series?${new URLSearchParams(options)}`);
+  if (answer.status === 401) location.reload();
+  if (!answer.ok) throw new Error(`${answer.status}`);
+  return answer.json();
+}
+
+// A chart for each metric, in it a colour for each job.
+class Overlaid extends Charts {
+  names() {
+    return new Set([...curves.values()].flatMap((job) => job.names()));
+  }
+
+  grouped() {
+    const names = [...this.names()].sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
+    return names.map((name) => ({ title: name, names: [name] }));
+  }
+
+  traces(name, zoomed) {
+    return [...curves].flatMap(([job, all], number) => {
+      const color = COLORS[number % COLORS.length];
+      return ["train", "validation"].flatMap((kind) => {
+        const curve = zoomed?.[job] ? zoomed[job][kind][name] : all.metrics[kind].get(name);
+        if (!curve?.step.length) return [];
+        const x = along(curve, this.axis.value);
+        const label = plain(kind === "validation" ? `${job} (validation)` : job);
+        const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
+        const whole = { x, y: curve.value, name: label, mode: "lines", type: "scatter", line };
+        if (name !== "loss" || kind === "validation") return [whole];
+        const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip" };
+        return [raw, { ...whole, y: smoothed(curve.value, Number(this.smoothing.value)) }];
+      });
+    });
+  }
+
+  async closer(group, from, to) {
+    const zoomed = {};
+    const ask = async (job, all) => {
+      const options = this.options(all, group, from, to);
+      if (options) zoomed[job] = await this.fetchSeries(job, options);
+    };
+    await Promise.all([...curves].map(([job, all]) => ask(job, all)));
+    return zoomed;
+  }
+}
+
+const charts = window.Plotly && new Overlaid(null, { checkpoints: [], attempts: [] }, fetchSeries);
+
+async function begin() {
+  const cursors = new Map();
+  try {
+    for (const [job, all] of curves) {
+      const series = await fetchSeries(job);
+      all.replace(series);
+      cursors.set(job, series.next);
+    }
+  } catch {
+    live.textContent = "The service does not answer; trying again.";
+    setTimeout(begin, 2000);
+    return;
+  }
+  live.textContent = "";
+  show();
+  const running = Object.keys(followed).filter((job) => followed[job]);
+  if (!running.length) return;
+  new Stream(running, running.map((job) => cursors.get(job)).join("~"), {
+    event: onEvent,
+    state: () => parts.refresh(),
+    lost: () => (live.textContent = "The service does not answer; trying again."),
+    live: () => (live.textContent = ""),
+  });
+}
+
+function show() {
+  if (![...curves.values()].some((all) => all.names().length)) return;
+  document.getElementById("curves").hidden = false;
+  charts?.all();
+}
+
+function onEvent(job, event) {
+  const changed = curves.get(job).add(event);
+  if (!changed.length) return;
+  document.getElementById("curves").hidden = false;
+  charts?.changed(changed);
+  parts.refresh(5000);
+}
+
+if (curves.size) begin();

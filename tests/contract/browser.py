@@ -1,0 +1,106 @@
+"""Debian's chromium, driven by playwright, as tests of the dashboard use it: one browser for a module, a window for a
+test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.required import lacking
+from tests.security.guarded import TOKENS, Guarded
+
+CHROMIUM = os.environ.get("TRL_CHROMIUM") or shutil.which("chromium")
+
+_REPORT_VIOLATIONS = """
+document.addEventListener("securitypolicyviolation",
+    (event) => console.error("CSP", event.violatedDirective, event.blockedURI, event.sourceFile));
+"""
+_SERIOUS = ("serious", "critical")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser, of playwright's class Browser. Skips the test where there is none."""
+    try:
+        from playwright import sync_api
+    except ImportError:
+        lacking("playwright is not installed: scripts/prepare-env.sh installs it")
+    if CHROMIUM is None:
+        lacking("chromium is not installed: `apt-get install chromium`, or name one in TRL_CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        # Without its sandbox, which root cannot have.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def window(browser: Any, service: Guarded, **options: Any) -> Iterator[Window]:
+    """A window of the browser on a service. Fails where a page of it requested anything of another site, or reported an
+    error or a violation of the policy.
+
+    Args:
+        options: of playwright's `new_context`.
+    """
+    window = Window(browser, service, **options)
+    yield window
+    window.context.close()
+    assert window.foreign == []
+    assert window.errors == []
+
+
+class Window:
+    """One page of a browser; it counts what no page may do."""
+
+    def __init__(self, browser: Any, service: Guarded, **options: Any) -> None:
+        self.service = service
+        self.context = browser.new_context(**options)
+        self.foreign: list[str] = []
+        self.errors: list[str] = []
+        self.context.route("**/*", self._route)
+        self.page = self.context.new_page()
+        self.page.add_init_script(_REPORT_VIOLATIONS)
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: dialog.accept())
+
+    def _route(self, route: Any) -> None:
+        if route.request.url.startswith(self.service.url):
+            route.continue_()
+        else:
+            self.foreign.append(route.request.url)
+            route.abort()
+
+    def _note(self, message: Any) -> None:
+        # A browser itself reports answers of 401 and connections that are refused.
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            self.errors.append(message.text)
+
+    def open(self, path: str) -> None:
+        self.page.goto(self.service.url + path)
+
+    def login(self, role: str) -> None:
+        self.open("/")
+        self.page.fill("#token", TOKENS[role])
+        self.page.click("main button")
+        self.page.wait_for_selector("h1:has-text('Jobs')")
+
+    def faults(self, *rules: str) -> list[str]:
+        """What is seriously wrong with the accessibility of the page, as axe finds it; by these rules, or all."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        only = {"runOnly": {"type": "rule", "values": list(rules)}} if rules else {}
+        found = Axe().run(self.page, options={"resultTypes": ["violations"], **only}).response["violations"]
+        return [
+            f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
+            for one in found
+            if one["impact"] in _SERIOUS
+            for node in one["nodes"]
+        ]
+
+    def width(self) -> int:
+        """Of all that the page shows, in CSS pixels."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth"))

@@ -1,0 +1,125 @@
+"""The preview of rows is what their training gets: the same tokens, loss and cuts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.data.packing import IGNORED
+from llama_stack_provider_trl.recipes.data.prepare import tokenize
+from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
+from llama_stack_provider_trl.recipes.preview import preview
+from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
+from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from tests.tiny import tiny_model
+from tests.training import job_spec
+
+pytestmark = pytest.mark.process
+
+DIALOG = [
+    {"role": "user", "content": "What is one plus one?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "And 你好 <script>?"},
+    {"role": "assistant", "content": "Four, and hello."},
+]
+SFT_ROWS = [
+    {"messages": DIALOG},
+    {"prompt": "What is two times two?", "completion": "Four."},
+    {"prompt": "word " * 80, "completion": "Never seen."},
+    {"prompt": "Short?", "completion": "word " * 80},
+]
+DPO_ROWS = [
+    {"prompt": "What is two times two?", "chosen": "Four.", "rejected": "word " * 80},
+    {"prompt": "word " * 80, "chosen": "Yes.", "rejected": "No."},
+]
+
+
+def shown(root: Path, spec: JobSpec, **requested: int) -> Previewed:
+    events = root / "events.jsonl"
+    preview(spec, PreviewSpec(**requested), EventWriter(events))
+    (found,) = [event for event in iter_events(events) if isinstance(event, Previewed)]
+    return found
+
+
+def of_rows(root: Path, algorithm: Any, rows: list[dict[str, Any]], **changes: Any) -> JobSpec:
+    return job_spec(root, tiny_model(), algorithm, rows=rows, **changes)
+
+
+@pytest.mark.parametrize("limit", [24, 400])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_tokens_and_loss_of_rows_are_those_of_the_training(
+    tmp_path: Path, limit: int, side: str, train_on_input: bool
+) -> None:
+    changes = {"max_seq_length": limit, "truncation_side": side, "train_on_input": train_on_input}
+    spec = of_rows(tmp_path, "sft", SFT_ROWS, **changes)
+    found = shown(tmp_path, spec)
+    dataset, report = tokenize(spec, spec.dataset, load_tokenizer(spec.source)).collect()
+    kept = [row for row in found.rows if row.outcome != "dropped"]
+    assert [row.row for row in found.rows] == [0, 1, 2, 3]
+    assert len(kept) == len(dataset) == report.kept == found.data["trained"]
+    for row, trained in zip(kept, dataset, strict=True):
+        marks = list(zip(row.ids, row.kept, row.trained, strict=True))
+        assert [token for token, is_kept, _ in marks if is_kept == "1"] == trained["input_ids"]
+        loss = [token if covers == "1" else IGNORED for token, is_kept, covers in marks if is_kept == "1"]
+        assert loss == [IGNORED, *trained["labels"][1:]]
+        assert "1" not in "".join(covers for _, is_kept, covers in marks if is_kept == "0")
+        assert (row.outcome == "cut") == ("0" in row.kept)
+    assert (found.data["truncated"], found.data["trained_tokens"]) == (report.truncated, report.trained_tokens)
+    assert found.warnings[-1:] == report.warnings[-1:]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("limit", [24, 400])
+def test_tokens_of_pairs_are_those_of_the_training(tmp_path: Path, limit: int, side: str) -> None:
+    spec = of_rows(tmp_path, "dpo", DPO_ROWS, max_seq_length=limit, truncation_side=side)
+    found = shown(tmp_path, spec)
+    dataset, _ = tokenize(spec, spec.dataset, load_tokenizer(spec.source)).collect()
+    kept = [row for row in found.rows if row.outcome != "dropped"]
+    assert len(kept) == len(dataset)
+    for row, trained in zip(kept, dataset, strict=True):
+        begin = 0
+        for name, length in row.parts.items():
+            part = slice(begin, begin + length)
+            begin += length
+            ids = [token for token, mark in zip(row.ids[part], row.kept[part], strict=True) if mark == "1"]
+            assert ids == trained[f"{name}_ids"], name
+            assert row.trained[part] == (row.kept[part] if name != "prompt" else "0" * length)
+    if limit == 24 and side == "right":
+        assert [row.outcome for row in found.rows] == ["cut", "dropped"]
+        assert "the prompt leaves none for an answer" in found.rows[1].reason
+
+
+def test_texts_are_those_of_the_tokens_and_special_ones_are_marked(tmp_path: Path) -> None:
+    spec = of_rows(tmp_path, "sft", SFT_ROWS[:1])
+    (row,) = shown(tmp_path, spec).rows
+    tokenizer = load_tokenizer(spec.source)
+    special = [text for text, mark in zip(row.texts, row.special, strict=True) if mark == "1"]
+    assert special
+    assert set(special) <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    assert "one plus one?" in "".join(row.texts)
+    assert len(row.texts) == len(row.ids) == row.tokens
+
+
+def test_few_rows_are_shown_from_the_first_one_on_and_the_counts_are_of_those_behind_it(tmp_path: Path) -> None:
+    spec = of_rows(tmp_path, "sft", [SFT_ROWS[1]] * 120)
+    found = shown(tmp_path, spec, first_row=15, rows=3)
+    assert [row.row for row in found.rows] == [15, 16, 17]
+    assert (found.data["num_rows"], found.data["read"]) == (120, 105)
+    assert sum(bucket["rows"] for bucket in found.data["histogram"]) == 105
+    with pytest.raises(JobFailure, match="has 120 rows and none at 120"):
+        shown(tmp_path, spec, first_row=120)
+
+
+def test_long_rows_are_shown_in_part_within_the_size_of_an_event(tmp_path: Path) -> None:
+    rows = [{"prompt": "a, [b] {c} " * 3000, "completion": '{"a": [1, 2]}, ' * 3000}] * 5
+    spec = of_rows(tmp_path, "sft", rows, max_seq_length=100_000)
+    found = shown(tmp_path, spec)
+    assert sum(len(row.ids) for row in found.rows) <= 8000 < found.rows[0].tokens
+    assert [row.outcome for row in found.rows] == ["trained"] * 5 or found.max_seq_length < 100_000
+    assert len(json.dumps(found.model_dump(mode="json"))) < 1 << 20

@@ -1,0 +1,99 @@
+"""Makes the pictures of docs/how-to/dashboard.md from real trainings: `.venv/bin/python -m tests.screenshots`.
+
+Needs playwright and Debian's chromium, as the tests of the dashboard do.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.contract import browser
+from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
+from tests.contract.service import running
+from tests.contract.stack import DPO, SFT, poll
+from tests.security.guarded import Guarded
+from tests.tiny import REPOSITORY, tiny_model
+
+PICTURES = REPOSITORY / "docs" / "how-to" / "images"
+_SIZE = {"width": 1100, "height": 640}
+_COLORS = 96
+"""Of a picture: fewer make it small, and more are not seen."""
+
+
+def main() -> None:
+    """Train, open each page, and write its picture."""
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="trl-") as directory:
+        root = Path(directory)
+        model = root / "models" / "tiny-chat"
+        shutil.copytree(tiny_model(), model)
+        with running(Guarded(root)) as service, browser.chromium() as chromium:
+            fill(service, str(model))
+            with browser.window(chromium, service, viewport=_SIZE) as window:
+                take(window, str(model))
+
+
+def fill(service: Guarded, model: str) -> None:
+    """Two trainings that have ended, one that runs, and one that waits behind it."""
+    service.register("questions", QUESTIONS * 20)
+    service.register("pairs", PAIRS * 10)
+    for name, rate in (("sft-slow", 2e-4), ("sft-fast", 1e-3)):
+        body = job(sft(name, "questions"), model, n_epochs=3, optimizer_config={"lr": rate})
+        service.wait(service.submit(SFT, {**body, "algorithm_config": LORA}), "completed")
+    service.submit(SFT, job(sft("sft-long", "questions"), model, n_epochs=60))
+    service.submit(DPO, job(promised("dpo-next", "pairs"), model))
+    poll(lambda: service.state("sft-long") == "in_progress", "the job runs", timeout=60)
+
+
+def job(body: dict[str, Any], model: str, **training: Any) -> dict[str, Any]:
+    return {**body, "model": model, "training_config": {**body["training_config"], **training}}
+
+
+def take(window: browser.Window, model: str) -> None:
+    """Open the pages and write their pictures."""
+    page = window.page
+
+    def drawn() -> None:
+        page.wait_for_selector(".chart .main-svg", timeout=60_000)
+        page.locator("#curves").scroll_into_view_if_needed()
+        page.wait_for_timeout(1500)  # for some more points
+
+    def filled() -> None:
+        page.fill("#dataset", "questions")
+        page.fill("#model", model)
+        page.fill("#max_seq_length", "24")
+        page.click("main button")
+        page.wait_for_selector("article", timeout=60_000)
+        page.locator("#lengths-title").scroll_into_view_if_needed()
+        page.evaluate("document.getElementById('lengths-title').scrollIntoView()")
+
+    def checked() -> None:
+        page.fill("#job input[name=job]", "sft-3")
+        page.fill("#model", model)
+        page.fill("#dataset", "questions")
+        page.wait_for_selector("#answer .state", timeout=60_000)
+
+    window.login("admin")
+    pictures: dict[str, tuple[str, Callable[[], object]]] = {
+        "jobs": ("/", lambda: page.wait_for_selector("tr[data-job=sft-long] progress", timeout=60_000)),
+        "job": ("/jobs/sft-long", drawn),
+        "compare": ("/compare?job=sft-slow&job=sft-fast", drawn),
+        "data": ("/data", filled),
+        "new-job": ("/new", checked),
+    }
+    for name, (path, prepare) in pictures.items():
+        window.open(path)
+        prepare()
+        picture = Image.open(io.BytesIO(page.screenshot()))
+        picture.convert("RGB").quantize(_COLORS).save(PICTURES / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
