@@ -91,6 +91,11 @@ def error_page(request: Request, status: int, detail: str, headers: Mapping[str,
     return found
 
 
+def require_templates() -> None:
+    """Raise NoDashboard where pages cannot be rendered."""
+    _environment()
+
+
 @cache
 def _environment() -> Environment:
     try:
