@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from ..errors import StoreError
+from ..errors import InvalidRequest, StoreError
 from ..system.files import private_directory
 from ..system.process import FileLock
 
@@ -169,6 +170,31 @@ class Database:
                         )
                     finally:
                         connection.rollback()  # has no effect after a commit
+
+
+def require_database(data_dir: Path) -> Path:
+    """The database of a data directory, of a release that this one reads.
+
+    Raises:
+        InvalidRequest: the directory has none.
+        StoreError: it cannot be read, or is of an earlier release: opening it would upgrade it under the processes that
+            use it.
+    """
+    database = data_dir / DATABASE
+    if not database.is_file():
+        hint = f"it has no {DATABASE}: name the data directory of a service, or that of the inline provider."
+        raise InvalidRequest("--data-dir", str(data_dir), hint)
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(database.resolve()))}?mode=ro", uri=True)) as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.Error as error:
+        raise StoreError(f"job database {database}: {error}") from error
+    if version < SCHEMA_VERSION:
+        raise StoreError(
+            f"job database {database} has schema version {version}, this program reads {SCHEMA_VERSION}: an earlier "
+            "release wrote it; the next start of its service or Llama Stack on this release upgrades it"
+        )
+    return database
 
 
 def private_data_dir(data_dir: Path) -> None:

@@ -65,7 +65,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     return evaluate(options)
 
 
-_LOCAL = {"doctor": _doctor, "completion": _completion, "evaluate": _evaluate}
+def _dashboard(options: argparse.Namespace) -> int:
+    from ..service.dashboard import serve_dashboard
+
+    serve_dashboard(options.data_dir.expanduser(), options.port, os.environ.get("TRL_SERVICE_TOKEN"))
+    return 0
+
+
+_LOCAL = {"doctor": _doctor, "completion": _completion, "evaluate": _evaluate, "dashboard": _dashboard}
 """Commands that call no service."""
 
 
@@ -120,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
+    _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))
     _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
@@ -225,6 +233,17 @@ def _plot(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--data-dir", type=Path, metavar="DIR", help="read this data directory; no service is needed")
     _at_service(command)
+
+
+def _dashboard_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the data_dir of an inline provider",
+    )
+    command.add_argument("--port", type=_port, default=8323, metavar="N", help="on 127.0.0.1; 0: any free one (8323)")
 
 
 def _nodes(group: argparse.ArgumentParser) -> None:
@@ -429,6 +448,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if not 0 < value <= 10**6:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000000")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 65535")
     return value
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
-from llama_stack_provider_trl.errors import InvalidRequest, StoreError
-from llama_stack_provider_trl.jobs.database import DATABASE, SCHEMA_VERSION, Database
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.database import Database, require_database
 from llama_stack_provider_trl.jobs.reader import JobReader
 
 from ..client import JOBS, ServiceClient, job_path
@@ -59,11 +57,7 @@ def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[Pl
         JobNotFound.
         StoreError: its database cannot be read, or is of another release.
     """
-    database = data_dir / DATABASE
-    if not database.is_file():
-        hint = f"it has no {DATABASE}: name the data directory of a service, or that of the inline provider."
-        raise InvalidRequest("--data-dir", str(data_dir), hint)
-    _require_version(database)
+    database = require_database(data_dir)
     with closing(Database(database)) as opened:
         reader = JobReader(opened)
         names = job_uuids or [_newest(reader.names(), str(data_dir))]
@@ -71,20 +65,6 @@ def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[Pl
             name: [PlotPoint(p.kind, p.step, p.epoch, p.time.timestamp(), p.metrics) for p in reader.points(name)]
             for name in names
         }
-
-
-def _require_version(database: Path) -> None:
-    """Refuse the database of an earlier release, which opening would upgrade under the processes that use it."""
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(database.resolve()))}?mode=ro", uri=True)) as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-    except sqlite3.Error as error:
-        raise StoreError(f"job database {database}: {error}") from error
-    if version < SCHEMA_VERSION:
-        raise StoreError(
-            f"job database {database} has schema version {version}, this program reads {SCHEMA_VERSION}: an earlier "
-            "release wrote it; the next start of its service or Llama Stack on this release upgrades it"
-        )
 
 
 def _newest(names: Sequence[str], where: str) -> str:

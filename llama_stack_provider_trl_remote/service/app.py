@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Security
@@ -19,8 +20,11 @@ from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
-from .security.auth import AnyOf, Authenticator, ConfiguredTokens, Gate
-from .security.sessions import FILE, Sessions
+from .security.audit import Refusals
+from .security.auth import AnyOf, Authenticate, Authenticator, ConfiguredTokens, Gate
+from .security.sessions import FILE, KnownTokens, Sessions
+from .settings import ServiceSettings
+from .stored_jobs import StoredJobs
 
 _TITLE = "llama-stack-provider-trl training service"
 _TEXT = (
@@ -33,11 +37,7 @@ def make_app(service: Service) -> FastAPI:
     """Build the application of a service; starts nothing."""
     # Only documents the token: `access.GuardedRoute` checks it, before any of the body is read.
     token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
-    # One way to write each path: a redirect would carry the token along, to the host in the Host header.
-    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
-    app.state.service = service
-    app.state.methods = []
-    handle_errors(app)
+    app = _application(service)
     for prefix in ("/v1", "/v1alpha"):
         _include(app, jobs.router, prefix, dependencies=token)
         _include(app, live.router, prefix, dependencies=token)
@@ -59,17 +59,48 @@ def make_app(service: Service) -> FastAPI:
         ),
     ):
         _include(app, router, "")
-    app.router.default = _unknown_path
     own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
     configured = ConfiguredTokens(service.settings, own)
     # Without a configured token none is needed. If a created token changed that, any call from this machine could lock
     # out every other client.
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
-    app.state.sessions = Sessions(service.settings.data_dir / FILE, (configured, service.tokens))
+    return _guarded(app, known, (configured, service.tokens), service.refusals)
+
+
+def make_dashboard(jobs_of: StoredJobs) -> FastAPI:
+    """Build the pages of jobs that another process supervises, with what they read; starts nothing."""
+    app = _application(jobs_of)
+    for router in (live.router, job_files.router):
+        _include(app, router, "/v1")
+    for router in (assets.router, login.router, list_pages.router, job_pages.router, compare_pages.router):
+        _include(app, router, "")
+    configured = ConfiguredTokens(jobs_of.settings)
+    return _guarded(app, configured or None, (configured,), None)
+
+
+def _application(service: StoredJobs) -> FastAPI:
+    # One way to write each path: a redirect would carry the token along, to the host in the Host header.
+    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
+    app.state.service = service
+    app.state.methods = []
+    handle_errors(app)
+    return app
+
+
+def _guarded(
+    app: FastAPI, known: Authenticate | None, with_sessions: Iterable[KnownTokens], refusals: Refusals | None
+) -> FastAPI:
+    """The application with the checks before its routes, which have all been added.
+
+    Args:
+        known: None: no token is needed.
+        with_sessions: tokens that open sessions of browsers.
+    """
+    settings: ServiceSettings = app.state.service.settings
+    app.router.default = _unknown_path
+    app.state.sessions = Sessions(settings.data_dir / FILE, with_sessions)
     app.state.authenticator = Authenticator(known, app.state.sessions)
-    app.add_middleware(
-        Gate, settings=service.settings, authenticator=app.state.authenticator, refusals=service.refusals
-    )
+    app.add_middleware(Gate, settings=settings, authenticator=app.state.authenticator, refusals=refusals)
     return app
 
 

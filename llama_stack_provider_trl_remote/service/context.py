@@ -3,12 +3,9 @@ test."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +13,7 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.database import DATABASE
-from llama_stack_provider_trl.jobs.ownership import Ownership
-from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
-from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
@@ -41,8 +34,6 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
-from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
-from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
 from ..nodes.identity import machine_id, usable_cpus, versions
 from .cluster.launcher import ClusterLauncher
@@ -59,8 +50,7 @@ from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
 from .settings import ServiceSettings
-from .views.checkpoints import Digests
-from .views.events import Feeds
+from .stored_jobs import StoredJobs
 from .views.preflights import Preflights
 
 log = logging.getLogger(__name__)
@@ -68,34 +58,30 @@ _OURS = ("provider_options", "dataset_digests")
 """Fields of a body that the engine's request lacks."""
 
 
-class Service:
+class Service(StoredJobs):
     """One service on one data directory.
 
     Args:
         config: the file of its settings, which is hidden from trainings.
     """
 
+    audit: AuditLog
+
     def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
-        self.settings = settings
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
         self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
-        self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
-        self.for_jobs = settings.for_jobs(self.devices)
-        self.store = Store(settings.data_dir / DATABASE)
-        self.tokens = CreatedTokens(Tokens(self.store), settings)
-        self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
-        self.refusals = Refusals(self.audit)
         self.blobs = Blobs(settings, self.isolation)
-        self.datasets = DatasetRegistry(settings, self.blobs)
         registration = Registration(
             self.blobs.directory, settings.max_rows, settings.convert_timeout, self.blobs.check_space
         )
-        self.bodies = Bodies(registration)
-        self.digests = Digests()
-        self.feeds = Feeds(self.store)
-        self.stopping = asyncio.Event()
-        """Set when the service begins to stop: streams end then, instead of keeping it."""
+        super().__init__(settings, Bodies(registration))
+        self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
+        self.for_jobs = settings.for_jobs(self.devices)
+        self.tokens = CreatedTokens(Tokens(self.store), settings)
+        self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
+        self.refusals = Refusals(self.audit)
+        self.datasets = DatasetRegistry(settings, self.blobs)
         self.warm = WarmProcesses() if settings.warm_start else None
         self.local = local = LocalLauncher(isolation=self.isolation, limits=self.limits, warm=self.warm)
         self.python = str(settings.train_python) if settings.train_python else None
@@ -146,14 +132,16 @@ class Service:
 
     def stop(self) -> None:
         """Stop supervising; trainings continue."""
-        self.digests.close()
-        self.bodies.close()
         self.supervisor.stop()
         self.local.close()
-        self.store.close()
+        self.close()
         self.refusals.flush()
         self.audit.write("stopped", version=__version__)
         self.audit.close()
+
+    def wake(self) -> None:
+        """Have the supervisor check the jobs now."""
+        self.supervisor.wake()
 
     def versions(self) -> dict[str, str]:
         """See `identity.versions`. Read at the first join."""
@@ -184,7 +172,7 @@ class Service:
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body), owner):
             log.info("job %s: queued", request.job_uuid)
-            self.supervisor.wake()
+            self.wake()
 
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
@@ -226,44 +214,6 @@ class Service:
 
         return rows
 
-    def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by three point reads. Raises JobNotFound."""
-        store = self.store
-        with store.snapshot():
-            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
-
-    async def cancel(self, job_uuid: str) -> None:
-        """End a job. Raises JobNotFound, JobConflict."""
-        await self._request(self.store.request_cancel, job_uuid)
-
-    async def pause(self, job_uuid: str) -> None:
-        """Have a job save and free its device. Raises JobNotFound, JobConflict."""
-        await self._request(self.store.request_pause, job_uuid)
-
-    async def resume(self, job_uuid: str) -> None:
-        """Queue a paused job again. Raises JobNotFound, JobConflict."""
-        await self._request(self.store.request_resume, job_uuid)
-
-    async def _request(self, record: Callable[[str], object], job_uuid: str) -> None:
-        await asyncio.to_thread(record, job_uuid)
-        self.supervisor.wake()
-
-    def delete(self, job_uuid: str, checkpoints: bool) -> None:
-        """Delete a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
-        ownership = Ownership(self.settings.data_dir)
-        asides: list[Path | None] = []
-
-        def out_of_the_way(job: JobRecord) -> None:
-            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")))
-            if checkpoints and ownership.is_ours(job.spec.checkpoint_dir):
-                asides.append(set_aside(job.spec.checkpoint_dir))
-            ownership.release(job.spec.checkpoint_dir)
-
-        self.store.delete(job_uuid, out_of_the_way)
-        for aside in filter(None, asides):
-            shutil.rmtree(aside, ignore_errors=True)
-        log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
-
     def _with_defaults(
         self, requested: dict[str, object], body: SupervisedFineTuneBody | PreferenceOptimizeBody
     ) -> dict[str, object]:
@@ -285,4 +235,11 @@ async def _service(request: Request) -> Service:  # async: FastAPI sends other f
     return service
 
 
+async def _stored_jobs(request: Request) -> StoredJobs:
+    jobs: StoredJobs = request.app.state.service
+    return jobs
+
+
 Context = Annotated[Service, Depends(_service)]
+Stored = Annotated[StoredJobs, Depends(_stored_jobs)]
+"""Of the routes that a dashboard of another process's jobs has, too."""

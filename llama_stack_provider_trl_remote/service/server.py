@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
@@ -24,6 +25,7 @@ from .app import make_app
 from .context import Service
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
 from .settings import ServiceSettings, SettingsError
+from .stored_jobs import StoredJobs
 
 log = logging.getLogger(__name__)
 LOCK = "service.lock"
@@ -37,8 +39,8 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings.check_exposure()
-        listener = _listen(settings)
-        with listener, _claimed(settings.data_dir, _address(settings, listener)):
+        listener = listen(settings)
+        with listener, _claimed(settings.data_dir, address_of(settings, listener)):
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
         print(f"trl-remote serve: {error}", file=sys.stderr)
@@ -55,7 +57,7 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
     service.start()
     try:
         _log_configuration(service, config, listener)
-        await _Server(service).serve(sockets=[listener])
+        await ServiceServer(service).serve(sockets=[listener])
     finally:
         _, running = service.waiting_and_running()
         await asyncio.to_thread(service.stop)
@@ -66,13 +68,14 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         print(f"the service has stopped{left}", flush=True)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A uvicorn server that ends streams of events when it stops; it would wait for them otherwise."""
 
-    def __init__(self, service: Service) -> None:
-        settings = service.settings
+    def __init__(self, app: FastAPI) -> None:
+        self.jobs: StoredJobs = app.state.service
+        settings = self.jobs.settings
         config = uvicorn.Config(
-            make_app(service),
+            app,
             log_config=None,
             # Its warnings are about requests that are not HTTP: one line per request would help a flood to fill the
             # log.
@@ -89,9 +92,7 @@ class _Server(uvicorn.Server):
             ssl_keyfile=settings.tls_key,
         )
         super().__init__(config)
-        self._service = service
         self._descriptors = raise_descriptor_limit()
-        self._node: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -101,25 +102,17 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to answer calls, those of this machine's own agent included."""
+        """Start to answer calls."""
         assert sockets
-        settings = self._service.settings
-        most = settings.max_connections or default_connections(self._descriptors)
+        most = self.jobs.settings.max_connections or default_connections(self._descriptors)
         acceptor = Acceptor(sockets[0], self._connection, most, self.config.ssl)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
-        if not settings.on_loopback:
-            from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
-
-            self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop streams and the node. No connection is accepted any more, so that no client of a stream reconnects."""
-        self._service.stopping.set()
-        if self._node is not None:
-            self._node.cancel()
-            await asyncio.wait([self._node])
+        """Stop streams. No connection is accepted any more, so that no client of a stream reconnects."""
+        self.jobs.stopping.set()
         await super().shutdown(sockets)
 
     def _connection(self) -> Connection:
@@ -128,6 +121,32 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
+
+
+class ServiceServer(Server):
+    """The server of a service, with this machine's own agent."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(make_app(service))
+        self._service = service
+        self._node: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer calls, those of this machine's own agent included."""
+        await super().startup(sockets)
+        assert sockets
+        if not self._service.settings.on_loopback:
+            from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
+
+            self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop streams and the node."""
+        self._service.stopping.set()
+        if self._node is not None:
+            self._node.cancel()
+            await asyncio.wait([self._node])
+        await super().shutdown(sockets)
 
 
 @contextmanager
@@ -146,7 +165,15 @@ def _claimed(data_dir: Path, address: str) -> Iterator[None]:
         lock.release()
 
 
-def _listen(settings: ServiceSettings) -> socket.socket:
+def listen(settings: ServiceSettings, other_port: str = "TRL_SERVICE_PORT") -> socket.socket:
+    """A socket on the address of these settings.
+
+    Args:
+        other_port: the variable or option that sets another port, for the message.
+
+    Raises:
+        SettingsError: it cannot listen there.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol by its number: asyncio sets TCP_NODELAY only where it reads it. Without that the body of an answer
     # waits 40 ms for the client's acknowledgement of its head.
@@ -158,12 +185,13 @@ def _listen(settings: ServiceSettings) -> socket.socket:
         listener.close()
         raise SettingsError(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; a service may be "
-            "running there already; TRL_SERVICE_PORT sets another port"
+            f"running there already; {other_port} sets another port"
         ) from error
     return listener
 
 
-def _address(settings: ServiceSettings, listener: socket.socket) -> str:
+def address_of(settings: ServiceSettings, listener: socket.socket) -> str:
+    """The URL of a listening socket."""
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
@@ -187,7 +215,7 @@ def _log_configuration(service: Service, config: Path | None, listener: socket.s
         "ranks": f"{ranks} per job unless it sets a number ({origin}), {strategy}",
         "jobs": f"{taken} (resumed)" if waiting or running else taken,
         "isolation": service.isolation.how or f"none: {service.isolation.why_not}",
-        "address": f"{_address(settings, listener)} ({guarded})",
+        "address": f"{address_of(settings, listener)} ({guarded})",
     }
     for name, value in lines.items():
         print(f"{name:>8}  {value}", flush=True)

@@ -285,6 +285,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
     assert {" ".join(words) for words in subcommands() if "--json" not in options_of(words)} == {
         "agent",
         "completion",
+        "dashboard",
         "serve",
     }
 

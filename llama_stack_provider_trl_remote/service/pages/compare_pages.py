@@ -11,8 +11,9 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
-from ..context import Context, Service
+from ..context import Stored
 from ..security.access import USERS
+from ..stored_jobs import StoredJobs
 from .compare_view import compared
 from .job_view import settings_of
 from .rendering import page
@@ -26,7 +27,7 @@ MOST = 8
 
 @router.get("", dependencies=[USERS])
 async def compare_page(
-    request: Request, service: Context, job: Annotated[list[str] | None, Query(max_length=100)] = None
+    request: Request, service: Stored, job: Annotated[list[str] | None, Query(max_length=100)] = None
 ) -> Response:
     """Curves of several jobs over each other, and the difference of their configurations."""
     names = [*dict.fromkeys(name.strip() for name in job or () if name.strip())]
@@ -44,5 +45,5 @@ async def compare_page(
     return page(request, "compare.html", **values)
 
 
-def _statuses(service: Service, names: list[str]) -> list[PostTrainingJobStatusResponse]:
+def _statuses(service: StoredJobs, names: list[str]) -> list[PostTrainingJobStatusResponse]:
     return [service.status(name) for name in names]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from ..context import Context
+from ..context import Stored
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
@@ -27,7 +27,7 @@ _MORE_LINES, _MORE_BYTES = 5000, 1 << 20
 
 
 @router.get("", dependencies=[USERS])
-async def job_page(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def job_page(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """State, attempts, curves, checkpoints, log and configuration of a job."""
     status = await asyncio.to_thread(service.status, job_uuid)
     log = await _log(service, job_uuid, "0", None, _LINES, _BYTES)
@@ -37,7 +37,7 @@ async def job_page(request: Request, service: Context, caller: CurrentCaller, jo
 @router.get("/logs", dependencies=[USERS])
 async def log_page(
     request: Request,
-    service: Context,
+    service: Stored,
     job_uuid: JobName,
     rank: Annotated[str, Query(pattern=rf"^(\d{{1,4}}|{LAUNCHER})$")] = "0",
     attempt: Annotated[int | None, Query(ge=1, le=10**6)] = None,
@@ -52,7 +52,7 @@ async def log_page(
 
 
 @router.get("/checkpoints/{identifier:path}", dependencies=[USERS])
-async def checkpoint_page(request: Request, service: Context, job_uuid: JobName, identifier: str) -> Response:
+async def checkpoint_page(request: Request, service: Stored, job_uuid: JobName, identifier: str) -> Response:
     """The files of a checkpoint. As with the API, the first call computes their digests."""
     loop = asyncio.get_running_loop()
     arguments = (service.store, service.digests, job_uuid, identifier)
@@ -61,7 +61,7 @@ async def checkpoint_page(request: Request, service: Context, job_uuid: JobName,
 
 
 @router.post("/cancel", dependencies=[USERS_FORM])
-async def cancel(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def cancel(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """End the job."""
     await checked_form(request, caller)
     await service.cancel(job_uuid)
@@ -69,7 +69,7 @@ async def cancel(request: Request, service: Context, caller: CurrentCaller, job_
 
 
 @router.post("/pause", dependencies=[USERS_FORM])
-async def pause(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def pause(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Have the job save and free its device."""
     await checked_form(request, caller)
     await service.pause(job_uuid)
@@ -77,7 +77,7 @@ async def pause(request: Request, service: Context, caller: CurrentCaller, job_u
 
 
 @router.post("/resume", dependencies=[USERS_FORM])
-async def resume(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def resume(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Queue the paused job again."""
     await checked_form(request, caller)
     await service.resume(job_uuid)
@@ -85,14 +85,14 @@ async def resume(request: Request, service: Context, caller: CurrentCaller, job_
 
 
 @router.post("/delete", dependencies=[ADMINS_FORM])
-async def delete(request: Request, service: Context, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def delete(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Delete the job, and its checkpoints where the box is ticked."""
     fields = await checked_form(request, caller)
     await asyncio.to_thread(service.delete, job_uuid, fields.get("checkpoints") == "yes")
     return see_other("/")
 
 
-async def _log(service: Context, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:
+async def _log(service: Stored, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:
     """The end of a log; where there is none, the reason."""
     try:
         text = await asyncio.to_thread(read_log, service.store, job_uuid, rank, lines, attempt, size)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 
-from ..context import Context
+from ..context import Stored
 from ..security.access import USERS
 from ..views.queue import queue_page
 from .rendering import page
@@ -24,7 +24,7 @@ _PER_PAGE = 100
 @router.get("/", dependencies=[USERS])
 async def jobs_page(
     request: Request,
-    service: Context,
+    service: Stored,
     state: Annotated[JobState | None, BeforeValidator(lambda text: text or None), Query()] = None,
     search: Annotated[str, Query(max_length=200)] = "",
     number: Annotated[int, Query(alias="page", ge=1, le=10**6)] = 1,

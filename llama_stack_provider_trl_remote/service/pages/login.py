@@ -13,10 +13,11 @@ from starlette.responses import RedirectResponse
 
 from llama_stack_provider_trl.jobs.tokens import digest
 
-from ..context import Context, Service
+from ..context import Stored
 from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender
 from ..security.auth import Authenticator
 from ..security.sessions import Sessions, cookie_header
+from ..stored_jobs import StoredJobs
 from .rendering import HEADERS, page
 from .route import PageRoute
 
@@ -36,7 +37,7 @@ async def login_page(request: Request, caller: CurrentCaller) -> Response:
 
 
 @router.post("/login", dependencies=[LOGIN_FORM])
-async def log_in(request: Request, service: Context) -> Response:
+async def log_in(request: Request, service: Stored) -> Response:
     """Open a session for a token. Wrong tokens count as those of any call."""
     authenticator: Authenticator = request.app.state.authenticator
     fields = await form_fields(request)
@@ -58,7 +59,7 @@ async def log_in(request: Request, service: Context) -> Response:
 
 
 @router.post("/logout", dependencies=[USERS_FORM])
-async def log_out(request: Request, service: Context, caller: CurrentCaller) -> Response:
+async def log_out(request: Request, service: Stored, caller: CurrentCaller) -> Response:
     """End the session."""
     await checked_form(request, caller)
     sessions: Sessions = request.app.state.sessions
@@ -96,10 +97,11 @@ def see_other(path: str) -> Response:
     return RedirectResponse(path, 303, HEADERS)
 
 
-def _secure(service: Service) -> bool:
+def _secure(service: StoredJobs) -> bool:
     return service.settings.tls_cert is not None
 
 
-def _record(service: Service, request: Request, event: str, caller: Caller) -> None:
+def _record(service: StoredJobs, request: Request, event: str, caller: Caller) -> None:
     about: dict[str, Any] = {**sender(request.scope), "caller": caller.name, "role": caller.role}
-    service.audit.write(event, **about)
+    if service.audit is not None:
+        service.audit.write(event, **about)

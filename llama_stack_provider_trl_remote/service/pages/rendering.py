@@ -35,7 +35,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _NAVIGATION = (("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/nodes", "Nodes"), ("/data", "Data"))
-"""The pages to which each page has a link: address, text."""
+"""The pages to which each page has a link, where the server has them: address, text."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "
     "environment and start the service again; the API and trl-remote work without it"
@@ -69,13 +69,19 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
             asset=asset_url,
             has_charts=PLOTLY in assets(),
             style_ids=style_ids,
-            navigation=_NAVIGATION,
+            navigation=_navigation(request),
             here=request.url.path,
             version=__version__,
             **values,
         )
     )
     return Response(text.encode("utf-8", "replace"), code, HEADERS, "text/html; charset=utf-8")
+
+
+def _navigation(request: Request) -> list[tuple[str, str]]:
+    """Address and text of the pages that this server has."""
+    paths = [pattern for pattern, _ in request.app.state.methods]
+    return [(path, text) for path, text in _NAVIGATION if any(pattern.match(path) for pattern in paths)]
 
 
 def error_page(request: Request, status: int, detail: str, headers: Mapping[str, str]) -> Response:
@@ -93,6 +99,11 @@ def error_page(request: Request, status: int, detail: str, headers: Mapping[str,
         found = Response(f"{error}\n", missing, HEADERS, "text/plain; charset=utf-8")
     found.headers.update(headers)
     return found
+
+
+def require_templates() -> None:
+    """Raise NoDashboard where pages cannot be rendered."""
+    _environment()
 
 
 @cache

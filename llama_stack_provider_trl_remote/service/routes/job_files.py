@@ -11,10 +11,11 @@ from starlette.responses import StreamingResponse
 
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 
-from ..context import Context, Service
+from ..context import Stored
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
+from ..stored_jobs import StoredJobs
 from ..views.checkpoints import find_file, list_files
 from ..views.events import Cursor, parsed, read_page
 from ..views.logs import MOST_BYTES, read_log
@@ -39,7 +40,7 @@ _TEXT: dict[int | str, dict[str, Any]] = {
     },
 )
 async def job_events(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     after: Annotated[str | None, Query(description="`next` of the page before, or an event's id")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="Events per page")] = 1000,
@@ -60,7 +61,7 @@ async def job_events(
 
 @router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **_TEXT})
 async def job_logs(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     rank: Annotated[str, Query(pattern=r"^(\d{1,4}|launcher)$", description="A rank's number, or launcher")] = "0",
     lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
@@ -74,7 +75,7 @@ async def job_logs(
 
 @router.get("/metrics", dependencies=[USERS], response_model=MetricsResponse, responses=declared(404))
 async def job_metrics(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     after: Annotated[int, Query(ge=-1, le=2**53, description="Points beyond this step only")] = -1,
 ) -> Response:
@@ -88,7 +89,7 @@ async def job_metrics(
 
 
 @router.get("/checkpoints", dependencies=[TASK_JOB], response_model=ListCheckpointsResponse, responses=declared(404))
-async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
+async def job_checkpoints(service: Stored, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint."""
     job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
     return as_json(ListCheckpointsResponse(data=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints]))
@@ -106,7 +107,7 @@ async def job_checkpoints(service: Context, job_uuid: JobUuid) -> Response:
     },
 )
 async def checkpoint_file(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
     path: Annotated[str, Path(description="As the checkpoint's list of files names it")],
@@ -124,7 +125,7 @@ async def checkpoint_file(
     "/checkpoints/{identifier:path}", dependencies=[TASK_JOB], response_model=CheckpointFiles, responses=declared(404)
 )
 async def checkpoint_files(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
 ) -> Response:
@@ -132,6 +133,6 @@ async def checkpoint_files(
     return as_json(await _with_digests(service, list_files, job_uuid, identifier))
 
 
-async def _with_digests[Found](service: Service, find: Callable[..., Found], *arguments: str) -> Found:
+async def _with_digests[Found](service: StoredJobs, find: Callable[..., Found], *arguments: str) -> Found:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(service.digests.threads, find, service.store, service.digests, *arguments)

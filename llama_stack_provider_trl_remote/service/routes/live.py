@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from ..context import Context
+from ..context import Stored
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
 from ..http.errors import declared
 from ..security.access import USERS, GuardedRoute
@@ -35,7 +35,7 @@ Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
     },
 )
 async def events_of_jobs(
-    service: Context,
+    service: Stored,
     job: Annotated[list[str], Query(min_length=1, max_length=_MOST_JOBS, description="Names of jobs, each once")],
     after: Annotated[str | None, Query(description="`next` of an answer, or an event's id")] = None,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
@@ -61,7 +61,7 @@ async def events_of_jobs(
 
 @router.get("/jobs/{job_uuid}/series", dependencies=[USERS], response_model=SeriesResponse, responses=declared(404))
 async def job_series(
-    service: Context,
+    service: Stored,
     job_uuid: JobUuid,
     metric: Annotated[list[str] | None, Query(max_length=256, description="Names of metrics; left out: all")] = None,
     points: Annotated[int, Query(ge=2, le=20_000, description="Points of a curve at most")] = 1000,

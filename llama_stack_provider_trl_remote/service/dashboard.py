@@ -1,0 +1,63 @@
+"""`trl-remote dashboard`: the pages of the jobs of a data directory that another process supervises, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.database import require_database
+from llama_stack_provider_trl.system.process import FileLock
+
+from .app import make_dashboard
+from .pages.rendering import require_templates
+from .server import LOCK, Server, address_of, listen
+from .settings import ServiceSettings
+from .stored_jobs import StoredJobs
+
+
+def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None:
+    """Serve the pages until SIGTERM or SIGINT.
+
+    Args:
+        token: what a browser must log in with; None: nothing.
+
+    Raises:
+        InvalidRequest: this is no data directory, or a service runs on it.
+        NoDashboard.
+        SettingsError: the port is taken.
+        StoreError.
+    """
+    require_database(data_dir)
+    require_templates()
+    given = {"data_dir": data_dir.resolve(), "host": "127.0.0.1", "port": port, "api_token": token or None}
+    settings = ServiceSettings.model_validate(given)
+    listener = listen(settings, "--port")
+    lock = FileLock(data_dir / LOCK)
+    with listener:
+        address = address_of(settings, listener)
+        if not lock.acquire(f"dashboard, pid {os.getpid()}, {address}"):
+            hint = f"its jobs have a dashboard: {lock.holder()}."
+            raise InvalidRequest("--data-dir", str(data_dir), hint)
+        try:
+            asyncio.run(_serve(StoredJobs(settings), listener))
+        finally:
+            lock.release()
+
+
+async def _serve(jobs: StoredJobs, listener: socket.socket) -> None:
+    try:
+        await _Server(make_dashboard(jobs)).serve(sockets=[listener])
+    finally:
+        await asyncio.to_thread(jobs.close)
+
+
+class _Server(Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer calls, and print the address."""
+        await super().startup(sockets)
+        assert sockets
+        settings = self.jobs.settings
+        print(f"dashboard of {settings.data_dir}: {address_of(settings, sockets[0])}", flush=True)

@@ -1,0 +1,93 @@
+"""The calls on jobs of a data directory that need its database and files alone, whichever process supervises them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.jobs.ownership import Ownership
+from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
+from llama_stack_provider_trl.system.files import resolve_under, set_aside
+
+from .http.received import Bodies
+from .security.audit import AuditLog
+from .settings import ServiceSettings
+from .views.checkpoints import Digests
+from .views.events import Feeds
+
+log = logging.getLogger(__name__)
+
+
+class StoredJobs:
+    """The jobs of a data directory. What is requested of a job is recorded, and done by its supervisor.
+
+    Every method may raise StoreError.
+
+    Args:
+        bodies: None: no route that is served takes many rows.
+    """
+
+    audit: AuditLog | None = None
+    """None: calls are not recorded."""
+
+    def __init__(self, settings: ServiceSettings, bodies: Bodies | None = None) -> None:
+        self.settings = settings
+        self.store = Store(settings.data_dir / DATABASE)
+        self.digests = Digests()
+        self.feeds = Feeds(self.store)
+        self.bodies = bodies or Bodies()
+        self.stopping = asyncio.Event()
+        """Set when the server begins to stop: streams end then, instead of keeping it."""
+
+    def close(self) -> None:
+        """Close the database, and end what threads do here."""
+        self.digests.close()
+        self.bodies.close()
+        self.store.close()
+
+    def wake(self) -> None:
+        """A request to a job was recorded. Its supervisor finds it within a second."""
+
+    def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        """The status of a job, by three point reads. Raises JobNotFound."""
+        store = self.store
+        with store.snapshot():
+            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+
+    async def cancel(self, job_uuid: str) -> None:
+        """End a job. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_cancel, job_uuid)
+
+    async def pause(self, job_uuid: str) -> None:
+        """Have a job save and free its device. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_pause, job_uuid)
+
+    async def resume(self, job_uuid: str) -> None:
+        """Queue a paused job again. Raises JobNotFound, JobConflict."""
+        await self._request(self.store.request_resume, job_uuid)
+
+    async def _request(self, record: Callable[[str], object], job_uuid: str) -> None:
+        await asyncio.to_thread(record, job_uuid)
+        self.wake()
+
+    def delete(self, job_uuid: str, checkpoints: bool) -> None:
+        """Delete a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
+        ownership = Ownership(self.settings.data_dir)
+        asides: list[Path | None] = []
+
+        def out_of_the_way(job: JobRecord) -> None:
+            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")))
+            if checkpoints and ownership.is_ours(job.spec.checkpoint_dir):
+                asides.append(set_aside(job.spec.checkpoint_dir))
+            ownership.release(job.spec.checkpoint_dir)
+
+        self.store.delete(job_uuid, out_of_the_way)
+        for aside in filter(None, asides):
+            shutil.rmtree(aside, ignore_errors=True)
+        log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")

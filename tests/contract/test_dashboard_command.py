@@ -1,0 +1,107 @@
+"""`trl-remote dashboard` beside a real Llama Stack: the pages of the inline provider's jobs, and their buttons."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.server import LOCK
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.stack import SFT, LlamaStack
+
+pytestmark = pytest.mark.contract
+COMMAND = (sys.executable, "-m", "llama_stack_provider_trl_remote", "dashboard", "--port", "0", "--data-dir")
+
+
+@contextmanager
+def dashboard(data_dir: Path, **environ: str) -> Iterator[str]:
+    """The address of a running dashboard."""
+    process = subprocess.Popen([*COMMAND, str(data_dir)], stdout=subprocess.PIPE, text=True, env=os.environ | environ)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"dashboard of {data_dir.resolve()}: http://127.0.0.1:"), line
+        yield line.split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with process:
+            assert process.wait(20) == 0
+
+
+def form_token(page: str) -> str:
+    found = re.search(r'name="form_token" value="([^"]+)"', page)
+    assert found is not None
+    return found[1]
+
+
+def test_jobs_of_the_inline_provider_have_pages_and_buttons(stack: LlamaStack) -> None:
+    stack.register("shown-rows", QUESTIONS)
+    stack.arm("step-2", "hold")
+    name = stack.submit(SFT, sft("shown-inline", "shown-rows"))
+    stack.wait_taken("step-2")
+    with dashboard(stack.data_dir) as address:
+        session = requests.Session()
+        jobs = session.get(f"{address}/").text
+        assert f"/jobs/{name}" in jobs
+        links = re.findall(r'href="(/[a-z]*)"', jobs[: jobs.index("</nav>")])
+        assert links == ["/", "/", "/compare"]  # the brand's, and no page that needs a service
+        assert {session.get(f"{address}{link}").status_code for link in links} == {200}
+        page = session.get(f"{address}/jobs/{name}")
+        assert page.status_code == 200
+        assert "in_progress" in page.text
+        series = session.get(f"{address}/v1/post-training/jobs/{name}/series").json()
+        assert "loss" in series["train"]
+        assert session.get(f"{address}/v1/post-training/jobs/{name}/logs").status_code == 200
+        assert session.get(f"{address}/v1/post-training/jobs").status_code == 404  # the API is Llama Stack's
+
+        form = {"form_token": form_token(page.text)}
+        own = {"Origin": address}
+        sent = session.post(f"{address}/jobs/{name}/cancel", data=form, headers=own, allow_redirects=False)
+        assert sent.status_code == 303
+        stack.wait(name, "cancelled")
+        assert "cancelled" in session.get(f"{address}/jobs/{name}").text
+        sent = session.post(f"{address}/jobs/{name}/delete", data=form, headers=own, allow_redirects=False)
+        assert sent.status_code == 303
+        assert name not in stack.jobs()
+
+
+def test_a_token_of_the_environment_is_required(tmp_path: Path) -> None:
+    Store(tmp_path / DATABASE).close()
+    with dashboard(tmp_path, TRL_SERVICE_TOKEN="right") as address:
+        session, own = requests.Session(), {"Origin": address}
+        assert session.get(f"{address}/").status_code == 401
+        assert session.post(f"{address}/login", data={"token": "wrong"}, headers=own).status_code == 401
+        assert session.post(f"{address}/login", data={"token": "right"}, headers=own).status_code == 200
+        assert "Log out" in session.get(f"{address}/").text
+
+
+def refused(*arguments: str) -> str:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_what_it_cannot_show_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    assert "it has no jobs.sqlite3: name the data directory" in refused(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    Store(tmp_path / DATABASE).close()
+    lock = FileLock(tmp_path / LOCK)
+    assert lock.acquire("pid 7, http://127.0.0.1:8322")
+    assert "its jobs have a dashboard: pid 7, http://127.0.0.1:8322" in refused(str(tmp_path))
+    lock.release()
+    with dashboard(tmp_path) as address:
+        port = address.rpartition(":")[2]
+        assert f"port {port}: Address already in use" in refused(str(tmp_path), "--port", port)
