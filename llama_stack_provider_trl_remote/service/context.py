@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.records import JobRecord
@@ -118,6 +119,7 @@ class Service:
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
+        self.exporter = ExporterProcess(self.store.exports, settings.data_dir, settings.trackers)
         self.supervisor = Supervisor(
             self.store,
             launcher,
@@ -128,6 +130,7 @@ class Service:
             ports=PortRange(*ports),
             blob_retention=settings.blob_retention,
             nodes=self.cluster.nodes,
+            beside=self.exporter.tend,
         )
 
     def start(self) -> None:
@@ -147,6 +150,7 @@ class Service:
         self.digests.close()
         self.bodies.close()
         self.supervisor.stop()
+        self.exporter.stop()
         self.local.close()
         self.store.close()
         self.refusals.flush()
@@ -193,10 +197,10 @@ class Service:
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
         options = ProviderOptions.parse(job.provider_options)
-        spec, warnings = await resolved(request, options, self.for_jobs, self._rows(job))
-        found = await self.preflights.run(spec)
+        checked = await resolved(request, options, self.for_jobs, self._rows(job))
+        found = await self.preflights.run(checked.spec)
         answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
-        answer.warnings = [*warnings, *answer.warnings]
+        answer.warnings = [*checked.warnings, *answer.warnings]
         return answer
 
     def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
@@ -213,10 +217,13 @@ class Service:
         return rows
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by three point reads. Raises JobNotFound."""
+        """The status of a job, by four point reads. Raises JobNotFound."""
         store = self.store
         with store.snapshot():
-            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+            return status_response(
+                *(store.get(job_uuid), store.checkpoints(job_uuid)),
+                *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
+            )
 
     async def cancel(self, job_uuid: str) -> None:
         """End a job. Raises JobNotFound, JobConflict."""
