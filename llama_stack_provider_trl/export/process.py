@@ -32,12 +32,10 @@ LIVED, LONGEST_WAIT = 3.0, 30.0
 """An exporter that ended within so many seconds is started again after a wait, which doubles up to the second."""
 _END_TIME = 5.0
 _LOG_BYTES = 4 << 20
-_FOR_TRACKERS = {
-    "mlflow": re.compile(r"MLFLOW_.*|DATABRICKS_.*"),
-    "wandb": re.compile(r"WANDB_.*|NETRC"),
-    "trackio": re.compile(r"TRACKIO_.*"),
-}
-"""Tracker -> environment variables with its credentials and its own settings."""
+_FOR_TRACKERS = {"mlflow": re.compile(r"MLFLOW_.*")}
+"""Tracker -> environment variables with its credentials and its own settings. Others write files only."""
+_NO_REPORTS = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+"""Libraries of trackers send nothing to their makers."""
 _NOT_FOR_TRACKERS = re.compile(r"(HF|HUGGING_?FACE)_.*TOKEN.*")
 
 
@@ -145,7 +143,9 @@ def exporter_environment(environ: Mapping[str, str], trackers: TrackerSettings) 
     common = dict(child_environment(environ, {}).items())
     own = [_FOR_TRACKERS[name] for name in trackers.configured if name in _FOR_TRACKERS]
     added = {name: value for name, value in environ.items() if any(pattern.fullmatch(name) for pattern in own)}
-    return {name: value for name, value in common.items() if not _NOT_FOR_TRACKERS.fullmatch(name)} | added
+    return (
+        {name: value for name, value in common.items() if not _NOT_FOR_TRACKERS.fullmatch(name)} | added | _NO_REPORTS
+    )
 
 
 def _private(path: str, flags: int) -> int:

@@ -80,4 +80,12 @@ def make_tracker(name: str, settings: TrackerSettings, data_dir: Path) -> Tracke
         from .mlflow import Mlflow
 
         return Mlflow(settings.mlflow.uri or f"sqlite:///{home / 'mlflow.sqlite3'}")
+    if name == "wandb" and settings.wandb is not None:
+        from .wandb import Wandb
+
+        return Wandb(settings.wandb.directory or home / name)
+    if name == "trackio" and settings.trackio is not None:
+        from .trackio import Trackio
+
+        return Trackio(settings.trackio.directory or home / name)
     raise ValueError(f"no such tracker is configured: {name}")

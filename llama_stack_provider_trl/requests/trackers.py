@@ -28,6 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 """Tracker -> modules that its extra, of the same name, installs."""
 _OPTIONS = ("project", "run")
+_RESERVED_BY_TRACKIO = re.compile(r"registry-.*|.+_(system|configs|traces|\w*artifact\w*)", re.IGNORECASE)
 
 Project = Annotated[str, Field(pattern=NAME_PATTERN)]
 
@@ -77,6 +78,21 @@ class MlflowSettings(_TrackerBlock):
         return value.rstrip("/")
 
 
+class WandbSettings(_TrackerBlock):
+    """Runs of Weights & Biases, written offline."""
+
+    directory: Directory = None
+    """Directory with a directory per project, and in it one per run, for `wandb sync`; null: `trackers/wandb` in the
+    data directory."""
+
+
+class TrackioSettings(_TrackerBlock):
+    """Runs of trackio, in its local databases."""
+
+    directory: Directory = None
+    """trackio's directory (`TRACKIO_DIR`); null: `trackers/trackio` in the data directory."""
+
+
 class TrackerSettings(Documented):
     """The trackers that jobs may use; one that is null may not be used."""
 
@@ -88,6 +104,11 @@ class TrackerSettings(Documented):
     """Event files of TensorBoard."""
     mlflow: MlflowSettings | None = None
     """Runs of MLflow."""
+
+    wandb: WandbSettings | None = None
+    """Runs of Weights & Biases, written offline."""
+    trackio: TrackioSettings | None = None
+    """Runs of trackio, in its local databases."""
 
     @model_validator(mode="after")
     def _defaults_are_configured(self) -> TrackerSettings:
@@ -148,4 +169,7 @@ def _choice(name: str, value: Any, settings: TrackerSettings, job_uuid: str) -> 
         hint = f"{missing[0]} is not installed beside this provider: pip install 'llama_stack_provider_trl[{name}]'"
         raise InvalidRequest(field, value, hint)
     project: str = options.get("project", getattr(settings, name).project)
+    if name == "trackio" and _RESERVED_BY_TRACKIO.fullmatch(project):
+        hint = "trackio reserves names that begin with `registry-` or end with a name of its tables: choose another"
+        raise InvalidRequest(f"{field}.project", project, hint)
     return TrackerChoice(name, project, options.get("run", job_uuid))

@@ -383,8 +383,12 @@ def test_the_exporter_gets_the_credentials_of_its_trackers_and_a_training_gets_n
         **{"WANDB_API_KEY": "w", "MLFLOW_TRACKING_PASSWORD": "m", "MLFLOW_TRACKING_TOKEN": "m", "TRACKIO_X": "t"},
     }
     assert child_environment(environ, {}).keys() == {"PATH", "HF_HOME", "HF_TOKEN"}
-    tensorboard = TrackerSettings.model_validate({"tensorboard": {}})
-    assert exporter_environment(environ, tensorboard) == {"PATH": "/bin", "HF_HOME": "/hf"}
+    local = TrackerSettings.model_validate({"tensorboard": {}, "wandb": {}, "trackio": {}})
+    found = exporter_environment(environ, local)
+    assert not set("hsawmt") & set(found.values())
+    assert found.items() >= {"PATH": "/bin", "HF_HOME": "/hf", "MLFLOW_DISABLE_TELEMETRY": "true"}.items()
+    mlflow = exporter_environment(environ, TrackerSettings.model_validate({"mlflow": {}}))
+    assert mlflow.keys() - found.keys() == {"MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"}
 
 
 def test_an_error_of_the_store_is_no_error_of_a_tracker(

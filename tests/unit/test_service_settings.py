@@ -14,7 +14,13 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.requests.trackers import MlflowSettings, TensorBoardSettings, TrackerSettings
+from llama_stack_provider_trl.requests.trackers import (
+    MlflowSettings,
+    TensorBoardSettings,
+    TrackerSettings,
+    TrackioSettings,
+    WandbSettings,
+)
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
@@ -35,6 +41,7 @@ HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama
 INNER: dict[str, type[BaseModel]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
+    **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
 }
 
 

@@ -75,6 +75,14 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     resolve_trackers({"tensorboard": True}, settings, "job-1")
 
 
+@pytest.mark.parametrize("project", ["registry-x", "mine_system", "mine_Configs", "x_artifact_versions"])
+def test_a_project_that_trackio_cannot_have_is_refused(settings: TrackerSettings, project: str) -> None:
+    trackio = TrackerSettings.model_validate({"trackio": {}})
+    with pytest.raises(InvalidRequest, match=r"logger_config.trackio.project=.*trackio reserves"):
+        resolve_trackers({"trackio": {"project": project}}, trackio, "job-1")
+    assert resolve_trackers({"trackio": {"project": "systems"}}, trackio, "job-1")
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
