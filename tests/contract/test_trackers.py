@@ -24,7 +24,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.requests.trackers import PACKAGES
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
-from tests.contract.stack import SFT, Json, poll
+from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -115,7 +115,7 @@ def tracked(root: Path, trackers: Json) -> Iterator[TrackedService]:
         yield service
 
 
-def stored(service: TrainingService, job_uuid: str) -> dict[tuple[str, int], float]:
+def stored(service: TrainingService | LlamaStack, job_uuid: str) -> dict[tuple[str, int], float]:
     """What the database itself has, under the names of trackers."""
     with closing(sqlite3.connect(service.data_dir / DATABASE)) as database:
         query = "SELECT kind, step, epoch, metrics FROM points WHERE job_uuid = ?"
@@ -145,7 +145,7 @@ def single(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def assert_tensorboard(service: TrainingService, job_uuid: str, run: str | None = None) -> None:
+def assert_tensorboard(service: TrainingService | LlamaStack, job_uuid: str, run: str | None = None) -> None:
     found = tensorboard_values(service.data_dir / "trackers" / "tensorboard" / "llama-stack-trl" / (run or job_uuid))
     assert found == {key: [single(value)] for key, value in stored(service, job_uuid).items()}
 
@@ -347,3 +347,23 @@ def test_a_choice_that_a_client_does_not_have_is_a_400(service: TrackedService) 
         ({"tensorboard": {"run": "../x"}}, "logger_config.tensorboard.run='../x'"),
     ):
         assert message in refusal(service.post(SFT, body("refused", trackers)))
+
+
+@pytest.mark.skipif("tensorboard" not in INSTALLED, reason="the extra tensorboard is not installed")
+def test_the_inline_provider_exports_to_its_default_trackers(tmp_path: Path) -> None:
+    stack = LlamaStack(tmp_path)
+    stack.configure(trackers={"default": ["tensorboard"], "tensorboard": {}})
+    with serving(stack):
+        stack.register("rows", QUESTIONS)
+        request = sft("inline", "rows")
+        stack.submit(SFT, request)
+        refused = refusal(stack.post(SFT, {**request, "job_uuid": "other", "logger_config": {"wandb": True}}))
+        assert "configured here are: tensorboard" in refused
+        stack.wait("inline", "completed")
+        poll(lambda: tracked_step(stack), "the points are exported", timeout=60)
+        assert_tensorboard(stack, "inline")
+
+
+def tracked_step(stack: LlamaStack) -> int | None:
+    shown = stack.status("inline")["resources_allocated"]["trackers"]["tensorboard"]
+    return shown["step"] if shown["state"] == "up_to_date" else None
