@@ -340,6 +340,7 @@ def test_the_exporter_ends_with_its_service_and_when_nothing_is_left(service: Tr
     assert_tensorboard(service, "ending")
 
 
+@pytest.mark.skipif("tensorboard" not in INSTALLED, reason="the extra tensorboard is not installed")
 def test_a_choice_that_a_client_does_not_have_is_a_400(service: TrackedService) -> None:
     for trackers, message in (
         ({"comet": True}, "'comet' is no tracker of this provider"),

@@ -61,6 +61,15 @@ class Memory:
         self.ended[target.name] = state
 
 
+class Keyed(Memory):
+    """A tracker that keeps the first it gets for a step, and removes nothing from a copy: as MLflow and trackio do."""
+
+    def write(self, target: Target, position: dict[str, Any], steps: Iterable[Step]) -> dict[str, Any]:
+        copy = self.copies.get(target.name, [])
+        new = [step for step in steps if step.step not in dict(copy)]
+        return super().write(target, {"size": len(copy)} if copy else {}, new)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(tmp_path / "jobs.db", FakeClock())
@@ -173,13 +182,13 @@ def test_an_attempt_that_repeats_nothing_begins_no_other_copy(
     assert export(store).generation == 1
 
 
+@pytest.mark.parametrize("kind", [Memory, Keyed])
 @pytest.mark.parametrize("instant", ["intended", "accepted", "ended"])
 @pytest.mark.parametrize("resumed_at", [None, 0, 2, 3])
 def test_a_kill_at_any_instant_leaves_every_point_once(
     store: Store,
-    follower: Follower,
-    tracker: Memory,
     job: str,
+    kind: type[Memory],
     instant: str,
     resumed_at: int | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,6 +199,8 @@ def test_a_kill_at_any_instant_leaves_every_point_once(
         if point == f"export-tensorboard-{instant}":
             raise Killed
 
+    tracker = kind()
+    follower = Follower(store, "tensorboard", lambda: tracker, {})
     train(store, 1, [1, 2])
     drain(follower)
     train(store, 1, [3, 4])
