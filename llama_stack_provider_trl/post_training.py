@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 from .config import TrlConfig
+from .export.process import ExporterProcess
 from .jobs.database import DATABASE
 from .jobs.store import Store
 from .jobs.submission import keep_rows, submit
@@ -50,6 +51,7 @@ class TrlPostTraining(SubmittingCalls):
             limits=Limits.of(config.max_training_memory_gb, config.max_training_processes),
             warm=WarmProcesses() if config.warm_start else None,
         )
+        self.exporter = ExporterProcess(self.store.exports, config.data_dir, config.trackers)
         self.supervisor = Supervisor(
             self.store,
             self.launcher,
@@ -59,6 +61,7 @@ class TrlPostTraining(SubmittingCalls):
             hang_timeout=config.hang_timeout,
             ports=PortRange(),
             blob_retention=config.blob_retention,
+            beside=self.exporter.tend,
         )
 
     async def initialize(self) -> None:
@@ -70,6 +73,7 @@ class TrlPostTraining(SubmittingCalls):
     async def shutdown(self) -> None:
         """Stop supervising; trainings continue and are resumed at the next start."""
         await asyncio.to_thread(self.supervisor.stop)
+        await asyncio.to_thread(self.exporter.stop)
         await asyncio.to_thread(self.launcher.close)
         self.store.close()
 
@@ -98,7 +102,10 @@ class TrlPostTraining(SubmittingCalls):
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         store = self.store
         with store.snapshot():
-            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+            return status_response(
+                *(store.get(job_uuid), store.checkpoints(job_uuid)),
+                *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
+            )
 
     def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
         return artifacts_response(self.store.get(job_uuid), self.store.checkpoints(job_uuid))

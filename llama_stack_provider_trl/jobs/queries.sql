@@ -145,6 +145,9 @@ DELETE FROM points WHERE job_uuid = :job_uuid;
 -- name: delete_checkpoints
 DELETE FROM checkpoints WHERE job_uuid = :job_uuid;
 
+-- name: delete_exports
+DELETE FROM exports WHERE job_uuid = :job_uuid;
+
 -- name: delete_warnings
 DELETE FROM warnings WHERE job_uuid = :job_uuid;
 
@@ -393,3 +396,57 @@ UPDATE tokens SET last_used_at = :time WHERE name = :name;
 
 -- name: delete_token
 DELETE FROM tokens WHERE name = :name;
+
+-- name: insert_export
+INSERT INTO exports (job_uuid, tracker, project, run, key) VALUES (:job_uuid, :tracker, :project, :run, :key);
+
+-- name: select_exports
+-- The newest step of a job that has not ended does not count as behind: it is exported once no attempt can add to it.
+SELECT exports.*, jobs.state, jobs.scheduled_at,
+       (SELECT count(*) FROM (SELECT 1 FROM points WHERE points.job_uuid = exports.job_uuid AND points.step > exports.step
+                              AND (jobs.state IN ('completed', 'failed', 'cancelled') OR points.step
+                                   < (SELECT max(newest.step) FROM points AS newest WHERE newest.job_uuid = exports.job_uuid))
+                              LIMIT 10000)) AS behind
+FROM exports JOIN jobs USING (job_uuid) WHERE exports.job_uuid = :job_uuid ORDER BY tracker;
+
+-- name: select_exports_due
+-- Exports of some trackers that have points to send, may get some at any moment, or have to be finished.
+SELECT exports.*, jobs.state, jobs.scheduled_at, 0 AS behind FROM exports JOIN jobs USING (job_uuid)
+WHERE finished = 0 AND tracker IN (SELECT value FROM json_each(:trackers)) AND jobs.attempt > 0
+  AND (state NOT IN ('scheduled', 'paused')
+       OR EXISTS (SELECT 1 FROM points WHERE points.job_uuid = exports.job_uuid AND points.step > exports.step
+                  AND points.step < (SELECT max(newest.step) FROM points AS newest
+                                     WHERE newest.job_uuid = exports.job_uuid)))
+ORDER BY jobs.age LIMIT :limit;
+
+-- name: select_begun
+-- The attempts after one that have begun to train: the last one, and the earliest step that any of them resumed from.
+SELECT max(attempt) AS attempt, min(start_step) AS start_step FROM attempts
+WHERE job_uuid = :job_uuid AND attempt > :attempt AND prepared IS NOT NULL;
+
+-- name: select_last_step
+-- The last step to export: not the newest one of a job that has not ended.
+SELECT max(step) AS step FROM points WHERE job_uuid = :job_uuid
+  AND (EXISTS (SELECT 1 FROM jobs WHERE jobs.job_uuid = :job_uuid AND state IN ('completed', 'failed', 'cancelled'))
+       OR step < (SELECT max(newest.step) FROM points AS newest WHERE newest.job_uuid = :job_uuid));
+
+-- name: restart_export
+-- This and the next four name the cursor that they assume: an exporter that lost its lock changes nothing.
+UPDATE exports SET generation = generation + 1, attempt = :new_attempt, sent_step = -1, step = -1, position = '{}'
+WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
+
+-- name: intend_export
+UPDATE exports SET sent_step = :sent_step, attempt = :new_attempt
+WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
+
+-- name: accept_export
+UPDATE exports SET step = :new_step, position = :new_position, error = ''
+WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
+
+-- name: finish_export
+UPDATE exports SET finished = 1, error = ''
+WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
+
+-- name: fail_export
+UPDATE exports SET error = :error
+WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;

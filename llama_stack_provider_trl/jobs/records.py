@@ -166,6 +166,40 @@ class PointRecord:
 
 
 @dataclass(frozen=True)
+class ExportRecord:
+    """What a tracker has of a job's points."""
+
+    job_uuid: str
+    tracker: str
+    project: str
+    run: str
+    key: str
+    """Random: the tracker's copy carries it, and no other job's does."""
+    generation: int
+    """Number of the copy, from 1: one is begun again when points in it were superseded by a later attempt."""
+    attempt: int
+    """The last attempt whose resume point was compared with this cursor."""
+    sent_step: int
+    """It may have points up to this step."""
+    step: int
+    """It has accepted all points up to this step; -1: none yet."""
+    position: dict[str, Any]
+    """The cursor in the tracker's own terms."""
+    finished: bool
+    """Whether the job has ended and it has all of it."""
+    error: str
+    """Why the last try failed; empty: it did not."""
+    state: JobState
+    scheduled_at: datetime
+    behind: int
+    """Points that it lacks, counted to 10,000; without those of the newest step of a job that has not ended."""
+
+    @property
+    def up_to_date(self) -> bool:
+        return not self.behind and not self.error
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The report of an attempt's event file about its end, and the position up to which it has been read."""
 

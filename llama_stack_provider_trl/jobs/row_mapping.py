@@ -30,6 +30,7 @@ from ..specs.job import JobSpec
 from .records import (
     AttemptRecord,
     CheckpointRecord,
+    ExportRecord,
     JobProgress,
     JobRecord,
     JobSummary,
@@ -183,6 +184,13 @@ def task_record(row: sqlite3.Row) -> NodeTaskRecord:
         ending=values["ending"],
         gone=bool(values["gone"]),
         run_dir=None if run_dir is None else Path(run_dir),
+    )
+
+
+def export_record(row: sqlite3.Row) -> ExportRecord:
+    decoded = {"position": json.loads(row["position"]), "finished": bool(row["finished"])}
+    return ExportRecord(
+        **{**dict(row), **decoded, "state": JobState(row["state"]), "scheduled_at": _utc(row["scheduled_at"])}
     )
 
 

@@ -89,6 +89,25 @@ CREATE TABLE IF NOT EXISTS warnings (
     UNIQUE (job_uuid, message)
 ) STRICT;
 
+-- Trackers that get the points of a job, with the cursor of each. Only the exporter changes a row.
+CREATE TABLE IF NOT EXISTS exports (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    tracker TEXT NOT NULL,
+    project TEXT NOT NULL,
+    run TEXT NOT NULL,
+    key TEXT NOT NULL,                      -- random: the tracker's copy carries it, and no other job's does
+    generation INTEGER NOT NULL DEFAULT 1,  -- raised when the copy is begun again, since points were superseded
+    attempt INTEGER NOT NULL DEFAULT 0,     -- the last attempt whose resume point was compared with the cursor
+    sent_step INTEGER NOT NULL DEFAULT -1,  -- the tracker may have points up to this step
+    step INTEGER NOT NULL DEFAULT -1,       -- the tracker has accepted all points up to this step
+    position TEXT NOT NULL DEFAULT '{}',    -- the cursor in the tracker's own terms, JSON
+    finished INTEGER NOT NULL DEFAULT 0,    -- 1: the job has ended and the tracker has all of it
+    error TEXT NOT NULL DEFAULT '',         -- why the last try failed; '': it did not
+    PRIMARY KEY (job_uuid, tracker)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS exports_unfinished ON exports (tracker) WHERE finished = 0;
+
 -- Machines that have joined, the service's own among them where it has an agent.
 CREATE TABLE IF NOT EXISTS nodes (
     name TEXT PRIMARY KEY,
@@ -157,5 +176,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 6;
+PRAGMA user_version = 7;
 COMMIT;

@@ -6,16 +6,19 @@ Each write is one short transaction that names the state and the attempt it assu
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import JobConflict, LimitReached, StoreError
+from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
 from ..system.files import touched
 from .database import Database
+from .exports import Exports
 from .node_tasks import NodeTasks
 from .nodes import Nodes
 from .placement import Demand, Queued, kind_of
@@ -37,12 +40,14 @@ class Store(JobReader):
     Attributes:
         nodes: the machines that have joined.
         tasks: the parts of attempts that these machines run.
+        exports: what trackers have of the points.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         super().__init__(Database(path), clock)
         self.nodes = Nodes(self.database, clock)
         self.tasks = NodeTasks(self.database)
+        self.exports = Exports(self.database)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -56,6 +61,7 @@ class Store(JobReader):
         needed: Iterable[Path] = (),
         created_by: str = "",
         max_waiting: int | None = None,
+        trackers: Iterable[TrackerChoice] = (),
     ) -> bool:
         """Queue a job. A repeated POST with the same digest changes nothing.
 
@@ -64,6 +70,7 @@ class Store(JobReader):
                 removed in the meantime.
             created_by: name of the caller's token.
             max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
+            trackers: get its points.
 
         Returns:
             Whether the job is new.
@@ -107,6 +114,8 @@ class Store(JobReader):
                 )
             for message in warnings if created else ():
                 execute("insert_warning", {**key, "message": message})
+            for choice in trackers if created else ():
+                execute("insert_export", {**key, **choice._asdict(), "key": secrets.token_hex(8)})
         return created
 
     @contextmanager
@@ -144,6 +153,7 @@ class Store(JobReader):
                 "delete_points",
                 "delete_checkpoints",
                 "delete_warnings",
+                "delete_exports",
                 "delete_job",
             ):
                 execute(name, key)

@@ -16,6 +16,7 @@ from ..errors import InvalidRequest, InvalidRows, StoreError
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
 from ..requests.settings import Request, Settings
+from ..requests.trackers import TrackerChoice
 from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
@@ -32,6 +33,15 @@ class Submitter(NamedTuple):
     name: str = ""
     max_waiting: int | None = None
     """Jobs of this name that may wait; None: any number."""
+
+
+class ResolvedJob(NamedTuple):
+    """A job that can be stored."""
+
+    spec: JobSpec
+    warnings: list[str]
+    trackers: tuple[TrackerChoice, ...]
+    """They get its points."""
 
 
 class Datasets(Protocol):
@@ -69,38 +79,34 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
-    spec, warnings = await resolved(request, options, settings, datasets)
-    if spec.resume_from is None:
-        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
+    job = await resolved(request, options, settings, datasets)
+    if job.spec.resume_from is None:
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
-    async with _copying.setdefault((store.path, spec.job_uuid), asyncio.Lock()):
-        if store.holds(spec.job_uuid, digest):
+    async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
+        if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, spec, digest, warnings, store, settings.data_dir, owner)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
 
 
-def _stored(
-    spec: JobSpec, digest: str, warnings: Sequence[str], store: Store, data_dir: Path, owner: Submitter | None = None
-) -> bool:
-    spec = copy_checkpoint(spec, store, data_dir)
+def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: Submitter | None = None) -> bool:
+    spec = copy_checkpoint(job.spec, store, data_dir)
     needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
     if spec.resume_from is not None and spec.resume_from.path is not None:
         needed.append(spec.resume_from.path)
     by = owner or Submitter()
     created = False
     try:
-        created = store.add_job(spec, digest, warnings, needed, by.name, by.max_waiting)
+        created = store.add_job(spec, digest, job.warnings, needed, by.name, by.max_waiting, job.trackers)
     finally:
         if not created:
             discard_checkpoint(spec)
     return created
 
 
-async def resolved(
-    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets
-) -> tuple[JobSpec, list[str]]:
-    """Resolve a request to a job with its rows, and warnings.
+async def resolved(request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets) -> ResolvedJob:
+    """Resolve a request to a job with its rows.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
@@ -119,7 +125,7 @@ async def resolved(
         dataset, validation = await asyncio.to_thread(
             split_rows, dataset, resolution.train_share, resolution.fields["seed"]
         )
-    return resolution.spec(dataset, validation), [*resolution.warnings, *warnings]
+    return ResolvedJob(resolution.spec(dataset, validation), [*resolution.warnings, *warnings], resolution.trackers)
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

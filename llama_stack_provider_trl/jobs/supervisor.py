@@ -56,6 +56,7 @@ class Supervisor:
         ports: where the ranks of a job on this machine meet; None: every job has one rank.
         blob_retention: seconds for which unused rows are kept; None: forever.
         nodes: returns the machines at every pass, this one first; None: this one only.
+        beside: called after every pass, by the process that supervises.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Supervisor:
         ports: MasterPorts | None = None,
         blob_retention: float | None = None,
         nodes: Callable[[], Sequence[Node]] | None = None,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
         self._launcher = launcher
         self._devices = tuple(devices)
         self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
+        self._beside = beside or (lambda: None)
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
@@ -154,6 +157,7 @@ class Supervisor:
         try:
             if self._lock.held or self._acquire():
                 self.tick()
+                self._beside()
             self._last_error = ""
         except Exception as error:
             if str(error) != self._last_error:

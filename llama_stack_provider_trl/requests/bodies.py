@@ -142,7 +142,7 @@ class _JobRequest(_Body):
     hyperparam_search_config: dict[str, Any] | None = None
     """{} or null; anything else is refused."""
     logger_config: dict[str, Any] | None = None
-    """{} or null; anything else is refused."""
+    """Tracker -> true, false or {project, run}. Default: the configuration's trackers."""
     model: str | None = None
     """Base model: a local directory or a model id. Required for SFT."""
     checkpoint_dir: str | None = None

@@ -60,7 +60,6 @@ def refuse_unsupported(request: Request, *, sharded: bool) -> None:
     one_process = "this provider trains in one process without sharding; leave it out or set false"
     refused = [
         ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
-        ("logger_config", request.logger_config, "send {}; metrics are in the job's status and in events.jsonl"),
         # Under FSDP2 the embeddings are units of their own whether this is requested or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),

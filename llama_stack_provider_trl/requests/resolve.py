@@ -19,6 +19,7 @@ from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import resolve_placement
 from .settings import Request, Settings
+from .trackers import TrackerChoice, resolve_trackers
 from .training import resolve_training
 
 
@@ -30,6 +31,8 @@ class Resolution:
     validation_dataset_id: str | None
     fields: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    trackers: tuple[TrackerChoice, ...] = ()
+    """They get the job's points."""
     train_share: float = 1.0
     """Share of the rows to train on; the others are held out for validation."""
 
@@ -48,6 +51,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     refuse_infinite(request, "")
     refuse_infinite(options, "provider_options.")
     refuse_unsupported(request, sharded=settings.sharding is not None)
+    trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)
     warnings: list[str] = []
     method = resolve_method(request, options, settings, warnings)
@@ -61,4 +65,5 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **resolve_lifecycle(options, settings),
         **resolve_placement(request, options, settings, paths["model"]),
     }
-    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, resolve_train_share(data))
+    share = resolve_train_share(data)
+    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)

@@ -12,6 +12,7 @@ from ..documented import Documented
 from ..specs.job import ShardingSpec
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .options import Priority
+from .trackers import TrackerSettings
 
 Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
 
@@ -59,6 +60,9 @@ class JobSettings(Documented):
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
+
+    trackers: TrackerSettings = TrackerSettings()
+    """Experiment trackers that jobs may use, and where they are."""
 
     @field_validator("data_dir", mode="after")
     @classmethod

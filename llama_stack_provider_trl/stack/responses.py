@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..jobs.records import AttemptRecord, CheckpointRecord, JobRecord
+from ..jobs.records import AttemptRecord, CheckpointRecord, ExportRecord, JobRecord
 from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
@@ -58,7 +58,10 @@ class PostTrainingJobArtifactsResponse(BaseModel):
 
 
 def status_response(
-    job: JobRecord, checkpoints: Sequence[CheckpointRecord], attempts: Sequence[AttemptRecord] = ()
+    job: JobRecord,
+    checkpoints: Sequence[CheckpointRecord],
+    attempts: Sequence[AttemptRecord] = (),
+    exports: Sequence[ExportRecord] = (),
 ) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
@@ -66,7 +69,7 @@ def status_response(
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job, attempts),
+        resources_allocated=resources(job, attempts, exports),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -76,7 +79,9 @@ def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) 
     return PostTrainingJobArtifactsResponse(job_uuid=job.job_uuid, checkpoints=shown)
 
 
-def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[str, Any]:
+def resources(
+    job: JobRecord, attempts: Sequence[AttemptRecord] = (), exports: Sequence[ExportRecord] = ()
+) -> dict[str, Any]:
     """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
         "state": job.state.value,
@@ -90,6 +95,7 @@ def resources(job: JobRecord, attempts: Sequence[AttemptRecord] = ()) -> dict[st
         "warnings": list(job.warnings),
         "effective_config": {**job.spec.model_dump(mode="json"), "dtype": job.dtype, "recipe": job.effective},
         "log_path": str(job.log_path) if job.log_path else None,
+        "trackers": {export.tracker: _tracker(export) for export in exports},
         "error": _error(job),
     }
 
@@ -135,6 +141,17 @@ def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:
         "message": attempt.message,
         "log_path": str(RunDir(attempt.run_dir).log),
         **trained,
+    }
+
+
+def _tracker(export: ExportRecord) -> dict[str, Any]:
+    return {
+        "state": "up_to_date" if export.up_to_date else "behind",
+        "behind": export.behind,
+        "step": export.step if export.step >= 0 else None,
+        "project": export.project,
+        "run": export.run,
+        "error": export.error or None,
     }
 
 

@@ -13,9 +13,10 @@ from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
-from llama_stack_provider_trl.jobs.submission import Submitter, resolved, submit
+from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.gpus import slices_of
@@ -32,7 +33,7 @@ from llama_stack_provider_trl.requests.bodies import (
     request_digest,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
 from ..nodes.identity import machine_id, usable_cpus, versions
@@ -106,6 +107,7 @@ class Service(StoredJobs):
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
+        self.exporter = ExporterProcess(self.store.exports, settings.data_dir, settings.trackers)
         self.supervisor = Supervisor(
             self.store,
             launcher,
@@ -116,6 +118,7 @@ class Service(StoredJobs):
             ports=PortRange(*ports),
             blob_retention=settings.blob_retention,
             nodes=self.cluster.nodes,
+            beside=self.exporter.tend,
         )
 
     def start(self) -> None:
@@ -133,6 +136,7 @@ class Service(StoredJobs):
     def stop(self) -> None:
         """Stop supervising; trainings continue."""
         self.supervisor.stop()
+        self.exporter.stop()
         self.local.close()
         self.close()
         self.refusals.flush()
@@ -176,19 +180,19 @@ class Service(StoredJobs):
 
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
-        spec, warnings = await self._resolved(body)
-        found = await self.preflights.run(spec)
+        checked = await self._resolved(body)
+        found = await self.preflights.run(checked.spec)
         answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
-        answer.warnings = [*warnings, *answer.warnings]
+        answer.warnings = [*checked.warnings, *answer.warnings]
         return answer
 
     async def preview(self, body: PreviewBody) -> PreviewResponse:
         """Show a job's rows as they would be trained. Raises what `preflight` raises."""
-        spec, _ = await self._resolved(body)
-        found = await self.preflights.preview(spec, PreviewSpec(first_row=body.first_row, rows=body.rows))
+        checked = await self._resolved(body)
+        found = await self.preflights.preview(checked.spec, PreviewSpec(first_row=body.first_row, rows=body.rows))
         return PreviewResponse.model_validate(found.model_dump(mode="json"))
 
-    async def _resolved(self, body: PreflightBody) -> tuple[JobSpec, list[str]]:
+    async def _resolved(self, body: PreflightBody) -> ResolvedJob:
         """The job of a body that does not queue it, with its warnings."""
         # Without warnings: provider_options are parsed below only.
         requested = body.model_dump(exclude_unset=True, exclude=set(NOT_OF_JOBS), warnings=False)

@@ -71,6 +71,6 @@ def _sentence(error: ValidationError) -> str:
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting: docs/reference/service.md lists them all"
-    # Tokens are the only values that must not be repeated.
-    found = "" if "token" in name else f"={first['input']!r}"
+    # Tokens must not be repeated, nor credentials in the URI of a tracker.
+    found = "" if "token" in name or name.startswith("trackers") else f"={first['input']!r}"
     return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"

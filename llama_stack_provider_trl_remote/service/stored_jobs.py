@@ -55,10 +55,13 @@ class StoredJobs:
         """A request to a job was recorded. Its supervisor finds it within a second."""
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by three point reads. Raises JobNotFound."""
+        """The status of a job, by four point reads. Raises JobNotFound."""
         store = self.store
         with store.snapshot():
-            return status_response(store.get(job_uuid), store.checkpoints(job_uuid), store.attempts(job_uuid))
+            return status_response(
+                *(store.get(job_uuid), store.checkpoints(job_uuid)),
+                *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
+            )
 
     async def cancel(self, job_uuid: str) -> None:
         """End a job. Raises JobNotFound, JobConflict."""

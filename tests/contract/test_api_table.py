@@ -20,6 +20,7 @@ from llama_stack_provider_trl.requests import bodies as our_requests
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.requests.trackers import TrackerSettings
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.stack import responses as our_responses
 from tests.tiny import REPOSITORY
@@ -146,7 +147,7 @@ ASKS: dict[str, Try] = {
     "finetuned_model": Try("name-of-the-result", "dpo"),
     "checkpoint_dir": Try("results"),
     "hyperparam_search_config": Try({"trials": 3}),
-    "logger_config": Try({"wandb": True}),
+    "logger_config": Try({"tensorboard": True}),
     TRAINING + "n_epochs": Try(2),
     TRAINING + "max_steps_per_epoch": Try(5),
     TRAINING + "gradient_accumulation_steps": Try(4),
@@ -218,8 +219,10 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, devices=("cpu", "cuda:1"))
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr("llama_stack_provider_trl.requests.trackers.find_spec", lambda name: name)  # installed or not
+    trackers = TrackerSettings.model_validate({"tensorboard": {}})
+    return Settings(data_dir=tmp_path, devices=("cpu", "cuda:1"), trackers=trackers)
 
 
 def set_field(body: Json, path: str, value: Any) -> None:
@@ -258,6 +261,10 @@ def spec_of(resolution: Resolution) -> JobSpec:
     return resolution.spec(ref(resolution.dataset_id), ref(validation) if validation else None)
 
 
+def _all_of(resolution: Resolution) -> tuple[Any, ...]:
+    return spec_of(resolution), resolution.train_share, resolution.trackers
+
+
 def test_every_row_of_the_table_is_tried() -> None:
     assert set(ASKS) == set(STATUS)
 
@@ -267,7 +274,7 @@ def test_an_honoured_field_changes_the_job(field: str, settings: Settings) -> No
     attempt = ASKS[field]
     default = resolved(plain(attempt.call, attempt.around), attempt.call, settings, attempt.options)
     changed = resolve_with(field, attempt, settings)
-    assert (spec_of(changed), changed.train_share) != (spec_of(default), default.train_share)
+    assert _all_of(changed) != _all_of(default)
     assert changed.warnings == []
 
 

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.requests.settings import JobSettings
+from llama_stack_provider_trl.requests.trackers import TrackerSettings
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
         **{"retry_backoff": 5.0},
         **{"oom_retry": False, "max_duration": 9.0, "priority": "high", "min_free_disk_mb": 1},
         **{"checkpoint_roots": (tmp_path / "more",), "trust_remote_code": ("org/name@abc",)},
+        "trackers": TrackerSettings(),
     }
     assert values.keys() == JobSettings.model_fields.keys()
     settings = kind.model_validate(values)

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreEr
 from llama_stack_provider_trl.jobs import submission
 from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.submission import ResolvedJob
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
@@ -79,11 +80,15 @@ def test_the_copy_stays_whatever_becomes_of_the_other_job(
 
 def test_a_request_that_is_sent_twice_at_once_leaves_the_job_its_checkpoint(store: Store, tmp_path: Path) -> None:
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
-    assert submission._stored(spec, "digest", [], store, tmp_path)
+    assert submission._stored(ResolvedJob(spec, [], ()), "digest", store, tmp_path)
     kept = copy_of(store.get("second").spec)
-    assert not submission._stored(spec, "digest", [], store, tmp_path)  # the request came before the first was stored
+    assert not submission._stored(
+        ResolvedJob(spec, [], ()), "digest", store, tmp_path
+    )  # the request came before the first was stored
     with pytest.raises(JobConflict, match="made from a different request"):
-        submission._stored(asking(ResumeFrom(job_uuid="first", checkpoint="checkpoint-2")), "new", [], store, tmp_path)
+        submission._stored(
+            ResolvedJob(asking(ResumeFrom(job_uuid="first", checkpoint="checkpoint-2")), [], ()), "new", store, tmp_path
+        )
     assert copy_of(store.get("second").spec) == kept
     assert is_whole(kept)
     assert list((tmp_path / "jobs" / "second" / "resume").iterdir()) == [kept.parent]
@@ -98,8 +103,8 @@ def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
         copied.append(spec.job_uuid)
         return copy_checkpoint(spec, *arguments)
 
-    async def requested(*arguments: Any) -> tuple[JobSpec, list[str]]:
-        return spec, []
+    async def requested(*arguments: Any) -> ResolvedJob:
+        return ResolvedJob(spec, [], ())
 
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
     monkeypatch.setattr(submission, "copy_checkpoint", counted)
@@ -132,7 +137,7 @@ def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
     monkeypatch.setattr(submission, "copy_checkpoint", late)
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
     with pytest.raises(StoreError, match="send it again"):
-        submission._stored(spec, "digest", [], store, tmp_path)
+        submission._stored(ResolvedJob(spec, [], ()), "digest", store, tmp_path)
     assert store.names() == ["first"]
 
 

@@ -14,6 +14,13 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from llama_stack_provider_trl.requests.trackers import (
+    MlflowSettings,
+    TensorBoardSettings,
+    TrackerSettings,
+    TrackioSettings,
+    WandbSettings,
+)
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
@@ -29,6 +36,13 @@ from tests.fakes import fake_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama_stack", "ray")
+
+
+INNER: dict[str, type[BaseModel]] = {
+    **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
+    **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
+    **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
+}
 
 
 def write(path: Path, **config: Any) -> Path:
@@ -289,7 +303,7 @@ async def _answer(settings: ServiceSettings, headers: dict[str, str]) -> int:
 def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for name in model.model_fields:
-        inner = {"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token}.get(name)
+        inner = INNER.get(prefix + name)
         names += _names(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return names
 
