@@ -64,6 +64,8 @@ class DeviceReport(_Message):
     """Model, such as `NVIDIA H100`."""
     is_slice: bool = False
     """A MIG slice, which trains one process."""
+    uuid: str = Field("", max_length=100)
+    """Of a GPU or slice, as the driver has it; empty: unknown, or another device."""
 
 
 class NodeReport(_Message):

@@ -166,6 +166,8 @@ class Prepared(_Event):
     """That checkpoint. Where the one given to the attempt is damaged, it is an earlier one."""
     num_rows: Count
     """Rows that are trained on, without the dropped ones."""
+    tokens_seen: Count | None = None
+    """Tokens of the steps in that checkpoint, as `Progress` counts them; other jobs may have done them."""
     trainable_parameters: Count
     total_parameters: Count
     effective: Tree = Field(default_factory=dict)
@@ -265,6 +267,8 @@ class CheckpointSaved(_Event):
     verified: Literal["logits", "weights"] | None = None
     """How `final` and `merged` were compared with the trained model after writing. weights: every weight bit for bit.
     logits: the weights, and the logits of the model loaded from the checkpoint."""
+    write_seconds: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    """From the copy in memory to the last byte on disk; of `final` and `merged` with their comparison."""
     logits_difference: float | None = None
     """Difference of those logits as a fraction of their scale, caused by rounding."""
 

@@ -332,7 +332,7 @@ def _tokens(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
     create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
     create.add_argument("name", type=_token_name, metavar="NAME", help="for records: created_by of jobs, the audit log")
-    create.add_argument("--role", choices=("submit", "admin", "node"), default="submit", help="(submit)")
+    create.add_argument("--role", choices=("submit", "admin", "node", "metrics"), default="submit", help="(submit)")
     create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
     create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
     create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")

@@ -14,6 +14,7 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
+from .metrics.registry import Latency
 from .pages import assets, job_pages, list_pages, login
 from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
@@ -64,6 +65,8 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(
         Gate, settings=service.settings, authenticator=app.state.authenticator, refusals=service.refusals
     )
+    # The last one added is the first to receive a call: refusals are measured too.
+    app.add_middleware(Latency, histogram=service.metrics.latency)
     return app
 
 

@@ -53,6 +53,7 @@ from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .http.received import Bodies
+from .metrics.registry import Metrics
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
@@ -113,6 +114,7 @@ class Service:
             usable_cpus(),
             slices_of(self.devices, os.environ),
         )
+        self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)

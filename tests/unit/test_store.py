@@ -478,7 +478,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -549,6 +549,13 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
     connection.execute("DROP VIEW job_records")
+    for trigger in ("job_ended", "attempt_ended"):
+        connection.execute(f"DROP TRIGGER {trigger}")
+    connection.execute("DROP TABLE totals")
+    connection.execute("ALTER TABLE jobs DROP COLUMN tokens")
+    if version == 6:
+        connection.execute("PRAGMA user_version = 6")
+        return
     connection.execute("ALTER TABLE attempts DROP COLUMN progress")
     for column in ("epoch REAL", "loss REAL", "tokens_per_second REAL", "peak_memory_bytes INTEGER"):
         connection.execute(f"ALTER TABLE attempts ADD COLUMN {column}")

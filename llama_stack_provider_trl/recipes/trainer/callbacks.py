@@ -102,6 +102,7 @@ class JobCallback(TrainerCallback):
                 start_step=self.start_step,
                 resumed_from=self.resumed_from,
                 num_rows=self.trainer.num_rows,
+                tokens_seen=int(self._tokens),
                 trainable_parameters=trainable,
                 total_parameters=total,
                 effective={
