@@ -65,7 +65,7 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             if event.tokens_seen is not None:
                 yield "count_tokens", {"tokens": event.tokens_seen}
                 yield "note_tokens", {"tokens": event.tokens_seen}
-            yield "upsert_point", {**row, **_metrics(event, peak_memory_bytes=event.peak_memory_bytes), "kind": "train"}
+            yield "upsert_point", {**row, **_metrics(event, **dict(event.memory())), "kind": "train"}
         case Evaluated():
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
         case CheckpointSaved():

@@ -104,7 +104,8 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def step(number: int, tokens: int | None = None, **metrics: float) -> Progress:
     values = {"loss": 1.0 / number, "tokens_per_second": 50.0, **metrics}
-    return Progress(step=number, epoch=0.5, metrics=values, peak_memory_bytes=4096, tokens_seen=tokens)
+    memory = {"peak_memory_bytes": 4096, "rank_memory_bytes": (2048, 1024), "rank_peak_memory_bytes": (4096, 3072)}
+    return Progress(step=number, epoch=0.5, metrics=values, tokens_seen=tokens, **memory)
 
 
 def prepared(start: int = 0, tokens: int | None = None) -> Prepared:
@@ -206,7 +207,8 @@ def test_the_series_of_a_job_vanish_when_it_ends(world: World) -> None:
     shown = {name: world.value(f"trl_job_{name}", **labels) for name in ("step", "planned_steps", "loss", "epochs")}
     assert shown == {"step": 3, "planned_steps": 8, "loss": pytest.approx(1 / 3), "epochs": 0.5}
     assert world.value("trl_job_tokens_per_second", **labels) == 50
-    assert world.value("trl_job_peak_memory_bytes", **labels, rank="0") == 4096
+    assert world.of("trl_job_memory_bytes", "rank") == {"0": 2048, "1": 1024}
+    assert world.of("trl_job_peak_memory_bytes", "rank") == {"0": 4096, "1": 3072}
     world.finish("runs")
     assert world.jobs_with_series() == set()
 

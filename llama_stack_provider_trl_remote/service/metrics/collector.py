@@ -153,13 +153,16 @@ def _of_running(running: Sequence[Running]) -> Iterator[Metric]:
     for field, name, text in _SIZES:
         values = {(job.job_uuid,): getattr(job.values, field) for job in running}
         yield _gauge(f"job_{name}", text, [_JOB], {key: value for key, value in values.items() if value is not None})
-    peaks = {(job.job_uuid, "0"): job.values.peak_memory_bytes for job in running}
-    yield _gauge(
-        "job_peak_memory_bytes",
-        "Peak memory of a rank: on GPUs allocated there, else its resident set.",
-        [_JOB, "rank"],
-        {key: value for key, value in peaks.items() if value is not None},
-    )
+    for field, name, text in (
+        ("rank_memory_bytes", "memory_bytes", "Memory of a rank: on GPUs allocated there, else its resident set."),
+        ("rank_peak_memory_bytes", "peak_memory_bytes", "Peak memory of a rank."),
+    ):
+        ranks = {
+            (job.job_uuid, rank): value
+            for job in running
+            for rank, value in enumerate(getattr(job.values, field) or ())
+        }
+        yield _gauge(f"job_{name}", text, [_JOB, "rank"], ranks)
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], values: Mapping[tuple[Any, ...], float | None]) -> Metric:
