@@ -185,12 +185,36 @@ class TaskReport(_Message):
     """Whether the service has all events, logs and checkpoints of the task."""
 
 
+class DeviceLoad(_Message):
+    """The load of a GPU or slice; None: the driver does not report it."""
+
+    name: str = Field(max_length=64)
+    utilization_percent: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    """Share of the time in which a kernel ran."""
+    memory_used_bytes: int | None = Field(None, ge=0, le=_MOST_BYTES)
+    power_watts: float | None = Field(None, ge=0, le=1e6, allow_inf_nan=False)
+
+
+class Load(_Message):
+    """The load of a machine, of everything that runs on it."""
+
+    cpu_percent: float = Field(ge=0, le=100, allow_inf_nan=False)
+    """Of all its cores, since the report before."""
+    memory_used_bytes: int = Field(ge=0, le=_MOST_BYTES)
+    disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
+    """On the disk of the data directory."""
+    devices: tuple[DeviceLoad, ...] = Field((), max_length=64)
+    """Its GPUs, where the driver answers."""
+
+
 class Poll(_Message):
     """`POST /v1/nodes/{name}/poll`: the node's reports, and the orders that it has."""
 
     boot_id: _Id
     agent_id: _Id = ""
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
+    load: Load | None = None
+    """None: it cannot be measured, or the agent is of an earlier build."""
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 

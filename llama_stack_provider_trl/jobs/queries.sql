@@ -312,6 +312,19 @@ UPDATE nodes SET mode = :mode WHERE name = :name;
 -- name: delete_node
 DELETE FROM nodes WHERE name = :name;
 
+-- name: upsert_load
+INSERT INTO loads (node, minute, load) VALUES (:node, :minute, :load)
+ON CONFLICT (node, minute) DO UPDATE SET load = excluded.load;
+
+-- name: delete_old_loads
+DELETE FROM loads WHERE node = :node AND minute < :oldest;
+
+-- name: delete_loads
+DELETE FROM loads WHERE node = :name;
+
+-- name: select_loads
+SELECT minute, load FROM loads WHERE node = :node AND minute >= :since ORDER BY minute;
+
 -- name: insert_credential
 INSERT INTO node_credentials (sha256, node) VALUES (:sha256, :node);
 

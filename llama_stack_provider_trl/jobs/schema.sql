@@ -137,6 +137,14 @@ CREATE TABLE IF NOT EXISTS node_credentials (
 
 CREATE INDEX IF NOT EXISTS node_credentials_by_node ON node_credentials (node, number);
 
+-- How loaded each machine was: means of minutes, for a day (loads.KEPT_SECONDS).
+CREATE TABLE IF NOT EXISTS loads (
+    node TEXT NOT NULL,
+    minute INTEGER NOT NULL,                -- its begin
+    load TEXT NOT NULL,                     -- wire.Load as JSON
+    PRIMARY KEY (node, minute)
+) STRICT, WITHOUT ROWID;
+
 -- Tokens that admins create while the service runs. The tokens of its configuration are not here.
 CREATE TABLE IF NOT EXISTS tokens (
     name TEXT PRIMARY KEY,

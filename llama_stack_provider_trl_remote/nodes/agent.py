@@ -31,6 +31,7 @@ from ..wire import (
     MOST_KEPT,
     POLL_SECONDS,
     Joined,
+    Load,
     NodeReport,
     Orders,
     Poll,
@@ -77,6 +78,7 @@ class Agent:
         report: describes this machine; called at every REPORT.
         data_dir: the node's own, used by one agent at a time.
         python: interpreter that trains; None: the interpreter of this process.
+        load: measures this machine, for each poll; None: it is not measured.
         heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
     """
 
@@ -88,11 +90,13 @@ class Agent:
         launcher: Launcher | None = None,
         *,
         python: str | None = None,
+        load: Callable[[], Load | None] | None = None,
         heartbeat_interval: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._report, self._python = calls, report, python
+        self._load = load
         self._data_dir = data_dir.resolve()
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
@@ -234,7 +238,8 @@ class Agent:
         # With -1 the service answers at once, and the answer is awaited: endless news would hide a service that is
         # gone.
         seen = -1 if self._interrupted else self._seen
-        body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
+        load = None if self._load is None else await asyncio.to_thread(self._load)
+        body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), load=load, seen=seen)
         kept = await asyncio.to_thread(self._kept)
         try:
             orders = await (self._calls.poll(body, kept) if self._interrupted else self._poll_until_news(body, kept))

@@ -27,6 +27,7 @@ from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
 from .identity import NodeError, node_name, node_report, reachable_address
+from .load import LoadMeter
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -91,6 +92,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         settings.data_dir,
         launcher,
         python=settings.python,
+        load=LoadMeter(settings.devices, settings.data_dir, environ).read,
         heartbeat_interval=settings.heartbeat_interval,
     )
 

@@ -45,6 +45,7 @@ from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
 from ..nodes.identity import machine_id, usable_cpus, versions
 from .cluster.launcher import ClusterLauncher
+from .cluster.loads import Loads
 from .cluster.membership import Cluster
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
@@ -114,6 +115,7 @@ class Service:
             usable_cpus(),
             slices_of(self.devices, os.environ),
         )
+        self.loads = Loads(self.store)
         self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)

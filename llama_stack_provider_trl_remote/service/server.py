@@ -20,6 +20,8 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
+from ..nodes.load import LoadMeter
+from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Service
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
@@ -92,6 +94,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._descriptors = raise_descriptor_limit()
         self._node: asyncio.Task[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,6 +112,7 @@ class _Server(uvicorn.Server):
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
+        self._measuring = asyncio.create_task(_measure(self._service))
         if not settings.on_loopback:
             from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
 
@@ -117,9 +121,9 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop streams and the node. No connection is accepted any more, so that no client of a stream reconnects."""
         self._service.stopping.set()
-        if self._node is not None:
-            self._node.cancel()
-            await asyncio.wait([self._node])
+        for task in filter(None, (self._measuring, self._node)):
+            task.cancel()
+            await asyncio.wait([task])
         await super().shutdown(sockets)
 
     def _connection(self) -> Connection:
@@ -128,6 +132,16 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
+
+
+async def _measure(service: Service) -> None:
+    """Record the load of this machine until cancelled."""
+    meter = LoadMeter(service.devices, service.settings.data_dir, os.environ)
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        load = await asyncio.to_thread(meter.read)
+        if load is not None:
+            await asyncio.to_thread(service.loads.note, service.node_name, load)
 
 
 @contextmanager

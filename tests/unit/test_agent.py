@@ -34,7 +34,7 @@ from llama_stack_provider_trl_remote.nodes.outbox import Outbox
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
 from llama_stack_provider_trl_remote.nodes.uploader import Uploader
 from llama_stack_provider_trl_remote.pull import OtherBytes
-from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
+from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, Load, NodeReport, Peer, Stage, TaskOrder
 from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from tests.fake_head import FakeHead, away, refusal
 from tests.fakes import FakeClock, FakeLauncher
@@ -62,10 +62,14 @@ class World:
             lambda: self.report(),
             self.data_dir,
             self.launcher,
+            load=self.load,
             heartbeat_interval=self.heartbeat_interval,
             clock=self.clock,
             sleep=self.sleep,
         )
+
+    def load(self) -> Load:
+        return Load(cpu_percent=12.5, memory_used_bytes=1, disk_free_bytes=1)
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -213,6 +217,7 @@ def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None
 
     world.run(play)
     assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
+    assert {poll.load for poll in world.head.polls} == {world.load()}
 
 
 def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> None:
@@ -1216,7 +1221,7 @@ def test_what_a_report_would_not_hold_is_cut(world: World) -> None:
         await head.until(lambda: world.launcher.started)
         task = world.launcher.tasks["job-1"]
         task.seen = replace(task.seen, detail="d" * 10_000, stacks="s" * (1 << 20))
-        await head.until(lambda: (report := head.report()) and report.detail)
+        await head.until(lambda: (report := head.report()) and report.detail.startswith("d"))
         report = head.report()
         assert report is not None
         assert (len(report.detail), report.detail[-4:]) == (8192, "d...")

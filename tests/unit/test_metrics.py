@@ -287,7 +287,13 @@ def test_an_upgrade_begins_with_what_the_jobs_of_the_database_have_done(world: W
     world.store.close()
     with closing(sqlite3.connect(world.root / "jobs.sqlite3")) as old, old:
         for statement in (
-            *("DROP VIEW job_records", "DROP TRIGGER job_ended", "DROP TRIGGER attempt_ended", "DROP TABLE totals"),
+            *(
+                "DROP VIEW job_records",
+                "DROP TRIGGER job_ended",
+                "DROP TRIGGER attempt_ended",
+                "DROP TABLE totals",
+                "DROP TABLE loads",
+            ),
             *("ALTER TABLE jobs DROP COLUMN tokens", "PRAGMA user_version = 6"),
         ):
             old.execute(statement)

@@ -551,7 +551,8 @@ def rewind(connection: sqlite3.Connection, version: int) -> None:
     connection.execute("DROP VIEW job_records")
     for trigger in ("job_ended", "attempt_ended"):
         connection.execute(f"DROP TRIGGER {trigger}")
-    connection.execute("DROP TABLE totals")
+    for table in ("totals", "loads"):
+        connection.execute(f"DROP TABLE {table}")
     connection.execute("ALTER TABLE jobs DROP COLUMN tokens")
     if version == 6:
         connection.execute("PRAGMA user_version = 6")
