@@ -35,6 +35,8 @@ MOST_TEXT = 8192
 """Characters of a text in a report."""
 MOST_JSON = 1 << 18
 """Characters of an observation, or of a `failed` event, as JSON. A training reserves 20 KiB for its final events."""
+MOST_LOG_LINES, MOST_LOG_TEXT = 100, 10_000
+"""Entries of an agent's log in a poll, and characters of one."""
 _MOST_BYTES = 2**53
 """The largest integer that every JSON parser reads exactly."""
 
@@ -207,6 +209,16 @@ class Load(_Message):
     """Its GPUs, where the driver answers."""
 
 
+class LogEntries(_Message):
+    """Entries of the agent's log that were not sent before, as far as it knows."""
+
+    run: _Id
+    """Identifies the process of the agent: its entries are numbered from 1."""
+    number: int = Field(ge=1, le=_MOST_BYTES)
+    """Of the first one."""
+    lines: tuple[Annotated[str, StringConstraints(max_length=MOST_LOG_TEXT)], ...] = Field(max_length=MOST_LOG_LINES)
+
+
 class Poll(_Message):
     """`POST /v1/nodes/{name}/poll`: the node's reports, and the orders that it has."""
 
@@ -215,6 +227,8 @@ class Poll(_Message):
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
     load: Load | None = None
     """None: it cannot be measured, or the agent is of an earlier build."""
+    log: LogEntries | None = None
+    """None: there is nothing new, or the agent is of an earlier build."""
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 

@@ -50,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, agents.router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
+    _include(app, tokens.logs, "/v1", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
     for router in (pages, assets.router, login.router, list_pages.router, job_pages.router):

@@ -62,6 +62,7 @@ from .settings import ServiceSettings
 from .views.checkpoints import Digests
 from .views.events import Feeds
 from .views.preflights import Preflights
+from .views.service_logs import ServiceLogs
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")
@@ -116,6 +117,7 @@ class Service:
             slices_of(self.devices, os.environ),
         )
         self.loads = Loads(self.store)
+        self.logs = ServiceLogs(settings.data_dir)
         self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)

@@ -18,6 +18,7 @@ import uvicorn
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
+from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, start_logging
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from ..nodes.load import LoadMeter
@@ -36,11 +37,13 @@ _GRACE = 5
 
 def serve(settings: ServiceSettings, config: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error has the reason."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings.check_exposure()
         listener = _listen(settings)
         with listener, _claimed(settings.data_dir, _address(settings, listener)):
+            # Only now: another service on this directory would write to the same file.
+            secrets = [entry.token for entry in settings.configured_tokens]
+            start_logging(settings.data_dir / DIRECTORY / SERVICE_LOG, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
         print(f"trl-remote serve: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
+from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
 
@@ -208,6 +209,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """MiB of one file of the audit log; then the next file begins."""
     audit_files: int = Field(20, ge=2, le=10_000)
     """Files of the audit log that are kept; the oldest is removed when one more begins."""
+
+    log_level: LogLevel = "info"
+    """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""
 
     @field_validator("model_roots", mode="before")
     @classmethod

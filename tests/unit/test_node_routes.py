@@ -23,6 +23,7 @@ from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, 
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
+from llama_stack_provider_trl_remote.service.views.service_logs import ServiceLogs
 from llama_stack_provider_trl_remote.wire import (
     SILENCE,
     SPECS,
@@ -64,6 +65,7 @@ class World:
             cluster=SimpleNamespace(allow_again=lambda node: None),
             removed={},
             loads=Loads(self.store, self.clock),
+            logs=ServiceLogs(self.root),
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
             uploads=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),

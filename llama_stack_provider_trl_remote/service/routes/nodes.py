@@ -114,6 +114,7 @@ def _remove(service: Service, name: str) -> None:
     service.store.nodes.remove(name)
     service.presence.forget(name)
     service.loads.forget(name)
+    service.logs.forget(name)
     log.info("node %s was removed", name)
 
 
