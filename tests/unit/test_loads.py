@@ -79,8 +79,10 @@ def test_a_driver_that_hangs_delays_no_poll(tmp_path: Path, clock: FakeClock, mo
         assert found is not None
         assert found.devices == ()
         clock.advance(2)
-    assert sum(thread.name == "trl-load" for thread in threading.enumerate()) == 1
+    (hanging,) = [thread for thread in threading.enumerate() if thread.name == "trl-load"]
     over.set()
+    hanging.join(10)
+    assert not hanging.is_alive()
 
 
 def test_a_machine_that_cannot_be_measured_still_polls(
