@@ -247,6 +247,7 @@ class ServiceClient:
         """Send one request; every failure to receive its answer becomes a ServiceUnreachable."""
         connect, usual_read, usual, _ = self._timeouts
         read = usual_read if read is None else read
+        began = time.monotonic()
         timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
         try:
             async with (
@@ -256,6 +257,7 @@ class ServiceClient:
                 # Redirects would carry the token to the host that they name.
                 session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
             ):
+                log.debug("%s %s: %d after %.3f s", method, path, response.status, time.monotonic() - began)
                 yield response
         except ConnectionTimeoutError as error:
             raise ServiceUnreachable(self.url, f"accepted no connection within {connect:g} s") from error

@@ -35,6 +35,8 @@ MOST_TEXT = 8192
 """Characters of a text in a report."""
 MOST_JSON = 1 << 18
 """Characters of an observation, or of a `failed` event, as JSON. A training reserves 20 KiB for its final events."""
+MOST_LOG_LINES, MOST_LOG_TEXT = 100, 10_000
+"""Entries of an agent's log in a poll, and characters of one."""
 _MOST_BYTES = 2**53
 """The largest integer that every JSON parser reads exactly."""
 
@@ -64,6 +66,8 @@ class DeviceReport(_Message):
     """Model, such as `NVIDIA H100`."""
     is_slice: bool = False
     """A MIG slice, which trains one process."""
+    uuid: str = Field("", max_length=100)
+    """Of a GPU or slice, as the driver has it; empty: unknown, or another device."""
 
 
 class NodeReport(_Message):
@@ -183,12 +187,48 @@ class TaskReport(_Message):
     """Whether the service has all events, logs and checkpoints of the task."""
 
 
+class DeviceLoad(_Message):
+    """The load of a GPU or slice; None: the driver does not report it."""
+
+    name: str = Field(max_length=64)
+    utilization_percent: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    """Share of the time in which a kernel ran."""
+    memory_used_bytes: int | None = Field(None, ge=0, le=_MOST_BYTES)
+    power_watts: float | None = Field(None, ge=0, le=1e6, allow_inf_nan=False)
+
+
+class Load(_Message):
+    """The load of a machine, of everything that runs on it."""
+
+    cpu_percent: float = Field(ge=0, le=100, allow_inf_nan=False)
+    """Of all its cores, since the report before."""
+    memory_used_bytes: int = Field(ge=0, le=_MOST_BYTES)
+    disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
+    """On the disk of the data directory."""
+    devices: tuple[DeviceLoad, ...] = Field((), max_length=64)
+    """Its GPUs, where the driver answers."""
+
+
+class LogEntries(_Message):
+    """Entries of the agent's log that were not sent before, as far as it knows."""
+
+    run: _Id
+    """Identifies the process of the agent: its entries are numbered from 1."""
+    number: int = Field(ge=1, le=_MOST_BYTES)
+    """Of the first one."""
+    lines: tuple[Annotated[str, StringConstraints(max_length=MOST_LOG_TEXT)], ...] = Field(max_length=MOST_LOG_LINES)
+
+
 class Poll(_Message):
     """`POST /v1/nodes/{name}/poll`: the node's reports, and the orders that it has."""
 
     boot_id: _Id
     agent_id: _Id = ""
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
+    load: Load | None = None
+    """None: it cannot be measured, or the agent is of an earlier build."""
+    log: LogEntries | None = None
+    """None: there is nothing new, or the agent is of an earlier build."""
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 

@@ -43,7 +43,11 @@ def main(arguments: list[str]) -> None:
         while step == steps and "held" in job.job_uuid and not (spec.parent / "go").exists():
             time.sleep(STEP)
         time.sleep(SLOW_STEP if "slow" in job.job_uuid else STEP)
-        events.write(Progress(step=step, epoch=float(step), metrics={"loss": 1.0 / step}, peak_memory_bytes=0))
+        events.write(
+            Progress(
+                step=step, epoch=float(step), metrics={"loss": 1.0 / step}, peak_memory_bytes=0, tokens_seen=step * 10
+            )
+        )
         if step == 1:
             events.write(_checkpoint(job.checkpoint_dir, "step", step, f"checkpoint-{step}"), durable=True)
     events.write(_checkpoint(job.checkpoint_dir, "final", steps, "final"), durable=True)
@@ -56,7 +60,7 @@ def _checkpoint(home: Path, kind: str, step: int, name: str):  # type: ignore[no
     path = home / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text("{}")
-    return CheckpointSaved(kind=kind, step=step, epoch=step, path=path, train_loss=1.0 / step)
+    return CheckpointSaved(kind=kind, step=step, epoch=step, path=path, train_loss=1.0 / step, write_seconds=0.2)
 
 
 if __name__ == "__main__":

@@ -128,12 +128,16 @@ def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
 
 def fake_context(settings: Any, **more: Any) -> Any:
     """What the HTTP application uses of a service before a handler runs: no token was created, nothing is recorded."""
+    from prometheus_client import Histogram
+
     from llama_stack_provider_trl_remote.service.http.received import Bodies
 
+    latency = Histogram("latency", "latency", ["route", "method", "status"], registry=None)
     names = {"node_name": "head", "node_token": "of this machine's own agent"}
     known = {
         "tokens": lambda token: None,
         "store": SimpleNamespace(nodes=SimpleNamespace(credential=lambda sha256: None)),
         "bodies": Bodies(),
+        "metrics": SimpleNamespace(latency=latency),
     }
     return SimpleNamespace(**{"settings": settings, "audit": None, "refusals": None, **names, **known, **more})

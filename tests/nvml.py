@@ -88,7 +88,25 @@ class FakeNvml:
         memory = self._described(handle)[1]
         if memory is None:
             raise NVMLError("Not Supported")
-        return SimpleNamespace(total=memory)
+        return SimpleNamespace(total=memory, used=memory // 2)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int | tuple[int, int]:
+        slices = {(gpu, slot): found for gpu, all_ in self.slices.items() for slot, found in enumerate(all_) if found}
+        known = {**dict(enumerate(self.found)), **slices}
+        for handle, described in known.items():
+            if described[0] == uuid:
+                return handle
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int | tuple[int, int]) -> SimpleNamespace:
+        if not isinstance(handle, int):
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=75)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int | tuple[int, int]) -> int:
+        if not isinstance(handle, int):
+            raise NVMLError("Not Supported")
+        return 250_500  # mW
 
 
 def install(

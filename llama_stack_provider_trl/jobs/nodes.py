@@ -83,10 +83,11 @@ class Nodes:
             return execute("change_mode", {"name": name, "mode": mode}).rowcount == 1
 
     def remove(self, name: str) -> None:
-        """Delete a node and revoke its credentials; its tasks count as gone."""
+        """Delete a node with its loads, and revoke its credentials; its tasks count as gone."""
         now = self._clock()
         with self._database.transaction() as execute:
             execute("note_tasks_gone", {"node": name})
             execute("delete_node", {"name": name})
+            execute("delete_loads", {"name": name})
             execute("revoke_credentials", {"node": name, "expires_at": now + _REVOKED_SECONDS})
             execute("delete_expired_credentials", {"now": now})

@@ -82,6 +82,8 @@ class Node:
     """Whether the jobs on it are to save and to resume on other nodes."""
     memory: Mapping[str, int] | None = None
     """Bytes per GPU, where known."""
+    uuids: Mapping[str, str] | None = None
+    """UUIDs of GPUs, where known; the service's own machine knows its own."""
     slices: frozenset[str] = frozenset()
     """Those of its devices that are MIG slices. NCCL does not connect them: each trains a job of one process."""
     cpus: int = 0

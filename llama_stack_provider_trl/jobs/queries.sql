@@ -237,6 +237,35 @@ DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > 
 UPDATE attempts SET step = :step, stepped_at = :time, progress = json_patch(progress, :progress)
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
+-- name: count_tokens
+-- Before `note_tokens`. Steps that an earlier attempt did count once.
+INSERT INTO totals
+SELECT 'tokens', json_array(CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.algorithm'), '') ELSE '' END),
+       :tokens - tokens
+FROM jobs WHERE job_uuid = :job_uuid AND tokens < :tokens
+ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value;
+
+-- name: note_tokens
+UPDATE jobs SET tokens = :tokens WHERE job_uuid = :job_uuid AND tokens < :tokens;
+
+-- name: count
+INSERT INTO totals VALUES (:name, :labels, :value)
+ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value;
+
+-- name: select_wait
+-- How long a job has waited for its first attempt.
+SELECT :now - scheduled_at AS seconds FROM jobs WHERE job_uuid = :job_uuid;
+
+-- name: select_totals
+SELECT name, labels, value FROM totals;
+
+-- name: select_running
+-- What the jobs in states.ACTIVE report of themselves.
+SELECT job_uuid, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.algorithm'), '') ELSE '' END AS algorithm,
+       jobs.device AS places, step, total_steps, progress
+FROM jobs JOIN attempts USING (job_uuid, attempt)
+WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
+
 -- name: note_tokenizing
 UPDATE attempts SET progress = json_patch(progress, :progress) WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
@@ -285,6 +314,19 @@ UPDATE nodes SET mode = :mode WHERE name = :name;
 
 -- name: delete_node
 DELETE FROM nodes WHERE name = :name;
+
+-- name: upsert_load
+INSERT INTO loads (node, minute, load) VALUES (:node, :minute, :load)
+ON CONFLICT (node, minute) DO UPDATE SET load = excluded.load;
+
+-- name: delete_old_loads
+DELETE FROM loads WHERE node = :node AND minute < :oldest;
+
+-- name: delete_loads
+DELETE FROM loads WHERE node = :name;
+
+-- name: select_loads
+SELECT minute, load FROM loads WHERE node = :node AND minute >= :since ORDER BY minute;
 
 -- name: insert_credential
 INSERT INTO node_credentials (sha256, node) VALUES (:sha256, :node);

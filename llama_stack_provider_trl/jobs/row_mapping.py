@@ -39,6 +39,7 @@ from .records import (
     PointRecord,
 )
 from .states import JobState
+from .totals import CHECKPOINT, observed
 
 
 def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -53,6 +54,8 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             resumed_from = None if event.resumed_from is None else str(event.resumed_from)
             yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
             yield "supersede_points", steps
+            if event.tokens_seen is not None:  # of the job whose checkpoint this one begins with: they count there
+                yield "note_tokens", {"tokens": event.tokens_seen}
         case Tokenizing():
             yield "note_tokenizing", {"progress": event.values().model_dump_json(exclude_none=True)}
         case Warned():
@@ -60,11 +63,17 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         case Progress():
             values = event.values().model_dump_json(exclude_none=True)
             yield "note_progress", {**row, "step": event.step, "progress": values}
-            yield "upsert_point", {**row, **_metrics(event, peak_memory_bytes=event.peak_memory_bytes), "kind": "train"}
+            if event.tokens_seen is not None:
+                yield "count_tokens", {"tokens": event.tokens_seen}
+                yield "note_tokens", {"tokens": event.tokens_seen}
+            yield "upsert_point", {**row, **_metrics(event, **dict(event.memory())), "kind": "train"}
         case Evaluated():
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
         case CheckpointSaved():
             yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
+            if event.write_seconds is not None:
+                for counted in observed(CHECKPOINT, event.write_seconds, event.kind):
+                    yield "count", counted
         case CheckpointDamaged():
             yield "delete_checkpoint", {"path": str(event.path)}
             yield "insert_warning", {"message": event.message}

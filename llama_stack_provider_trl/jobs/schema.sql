@@ -23,7 +23,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     ranks INTEGER NOT NULL DEFAULT 1,
     checkpoint_dir TEXT NOT NULL DEFAULT '',
     demand TEXT NOT NULL DEFAULT '',            -- placement.Demand as JSON; '': the service's own node alone
-    created_by TEXT NOT NULL DEFAULT ''         -- name of the token that submitted it; '': not known (inline provider)
+    created_by TEXT NOT NULL DEFAULT '',        -- name of the token that submitted it; '': not known (inline provider)
+    tokens INTEGER NOT NULL DEFAULT 0           -- tokens_seen at its furthest step: what totals has of it
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
@@ -155,6 +156,14 @@ CREATE TABLE IF NOT EXISTS node_credentials (
 
 CREATE INDEX IF NOT EXISTS node_credentials_by_node ON node_credentials (node, number);
 
+-- How loaded each machine was: means of minutes, for a day (loads.KEPT_SECONDS).
+CREATE TABLE IF NOT EXISTS loads (
+    node TEXT NOT NULL,
+    minute INTEGER NOT NULL,                -- its begin
+    load TEXT NOT NULL,                     -- wire.Load as JSON
+    PRIMARY KEY (node, minute)
+) STRICT, WITHOUT ROWID;
+
 -- Tokens that admins create while the service runs. The tokens of its configuration are not here.
 CREATE TABLE IF NOT EXISTS tokens (
     name TEXT PRIMARY KEY,
@@ -168,6 +177,36 @@ CREATE TABLE IF NOT EXISTS tokens (
     last_used_at REAL,                      -- to a minute
     limits TEXT NOT NULL                    -- tokens.Limits as JSON
 ) STRICT;
+
+-- Totals of everything that ever happened here, deleted jobs included; never lowered. Each is raised in the transaction of
+-- what it counts, so nothing is lost and nothing counts twice.
+CREATE TABLE IF NOT EXISTS totals (
+    name TEXT NOT NULL,                     -- see totals.py
+    labels TEXT NOT NULL,                   -- JSON array of texts
+    value REAL NOT NULL,
+    PRIMARY KEY (name, labels)
+) STRICT, WITHOUT ROWID;
+
+CREATE TRIGGER IF NOT EXISTS job_ended AFTER UPDATE OF state ON jobs
+WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND OLD.state NOT IN ('completed', 'failed', 'cancelled')
+BEGIN
+    INSERT INTO totals VALUES (
+        'jobs_finished',
+        json_array(CASE WHEN json_valid(NEW.spec) THEN coalesce(json_extract(NEW.spec, '$.algorithm'), '') ELSE '' END,
+                   NEW.state, CASE NEW.state WHEN 'failed' THEN coalesce(NEW.reason, '') ELSE '' END),
+        1)
+    ON CONFLICT (name, labels) DO UPDATE SET value = value + 1;
+END;
+-- Why an attempt ended: the reason of a failure, else how its job left it. The job's state is changed before.
+CREATE TRIGGER IF NOT EXISTS attempt_ended AFTER UPDATE OF ended_at ON attempts
+WHEN OLD.ended_at IS NULL AND NEW.ended_at IS NOT NULL
+BEGIN
+    INSERT INTO totals
+    SELECT 'attempts_ended',
+           json_array(coalesce(NEW.reason, CASE state WHEN 'scheduled' THEN 'moved' ELSE state END)), 1
+    FROM jobs WHERE job_uuid = NEW.job_uuid
+    ON CONFLICT (name, labels) DO UPDATE SET value = value + 1;
+END;
 
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS

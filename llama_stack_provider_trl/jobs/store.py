@@ -26,6 +26,7 @@ from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
+from .totals import WAIT, Totals, observed
 
 
 class Store(JobReader):
@@ -41,6 +42,7 @@ class Store(JobReader):
         nodes: the machines that have joined.
         tasks: the parts of attempts that these machines run.
         exports: what trackers have of the points.
+        totals: what monitoring reads.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -48,6 +50,7 @@ class Store(JobReader):
         self.nodes = Nodes(self.database, clock)
         self.tasks = NodeTasks(self.database)
         self.exports = Exports(self.database)
+        self.totals = Totals(self.database)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -286,7 +289,12 @@ class Store(JobReader):
         with self.database.transaction() as execute:
             launched = execute("launch_job", row).rowcount == 1
             if launched:
-                execute("insert_attempt", {**row, "now": self._clock()})
+                now = self._clock()
+                execute("insert_attempt", {**row, "now": now})
+                if attempt == 1:
+                    waited = execute("select_wait", {"job_uuid": job_uuid, "now": now}).fetchone()["seconds"]
+                    for values in observed(WAIT, max(0.0, waited)):
+                        execute("count", values)
         return launched
 
     def set_detail(self, job_uuid: str, state: JobState, detail: str) -> None:

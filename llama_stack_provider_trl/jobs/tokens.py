@@ -17,7 +17,8 @@ from typing import Literal
 
 from .store import Store
 
-Role = Literal["submit", "admin", "node"]
+Role = Literal["metrics", "submit", "node", "admin"]
+"""metrics: reads `GET /metrics` and nothing else."""
 PREFIX = "trl_"
 """Prefix of every created token, by which scanners for leaked secrets recognize it."""
 _BYTES = 32

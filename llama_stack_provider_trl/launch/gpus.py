@@ -100,6 +100,12 @@ def slices_of(devices: Iterable[str], environ: Mapping[str, str]) -> list[str]:
     return [device for device in devices if device.startswith("cuda") and is_slice(device, environ)]
 
 
+def uuids_of(devices: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Device -> UUID of its GPU or slice, where that is known."""
+    found = {device: gpu_of(device, environ) for device in devices if device.startswith("cuda")}
+    return {device: gpu.uuid for device, gpu in found.items() if gpu is not None}
+
+
 def visible_entry(device: str, environ: Mapping[str, str]) -> str:
     """What `cuda:N` is in CUDA_VISIBLE_DEVICES: a number or a UUID. N counts the entries of `visible_entries`."""
     index = device.partition(":")[2]

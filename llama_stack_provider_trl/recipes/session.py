@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ def _export(run: Run, fields: dict[str, Any]) -> None:
             # Into the base as it is on disk, not in 4 bits. Rank 0 alone holds all that this takes.
             model = load_adapter(spec, spec.checkpoint_dir / "final")
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
+        began = time.monotonic()
         saved = export(
             kind, model, tokenizer, spec, sample, run.writer.heartbeat, trainer.fencing_token, run.require_space
         )
@@ -212,6 +214,7 @@ def _export(run: Run, fields: dict[str, Any]) -> None:
             checked: dict[str, Any] = {
                 "verified": "weights" if saved.logits_difference is None else "logits",
                 "logits_difference": saved.logits_difference,
+                "write_seconds": time.monotonic() - began,
             }
             run.writer.write(CheckpointSaved(kind=kind, path=saved.path, **fields, **checked), durable=True)
     ranks.barrier()

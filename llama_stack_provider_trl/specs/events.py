@@ -36,6 +36,7 @@ LAST_TIME = 253_402_300_799.0
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
 _MAX_KEY = 256
+_MOST_RANKS = 4096
 _MAX_TEXT = 65_536
 _MAX_MESSAGE = 16_384
 _MAX_INTEGER = 2**63 - 1
@@ -166,6 +167,8 @@ class Prepared(_Event):
     """That checkpoint. Where the one given to the attempt is damaged, it is an earlier one."""
     num_rows: Count
     """Rows that are trained on, without the dropped ones."""
+    tokens_seen: Count | None = None
+    """Tokens of the steps in that checkpoint, as `Progress` counts them; other jobs may have done them."""
     trainable_parameters: Count
     total_parameters: Count
     effective: Tree = Field(default_factory=dict)
@@ -245,6 +248,8 @@ class ProgressValues(BaseModel):
     """Last training loss."""
     tokens_per_second: float | None = None
     peak_memory_bytes: int | None = None
+    rank_memory_bytes: tuple[int, ...] | None = None
+    rank_peak_memory_bytes: tuple[int, ...] | None = None
     tokens_seen: int | None = None
     tokenized_rows: int | None = None
     """This and `total_rows` are of `Tokenizing`: None where no row was tokenized, or all of them within 2 seconds."""
@@ -261,7 +266,11 @@ class Progress(_Event):
     metrics: Metrics
     """loss (mean since the last point), learning_rate, grad_norm, tokens_per_second, and the trainer's own."""
     peak_memory_bytes: Bytes
-    """cuda: peak allocated. cpu, mps: peak resident set of the process."""
+    """Of rank 0. cuda: peak allocated. cpu, mps: peak resident set of the process."""
+    rank_memory_bytes: Annotated[tuple[Bytes, ...], Field(max_length=_MOST_RANKS)] | None = None
+    """What each rank holds now, by rank: as `peak_memory_bytes`, allocated or resident."""
+    rank_peak_memory_bytes: Annotated[tuple[Bytes, ...], Field(max_length=_MOST_RANKS)] | None = None
+    """`peak_memory_bytes` of each rank, by rank."""
     tokens_seen: Count | None = None
     """Tokens of the job's steps so far, without padding: of all ranks, epochs and earlier attempts. A pair has those of
     both its sequences."""
@@ -271,6 +280,16 @@ class Progress(_Event):
         known: dict[str, Any] = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         known |= {name: getattr(self, name) for name in type(self).model_fields}
         return ProgressValues(**{name: known.get(name) for name in ProgressValues.model_fields})
+
+    def memory(self) -> Iterator[tuple[str, int]]:
+        """Memory as metrics of the point: those of rank 0 without a suffix, those of rank N with `_rank_N`."""
+        yield "peak_memory_bytes", self.peak_memory_bytes
+        for name, ranks in (
+            ("memory_bytes", self.rank_memory_bytes),
+            ("peak_memory_bytes", self.rank_peak_memory_bytes),
+        ):
+            for rank, value in enumerate(ranks or ()):
+                yield f"{name}_rank_{rank}" if rank else name, value
 
 
 class Evaluated(_Event):
@@ -299,6 +318,8 @@ class CheckpointSaved(_Event):
     verified: Literal["logits", "weights"] | None = None
     """How `final` and `merged` were compared with the trained model after writing. weights: every weight bit for bit.
     logits: the weights, and the logits of the model loaded from the checkpoint."""
+    write_seconds: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    """From the copy in memory to the last byte on disk; of `final` and `merged` with their comparison."""
     logits_difference: float | None = None
     """Difference of those logits as a fraction of their scale, caused by rounding."""
 

@@ -208,6 +208,12 @@ async def show_audit(client: ServiceClient, options: Namespace) -> int:
         after = page["next"]
 
 
+async def show_service_logs(client: ServiceClient, options: Namespace) -> int:
+    text = (await client.get_text("/v1/logs", node=options.node, tail=options.tail)).rstrip("\n")
+    emit(options, {"node": options.node, "lines": text.splitlines()}, text)
+    return 0
+
+
 COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "submit"): submit,
     ("jobs", "preflight"): preflight,
@@ -232,6 +238,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("tokens", "list"): list_tokens,
     ("tokens", "revoke"): revoke_token,
     ("audit", "show"): show_audit,
+    ("logs", "show"): show_service_logs,
     ("train", ""): one_line.train,
     ("run", ""): one_line.run,
     ("resume", ""): one_line.resume,

@@ -77,6 +77,8 @@ _LOCAL = {"doctor": _doctor, "completion": _completion, "evaluate": _evaluate, "
 
 
 def _run(options: argparse.Namespace) -> int:
+    from llama_stack_provider_trl.system.logs import start_logging
+
     from ..client import ServiceClient, Timeouts
     from ..config import checked_token, checked_url
     from ..trl_client import PREFLIGHT_TIMEOUTS
@@ -98,6 +100,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if is_agent:
         return _agent(url, options, {**os.environ, **tokens})
+    start_logging(None, "debug" if options.verbose else options.log_level or "warning", tokens.values())
     timeouts = PREFLIGHT_TIMEOUTS if options.command in ("preflight", "preview") else Timeouts()
     client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
     return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
@@ -107,8 +110,9 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
     from ..nodes.start import serve, worker_settings
 
     names = ("name", "data_dir", "device", "upload_mb_per_s", "isolation", "warm_start", "heartbeat_interval")
+    given_level = "debug" if options.verbose else options.log_level
     given = {name: getattr(options, name) for name in names}
-    return serve(worker_settings(url, environ, labels=dict(options.label), **given))
+    return serve(worker_settings(url, environ, labels=dict(options.label), log_level=given_level, **given))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
+    _service_logs(groups.add_parser("logs", help="what the service, or a node's agent, has logged"))
     _agent_options(groups.add_parser("agent", help=AGENT))
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
@@ -300,6 +305,7 @@ def _agent_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
     )
+    _logged(command)
 
 
 def _jobs(group: argparse.ArgumentParser) -> None:
@@ -363,7 +369,7 @@ def _tokens(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
     create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
     create.add_argument("name", type=_token_name, metavar="NAME", help="for records: created_by of jobs, the audit log")
-    create.add_argument("--role", choices=("submit", "admin", "node"), default="submit", help="(submit)")
+    create.add_argument("--role", choices=("submit", "admin", "node", "metrics"), default="submit", help="(submit)")
     create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
     create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
     create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")
@@ -382,6 +388,13 @@ def _audit(command: argparse.ArgumentParser) -> None:
     command.add_argument("--follow", action="store_true", help="continue with new lines until interrupted")
 
 
+def _service_logs(command: argparse.ArgumentParser) -> None:
+    _at_service(command)
+    command.set_defaults(command="show")
+    command.add_argument("node", nargs="?", metavar="NODE", help="whose agent (the service)")
+    command.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
+
+
 def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     command.add_argument("job_uuid", metavar="JOB")
     return _at_service(command)
@@ -393,6 +406,13 @@ def _at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     command.add_argument(
         "--json", action="store_true", help="the answer as JSON; while a job runs, one object per line"
     )
+    return _logged(command)
+
+
+def _logged(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    help_ = "lowest level that is logged to standard error (warning; of an agent TRL_NODE_LOG_LEVEL, info)"
+    command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help=help_)
+    command.add_argument("--verbose", action="store_true", help="as --log-level debug: log each call of the service")
     return command
 
 

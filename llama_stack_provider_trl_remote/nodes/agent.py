@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -24,13 +25,17 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import private_directory
+from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl.system.process import FileLock
 
 from ..wire import (
     LEASE,
     MOST_KEPT,
+    MOST_LOG_LINES,
     POLL_SECONDS,
     Joined,
+    Load,
+    LogEntries,
     NodeReport,
     Orders,
     Poll,
@@ -77,6 +82,8 @@ class Agent:
         report: describes this machine; called at every REPORT.
         data_dir: the node's own, used by one agent at a time.
         python: interpreter that trains; None: the interpreter of this process.
+        load: measures this machine, for each poll; None: it is not measured.
+        unsent: entries of the log that polls send; None: none are sent.
         heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
     """
 
@@ -88,11 +95,14 @@ class Agent:
         launcher: Launcher | None = None,
         *,
         python: str | None = None,
+        load: Callable[[], Load | None] | None = None,
+        unsent: Unsent | None = None,
         heartbeat_interval: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._report, self._python = calls, report, python
+        self._load, self._unsent, self._run = load, unsent, uuid.uuid4().hex
         self._data_dir = data_dir.resolve()
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
@@ -234,7 +244,16 @@ class Agent:
         # With -1 the service answers at once, and the answer is awaited: endless news would hide a service that is
         # gone.
         seen = -1 if self._interrupted else self._seen
-        body = Poll(boot_id=before.boot_id, agent_id=before.agent_id, tasks=self._reports(), seen=seen)
+        load = None if self._load is None else await asyncio.to_thread(self._load)
+        log_entries = self._log_entries()
+        body = Poll(
+            boot_id=before.boot_id,
+            agent_id=before.agent_id,
+            tasks=self._reports(),
+            load=load,
+            log=log_entries,
+            seen=seen,
+        )
         kept = await asyncio.to_thread(self._kept)
         try:
             orders = await (self._calls.poll(body, kept) if self._interrupted else self._poll_until_news(body, kept))
@@ -255,6 +274,8 @@ class Agent:
             self._interrupted = orders is None
             if orders is not None:
                 self._note_answer()
+                if self._unsent is not None and log_entries is not None:
+                    self._unsent.sent(log_entries.number + len(log_entries.lines) - 1)
                 await self._follow(orders)
                 await asyncio.to_thread(self._remove, set(kept) & set(orders.over))
 
@@ -315,6 +336,11 @@ class Agent:
                 del self._tasks[task_id]
                 others = {other.paths.home for other in self._tasks.values()}
                 await asyncio.to_thread(known.forget, known.paths.home not in others)
+
+    def _log_entries(self) -> LogEntries | None:
+        """What was logged and is not known to have reached the service."""
+        number, lines = (1, ()) if self._unsent is None else self._unsent.first(MOST_LOG_LINES)
+        return LogEntries(run=self._run, number=number, lines=lines) if lines else None
 
     def _reports(self) -> tuple[TaskReport, ...]:
         refused = [report for task_id, report in self._refused.items() if task_id not in self._tasks]

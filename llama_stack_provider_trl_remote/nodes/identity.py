@@ -221,4 +221,4 @@ def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
     gpu, sliced = gpu_of(device, environ), is_slice(device, environ)
     if gpu is None:
         return DeviceReport(name=device, is_slice=sliced)
-    return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model, is_slice=sliced)
+    return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model, is_slice=sliced, uuid=gpu.uuid)

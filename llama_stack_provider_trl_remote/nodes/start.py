@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import ssl
@@ -21,12 +20,14 @@ from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
+from llama_stack_provider_trl.system.logs import AGENT_LOG, DIRECTORY, LogLevel, Unsent, start_logging
 from llama_stack_provider_trl.system.process import hide_from_other_processes
 
 from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
 from .identity import NodeError, node_name, node_report, reachable_address
+from .load import LoadMeter
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -56,6 +57,9 @@ class NodeSettings:
     isolation_mode: Mode = "auto"
     limits: Limits = field(default_factory=Limits)
     """Limits of the processes of a training, together."""
+    log_level: LogLevel = "info"
+    unsent: Unsent | None = None
+    """Entries of the log that are sent to the service."""
     warm_start: bool = False
     """Whether it keeps warm processes of its own."""
     warm: WarmProcesses | None = None
@@ -91,6 +95,8 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         settings.data_dir,
         launcher,
         python=settings.python,
+        load=LoadMeter(settings.devices, settings.data_dir, environ).read,
+        unsent=settings.unsent,
         heartbeat_interval=settings.heartbeat_interval,
     )
 
@@ -107,6 +113,7 @@ def worker_settings(
     isolation: str | None = None,
     warm_start: str | None = None,
     heartbeat_interval: str | None = None,
+    log_level: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
 
@@ -136,6 +143,8 @@ def worker_settings(
         labels=labels or {},
         upload_mb_per_s=upload_mb_per_s,
         heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
+        log_level=_level(log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info"),
+        unsent=Unsent(),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
         warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
         limits=Limits(processes=4096),
@@ -164,6 +173,12 @@ def _mode(text: str) -> Mode:
     return cast(Mode, text)
 
 
+def _level(text: str) -> LogLevel:
+    if text not in get_args(LogLevel):
+        raise NodeError(f"log_level={text!r}: use {', '.join(get_args(LogLevel))} (--log-level, TRL_NODE_LOG_LEVEL)")
+    return cast(LogLevel, text)
+
+
 def _switch(name: str, text: str) -> bool:
     if text not in ("on", "off"):
         raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
@@ -172,7 +187,8 @@ def _switch(name: str, text: str) -> bool:
 
 def serve(settings: NodeSettings) -> int:
     """Run a worker node until SIGTERM or SIGINT; trainings continue then. Raises the errors of `Agent.run`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    path = settings.data_dir / DIRECTORY / AGENT_LOG
+    start_logging(path, settings.log_level, [settings.token or ""], settings.unsent)
     lines = {
         "version": __version__,
         "node": settings.name,
@@ -180,6 +196,7 @@ def serve(settings: NodeSettings) -> int:
         "data": settings.data_dir,
         "devices": ", ".join(settings.devices),
         "service": settings.url,
+        "log": path,
     }
     for name, value in lines.items():
         print(f"{name:>8}  {value}", flush=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
+
+from llama_stack_provider_trl.system.logs import LogLevel
 
 from .loading import load_settings
 from .settings import SettingsError
@@ -20,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
             port=options.port,
             data_dir=options.data_dir,
             insecure=options.insecure or None,
+            log_level="debug" if options.verbose else options.log_level,
         )
     except SettingsError as error:
         print(f"trl-remote serve: {error}", file=sys.stderr)
@@ -38,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="default: TRL_SERVICE_PORT, the configuration's, 8322; 0: any")
     parser.add_argument("--data-dir", type=Path, help="default: TRL_SERVICE_DATA_DIR, the configuration's")
     parser.add_argument("--insecure", action="store_true", help="serve beyond loopback without TLS")
+    parser.add_argument("--log-level", choices=get_args(LogLevel), help="default: TRL_SERVICE_LOG_LEVEL, info")
+    parser.add_argument("--verbose", action="store_true", help="as --log-level debug")
     return parser
 
 

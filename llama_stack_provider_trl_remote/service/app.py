@@ -15,6 +15,7 @@ from llama_stack_provider_trl import __version__
 from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import handle_errors
+from .metrics.registry import Latency
 from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
 from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
 from .routes.service import pages
@@ -49,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, agents.router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
+    _include(app, tokens.logs, "/v1", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
     for router in (
@@ -64,7 +66,10 @@ def make_app(service: Service) -> FastAPI:
     # Without a configured token none is needed. If a created token changed that, any call from this machine could lock
     # out every other client.
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
-    return _guarded(app, known, (configured, service.tokens), service.refusals)
+    _guarded(app, known, (configured, service.tokens), service.refusals)
+    # The last one added is the first to receive a call: refusals are measured too.
+    app.add_middleware(Latency, histogram=service.metrics.latency)
+    return app
 
 
 def make_dashboard(jobs_of: StoredJobs) -> FastAPI:

@@ -38,6 +38,7 @@ from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
 from ..nodes.identity import machine_id, usable_cpus, versions
 from .cluster.launcher import ClusterLauncher
+from .cluster.loads import Loads
 from .cluster.membership import Cluster
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
@@ -47,12 +48,14 @@ from .datasets.registry import DatasetRegistry
 from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
 from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
+from .metrics.registry import Metrics
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
 from .settings import ServiceSettings
 from .stored_jobs import StoredJobs
 from .views.preflights import Preflights
+from .views.service_logs import ServiceLogs
 
 log = logging.getLogger(__name__)
 _OURS = ("provider_options", "dataset_digests")
@@ -102,6 +105,9 @@ class Service(StoredJobs):
             usable_cpus(),
             slices_of(self.devices, os.environ),
         )
+        self.loads = Loads(self.store)
+        self.logs = ServiceLogs(settings.data_dir)
+        self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)

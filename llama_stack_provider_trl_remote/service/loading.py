@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "TRL_SERVICE_TOKEN": "api_token",
     "TRL_SERVICE_NODE_TOKEN": "node_token",
     "TRL_NODE_NAME": "node_name",
+    "TRL_SERVICE_LOG_LEVEL": "log_level",
     "TRL_SERVICE_MODEL_ROOTS": "model_roots",
 }
 

@@ -19,8 +19,11 @@ from fastapi import FastAPI
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
+from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, start_logging
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
+from ..nodes.load import LoadMeter
+from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Service
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
@@ -36,11 +39,13 @@ _GRACE = 5
 
 def serve(settings: ServiceSettings, config: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error has the reason."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings.check_exposure()
         listener = listen(settings)
         with listener, _claimed(settings.data_dir, address_of(settings, listener)):
+            # Only now: another service on this directory would write to the same file.
+            secrets = [entry.token for entry in settings.configured_tokens]
+            start_logging(settings.data_dir / DIRECTORY / SERVICE_LOG, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
         print(f"trl-remote serve: {error}", file=sys.stderr)
@@ -129,24 +134,35 @@ class ServiceServer(Server):
     def __init__(self, service: Service) -> None:
         super().__init__(make_app(service))
         self._service = service
-        self._node: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer calls, those of this machine's own agent included."""
         await super().startup(sockets)
         assert sockets
+        self._tasks.append(asyncio.create_task(_measure(self._service)))
         if not self._service.settings.on_loopback:
             from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
 
-            self._node = asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1]))
+            self._tasks.append(asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1])))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop streams and the node."""
+        """Stop streams, the node, and the measuring of the machine."""
         self._service.stopping.set()
-        if self._node is not None:
-            self._node.cancel()
-            await asyncio.wait([self._node])
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.wait([task])
         await super().shutdown(sockets)
+
+
+async def _measure(service: Service) -> None:
+    """Record the load of this machine until cancelled."""
+    meter = LoadMeter(service.devices, service.settings.data_dir, os.environ)
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        load = await asyncio.to_thread(meter.read)
+        if load is not None:
+            await asyncio.to_thread(service.loads.note, service.node_name, load)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
+from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
 
@@ -115,7 +116,8 @@ class Token(_Block):
     token: SecretStr = Field(min_length=1)
     """Sent as `Authorization: Bearer TOKEN`."""
     role: Role = "submit"
-    """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
+    """submit: everything but deleting jobs and what nodes do. node: what agents do. metrics: `GET /metrics`.
+    admin: everything."""
     name: str | None = Field(None, pattern=NAME)
     """Its name in the audit log and as `created_by` of jobs; null: `configured-` and its number in the list."""
     max_queued_jobs: int | None = Field(None, gt=0)
@@ -207,6 +209,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """MiB of one file of the audit log; then the next file begins."""
     audit_files: int = Field(20, ge=2, le=10_000)
     """Files of the audit log that are kept; the oldest is removed when one more begins."""
+
+    log_level: LogLevel = "info"
+    """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""
 
     @field_validator("model_roots", mode="before")
     @classmethod

@@ -131,6 +131,10 @@ def test_two_ranks_train_what_one_process_trains(
     kept = [path.suffix for path in (tmp_path / "tokens").iterdir() if path.suffix != ".lock"]
     assert kept == [""] * (4 if together.packed else 2)  # each written by one of the ranks
     assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * single.gradient_accumulation_steps
+    for point in of_kind(events, Progress):
+        assert len(point.rank_memory_bytes) == len(point.rank_peak_memory_bytes) == 2
+        assert point.rank_peak_memory_bytes[0] == point.peak_memory_bytes
+        assert all(size > 1 << 20 for size in (*point.rank_memory_bytes, *point.rank_peak_memory_bytes))
     sharding = prepared.effective["sharding"]
     assert sharding["strategy"] == strategy
     if strategy != "NO_SHARD":

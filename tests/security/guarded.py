@@ -22,7 +22,12 @@ from tests.contract.service import TrainingService, ndjson, running
 from tests.contract.stack import SFT, Json, poll
 from tests.tiny import REPOSITORY
 
-TOKENS = {"admin": "token-of-the-admin", "submit": "token-of-a-client", "node": "token-to-join-with"}
+TOKENS = {
+    "admin": "token-of-the-admin",
+    "submit": "token-of-a-client",
+    "node": "token-to-join-with",
+    "metrics": "token-to-scrape",
+}
 ROWS_DIGEST = hashlib.sha256(ndjson(QUESTIONS)).hexdigest()
 NODE, OTHER_NODE = "mine", "other"
 KNOWN = {
@@ -40,7 +45,7 @@ class Guarded(TrainingService):
     """A service with tokens; its own session has the admin's."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        tokens = [{"token": TOKENS["submit"], "role": "submit"}, {"token": TOKENS["node"], "role": "node"}]
+        tokens = [{"token": TOKENS[role], "role": role} for role in ("submit", "node", "metrics")]
         super().__init__(root, **{"api_token": TOKENS["admin"], "tokens": tokens, **settings})
         self.session.headers["Authorization"] = f"Bearer {TOKENS['admin']}"
         self.credentials: dict[str, str] = {}
@@ -114,6 +119,8 @@ def fill(service: Guarded) -> None:
         service.join(name)
     submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
     assert service.get("/nodes", headers=submits).status_code == 200  # used once, as the credentials are
+    scrapes = {"Authorization": f"Bearer {TOKENS['metrics']}"}
+    assert service.get("/metrics", prefix="", headers=scrapes).status_code == 200
 
 
 BODIES: dict[str, Json] = {

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.contract
 USERS = frozenset({"submit", "admin"})
 HIDDEN = {
     **dict.fromkeys([("GET", "/openapi.json"), ("GET", "/docs")], USERS),
+    ("GET", "/metrics"): USERS | {"metrics"},
     **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
     **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
     **dict.fromkeys([("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "checkpoints/{identifier}")], USERS),
@@ -46,7 +47,7 @@ HIDDEN = {
 NODES = {"own": "itself", "task": "with a current task"}
 """Mark in the documented table -> what the document requires of a node."""
 HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
-ROLES = ("submit", "node", "admin")
+ROLES = ("metrics", "submit", "node", "admin")
 FORM = ("control character", "Invalid HTTP request", "dot segment")
 """The message of a 400 that was decided on the form of the request alone, before its caller and its handler."""
 QUERIES = {
@@ -219,7 +220,10 @@ def test_a_caller_with_access_to_a_route_finds_no_error_of_the_service_behind_an
 
 def roles_of(marks: dict[str, str]) -> frozenset[str]:
     """Of a row; a route that anyone may call declares none."""
-    return frozenset() if marks["no token"] == "yes" else frozenset(role for role in ROLES if marks[role] != "-")
+    if marks["no token"] == "yes":
+        return frozenset()
+    also = {"metrics"} if "metrics" in marks["submit"] else set()
+    return frozenset(role for role in ROLES if marks.get(role, "-") != "-") | also
 
 
 def may(caller: CallerCase, route: Route) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -23,6 +24,7 @@ from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl.system.files import write_manifest
+from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import task as tasks
 from llama_stack_provider_trl_remote.nodes import uploader
@@ -34,7 +36,7 @@ from llama_stack_provider_trl_remote.nodes.outbox import Outbox
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
 from llama_stack_provider_trl_remote.nodes.uploader import Uploader
 from llama_stack_provider_trl_remote.pull import OtherBytes
-from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, NodeReport, Peer, Stage, TaskOrder
+from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, Load, NodeReport, Peer, Stage, TaskOrder
 from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from tests.fake_head import FakeHead, away, refusal
 from tests.fakes import FakeClock, FakeLauncher
@@ -55,6 +57,7 @@ class World:
         self.boot_id, self.address = "boot-1", "127.0.0.1"
         self.models: tuple[str, ...] = ()
         self.heartbeat_interval = 60.0
+        self.unsent = Unsent()
 
     def agent(self) -> Agent:
         return Agent(
@@ -62,10 +65,15 @@ class World:
             lambda: self.report(),
             self.data_dir,
             self.launcher,
+            load=self.load,
+            unsent=self.unsent,
             heartbeat_interval=self.heartbeat_interval,
             clock=self.clock,
             sleep=self.sleep,
         )
+
+    def load(self) -> Load:
+        return Load(cpu_percent=12.5, memory_used_bytes=1, disk_free_bytes=1)
 
     def report(self) -> NodeReport:
         return NodeReport(
@@ -205,6 +213,22 @@ def test_files_of_a_job_are_removed_once_the_service_reports_that_it_is_over(wor
     world.run(play)
 
 
+def test_an_agent_sends_its_log_until_the_service_has_it(world: World) -> None:
+    world.heartbeat_interval = 0.01
+    for number in range(1, 102):
+        world.unsent.handle(logging.makeLogRecord({"msg": f"entry {number}"}))
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: any(poll.log and poll.log.number == 101 for poll in head.polls))
+        await head.until(lambda: not head.polls[-1].log)
+
+    world.run(play)
+    sent = [poll.log for poll in world.head.polls if poll.log]
+    assert {log.run for log in sent} == {sent[0].run}
+    received = {log.number + place: line for log in sent for place, line in enumerate(log.lines)}
+    assert received == {number: f"entry {number}" for number in range(1, 102)}
+
+
 def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None:
     world.heartbeat_interval = 0.01
 
@@ -213,6 +237,7 @@ def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None
 
     world.run(play)
     assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
+    assert {poll.load for poll in world.head.polls} == {world.load()}
 
 
 def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> None:
@@ -1216,7 +1241,7 @@ def test_what_a_report_would_not_hold_is_cut(world: World) -> None:
         await head.until(lambda: world.launcher.started)
         task = world.launcher.tasks["job-1"]
         task.seen = replace(task.seen, detail="d" * 10_000, stacks="s" * (1 << 20))
-        await head.until(lambda: (report := head.report()) and report.detail)
+        await head.until(lambda: (report := head.report()) and report.detail.startswith("d"))
         report = head.report()
         assert report is not None
         assert (len(report.detail), report.detail[-4:]) == (8192, "d...")

@@ -16,18 +16,22 @@ from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
+from llama_stack_provider_trl_remote.service.cluster.loads import Loads
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
+from llama_stack_provider_trl_remote.service.views.service_logs import ServiceLogs
 from llama_stack_provider_trl_remote.wire import (
     SILENCE,
     SPECS,
     VERSIONS,
     CheckpointReport,
+    DeviceLoad,
     DeviceReport,
+    Load,
     NodeReport,
     Poll,
 )
@@ -60,6 +64,8 @@ class World:
             presence=self.presence,
             cluster=SimpleNamespace(allow_again=lambda node: None),
             removed={},
+            loads=Loads(self.store, self.clock),
+            logs=ServiceLogs(self.root),
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
             uploads=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
@@ -106,6 +112,16 @@ class World:
     def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
         asyncio.run(routes_agents.poll(self.service, caller, name, body))
+
+    def report_load(self, cpu_percent: float, name: str = "a") -> None:
+        load = Load(
+            cpu_percent=cpu_percent, memory_used_bytes=1, disk_free_bytes=1, devices=(DeviceLoad(name="cuda:0"),)
+        )
+        body = Poll(boot_id="1", agent_id="one", load=load, seen=-1)
+        asyncio.run(routes_agents.poll(self.service, JOINS, name, body))
+
+    def load(self, name: str) -> dict[str, Any]:
+        return dict(json.loads(bytes(asyncio.run(routes_nodes.node_load(self.service, name)).body)))
 
     def over(self, *kept: str) -> dict[str, Any]:
         """The answer to a poll of a node that keeps files of these jobs."""
@@ -450,3 +466,21 @@ def test_a_node_that_uploads_for_longer_than_its_silence_is_not_lost(world: Worl
     asyncio.run(routes_agents.add_checkpoint_file(world.service, *about))
     assert world.received == ["there"] * 6
     assert not world.presence.is_absent("a")
+
+
+def test_the_load_that_polls_report_is_read_per_minute(world: World) -> None:
+    world.join()
+    begin = int(world.clock.now) // 60 * 60
+    for percent in (10.0, 30.0):
+        world.report_load(percent)
+    world.clock.advance(60)
+    world.report_load(90.0)
+    found = world.load("a")
+    assert (found["time"], found["cpu_percent"]) == ([begin, begin + 60], [20.0, 90.0])
+    assert found["devices"]["cuda:0"]["power_watts"] == [None, None]
+    assert world.load("head")["time"] == []  # it is there without an agent
+    with pytest.raises(NotFound):
+        world.load("b")
+    world.remove()
+    world.join()
+    assert world.load("a")["time"] == []

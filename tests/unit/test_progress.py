@@ -21,7 +21,13 @@ def test_the_progress_of_a_status_has_the_keys_of_the_reference_in_its_order() -
 
 def test_the_progress_of_a_status_has_every_value_of_the_last_point() -> None:
     point = Progress(
-        step=3, epoch=0.5, metrics={"loss": 2.0, "tokens_per_second": 9.5}, peak_memory_bytes=7, tokens_seen=64
+        step=3,
+        epoch=0.5,
+        metrics={"loss": 2.0, "tokens_per_second": 9.5},
+        peak_memory_bytes=7,
+        tokens_seen=64,
+        rank_memory_bytes=(5, 6),
+        rank_peak_memory_bytes=(7, 8),
     )
     progress = JobProgress(**point.values().model_dump(), step=3, total_steps=6, eta_seconds=1.5)
     job = JobRecord(job_spec(), JobState.in_progress, 1, 0, datetime(2026, 1, 1, tzinfo=UTC), progress=progress)
@@ -29,6 +35,7 @@ def test_the_progress_of_a_status_has_every_value_of_the_last_point() -> None:
     assert (shown["step"], shown["total_steps"], shown["percent"], shown["eta_seconds"]) == (3, 6, 50.0, 1.5)
     assert (shown["epoch"], shown["loss"], shown["tokens_per_second"]) == (0.5, 2.0, 9.5)
     assert (shown["peak_memory_bytes"], shown["tokens_seen"]) == (7, 64)
+    assert (shown["rank_memory_bytes"], shown["rank_peak_memory_bytes"]) == ((5, 6), (7, 8))
 
 
 def test_no_value_of_progress_has_the_name_of_a_figure_that_the_status_computes() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobNotFound
+from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started
 from llama_stack_provider_trl_remote.service.http.bodies import SeriesResponse
@@ -55,6 +56,23 @@ def test_few_points_are_all_there_with_memory_and_evaluations(store: Store) -> N
     }
     assert found.train["peak_memory_bytes"].value == [7, 7]
     assert found.validation["eval_loss"].value == [4.5]
+
+
+def test_the_memory_of_every_rank_is_a_curve_that_ends_with_the_attempt_that_measured_it(store: Store) -> None:
+    of_two = {"rank_memory_bytes": (5, 6), "rank_peak_memory_bytes": (7, 8)}
+    found = stored(store, point(1, 5.0).model_copy(update=of_two), point(2, 4.0).model_copy(update=of_two))
+    curves = {name: found.train[name].value for name in found.train if "memory" in name}
+    assert curves == {
+        **{"memory_bytes": [5, 5], "memory_bytes_rank_1": [6, 6]},
+        **{"peak_memory_bytes": [7, 7], "peak_memory_bytes_rank_1": [8, 8]},
+    }
+    store.transition("a", 1, JobState.in_progress, JobState.scheduled)
+    assert store.launch("a", 2, "cpu", Path("/run"))
+    resumed = Prepared(total_steps=2, start_step=1, num_rows=1, trainable_parameters=1, total_parameters=1)
+    alone = point(2, 4.0).model_copy(update={"rank_memory_bytes": (9,), "rank_peak_memory_bytes": (9,)})
+    assert store.apply_events("a", 2, [Started(pid=1, device="cpu", versions={}), resumed, alone], 10)
+    again = read_series(store, "a", (), 1000).train
+    assert (again["memory_bytes"].value, again["memory_bytes_rank_1"].value) == ([5, 9], [6])
 
 
 def test_of_many_points_the_extremes_of_every_part_remain(store: Store) -> None:

@@ -550,6 +550,11 @@ def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
     connection.execute("DROP VIEW job_records")
     connection.execute("DROP TABLE exports")
+    for trigger in ("job_ended", "attempt_ended"):
+        connection.execute(f"DROP TRIGGER {trigger}")
+    for table in ("totals", "loads"):
+        connection.execute(f"DROP TABLE {table}")
+    connection.execute("ALTER TABLE jobs DROP COLUMN tokens")
     if version == 6:
         connection.execute("PRAGMA user_version = 6")
         return

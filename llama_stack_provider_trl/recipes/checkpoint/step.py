@@ -132,20 +132,22 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         random: Mapping[str, Any],
         staging: Path,
-        announce: Callable[[Path], None],
+        announce: Callable[[Path, float], None],
     ) -> None:
         """Copy the content of a checkpoint, and return; it is written in the background.
 
         Args:
             random: this rank's random numbers (`recipes.checkpoint.random_state`).
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
-            announce: called on rank 0 with the checkpoint's path when it is complete on disk.
+            announce: called on rank 0 with the checkpoint's path, and the seconds since its copy was complete, when it
+                is complete on disk.
         """
         assert self._thread is None, "one at a time: wait first"
         weights = named_weights(model)  # first: it reshards, after which the parameters are those of the optimizer
         state = optimizer_state.state_of(model, optimizer)
         tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
         snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
+        copied_at = time.monotonic()
 
         def work() -> None:
             try:
@@ -153,7 +155,10 @@ class Saver:
                     # A new thread is on GPU 0, where any use of CUDA would open a context: 534 MiB for each rank.
                     torch.cuda.set_device(self._device)
                 self._write(snapshot, model, tokenizer, staging)
-                ranks.on_all_ranks(lambda: self._finish(staging, announce), self._group)
+                ranks.on_all_ranks(
+                    lambda: self._finish(staging, lambda target: announce(target, time.monotonic() - copied_at)),
+                    self._group,
+                )
             except BaseException as error:
                 faults.reach(f"unsaved-{ranks.rank()}")
                 self._error = error

@@ -6,7 +6,7 @@ torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; Trainer opens the process group w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -89,6 +89,16 @@ def barrier() -> None:
     """Return when every rank has called this."""
     if world_size() > 1:
         dist.barrier(group=cpu_group())
+
+
+def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's `numbers`, by rank. A collective: of equally many on each rank, below 2**63."""
+    if world_size() == 1:
+        return [list(numbers)]
+    own = torch.tensor(numbers, dtype=torch.int64)
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own, group=cpu_group())
+    return [of_rank.tolist() for of_rank in found]
 
 
 def gather_all[Value](value: Value, group: Any = None) -> list[Value]:

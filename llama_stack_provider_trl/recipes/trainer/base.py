@@ -255,7 +255,9 @@ class RecipeTrainer(Trainer):
                 self.processing_class,
                 random_state.capture(self.args.device),
                 written,
-                lambda target: self._writer.write(CheckpointSaved(kind="step", path=target, **fields), durable=True),
+                lambda target, seconds: self._writer.write(
+                    CheckpointSaved(kind="step", path=target, write_seconds=seconds, **fields), durable=True
+                ),
             )
         except BaseException:
             if is_first:

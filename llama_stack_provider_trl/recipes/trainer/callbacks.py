@@ -19,6 +19,7 @@ from ...specs.evaluations import EarlyStoppingTracker
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Warned
 from ...specs.job import JobSpec
 from ...system.malloc import Malloc
+from ...system.process import resident_memory
 from ..distributed import ranks
 from ..model import fsdp
 from ..model.loading import parameter_counts
@@ -102,6 +103,7 @@ class JobCallback(TrainerCallback):
                 start_step=self.start_step,
                 resumed_from=self.resumed_from,
                 num_rows=self.trainer.num_rows,
+                tokens_seen=int(self._tokens),
                 trainable_parameters=trainable,
                 total_parameters=total,
                 effective={
@@ -196,12 +198,16 @@ class JobCallback(TrainerCallback):
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
         metrics["tokens_per_second"] = self._tokens_per_second(logs)
+        device = self.trainer.args.device
+        memory = ranks.gather_numbers([memory_bytes(device), peak_memory_bytes(device)])
         self.writer.write(
             Progress(
                 step=state.global_step,
                 epoch=round(state.epoch or 0.0, 6),
                 metrics=metrics,
-                peak_memory_bytes=peak_memory_bytes(self.trainer.args.device),
+                peak_memory_bytes=memory[0][1],
+                rank_memory_bytes=tuple(now for now, _ in memory),
+                rank_peak_memory_bytes=tuple(peak for _, peak in memory),
                 tokens_seen=int(self._tokens),
             )
         )
@@ -283,6 +289,11 @@ class JobCallback(TrainerCallback):
         now = time.perf_counter()
         busy, self._busy_since = now - self._busy_since if self._busy_since is not None else 0.0, now
         return round(tokens / busy, 3) if busy else 0.0
+
+
+def memory_bytes(device: torch.device) -> int:
+    """cuda: allocated by torch. Elsewhere: resident set of this process."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident_memory()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

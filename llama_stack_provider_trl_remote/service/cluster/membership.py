@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import NodeRecord
@@ -15,6 +16,9 @@ from ...wire import SPECS, NodeReport
 from .presence import Presence, silent_since
 
 log = logging.getLogger(__name__)
+NodeCondition = Literal["open", "cordoned", "draining", "absent", "awaited", "other_build", "unreadable"]
+"""Whether a node takes jobs, and if not, why: by an operator's order, or since it does not call (`absent`), has not
+called since the service was started (`awaited`), is of another build, or its stored report cannot be read."""
 
 
 class Cluster:
@@ -93,13 +97,35 @@ class Cluster:
 
     def why_closed(self, record: NodeRecord, report: NodeReport) -> str:
         """The reason for which a node takes no jobs; empty: it takes jobs."""
+        match self._condition(record, report):
+            case "absent":
+                return silent_since(self.presence.silence(record.name))
+            case "awaited":
+                return "not seen since the service was started"
+            case "other_build":
+                return "of another build than the service: install the same one there, and start its agent again"
+            case mode:
+                return "" if mode == "open" else mode
+
+    def conditions(self) -> dict[str, NodeCondition]:
+        """Node -> whether it takes jobs; the service's own machine first."""
+        found: dict[str, NodeCondition] = {self.head: "open"}
+        for record in self._store.nodes.all():
+            report = self.report(record)
+            if record.name == self.head:  # it takes jobs of its own without its agent
+                found[record.name] = record.mode
+            else:
+                found[record.name] = "unreadable" if report is None else self._condition(record, report)
+        return found
+
+    def _condition(self, record: NodeRecord, report: NodeReport) -> NodeCondition:
         if self.presence.is_absent(record.name):
-            return silent_since(self.presence.silence(record.name))
+            return "absent"
         if not self.presence.has_called(record.name):
-            return "not seen since the service was started"
+            return "awaited"
         if record.mode == "open" and record.name != self.head and has_other_build(report):
-            return "of another build than the service: install the same one there, and start its agent again"
-        return "" if record.mode == "open" else record.mode
+            return "other_build"
+        return record.mode
 
 
 def has_other_build(report: NodeReport) -> bool:
@@ -117,6 +143,7 @@ def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapp
         why_closed=why_closed,
         draining=record.mode == "draining",
         memory={device.name: device.memory_bytes for device in report.devices if device.memory_bytes},
+        uuids={device.name: device.uuid for device in report.devices if device.uuid},
         cpus=report.cpus,
         memory_bytes=report.memory_bytes,
         labels=report.labels,

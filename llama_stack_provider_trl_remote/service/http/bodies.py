@@ -21,7 +21,7 @@ from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm
 from llama_stack_provider_trl.stack.responses import Checkpoint
 
-from ...wire import NAME
+from ...wire import NAME, Load
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Purpose = Literal["post-training/messages", "eval/question-answer", "eval/messages-answer"]
@@ -348,7 +348,8 @@ class CreateToken(_RequestBody):
     name: str = Field(pattern=NAME)
     """For records: `created_by` of jobs and datasets, and the audit log."""
     role: Role = "submit"
-    """submit: everything but deleting jobs and what nodes do. node: what agents do. admin: everything."""
+    """submit: everything but deleting jobs and what nodes do. node: what agents do. metrics: `GET /metrics`.
+    admin: everything."""
     expires_in: float | None = Field(None, gt=0, le=315_360_000)
     """Seconds until it expires, at most ten years; null: never."""
     max_queued_jobs: int | None = Field(None, gt=0, le=10**6)
@@ -456,7 +457,29 @@ class NodeRow(BaseModel):
     """Model ids in its local cache."""
     memory_of_devices: dict[str, int] = {}
     """GPU -> bytes, as far as known."""
+    load: Load | None = None
+    """What runs on it now takes; null: its agent has reported none for 30 seconds."""
 
 
 class ListNodesResponse(BaseModel):
     data: list[NodeRow]
+
+
+class DeviceLoads(BaseModel):
+    """A list per value, as long as `time`; null: not known in that minute."""
+
+    utilization_percent: list[float | None]
+    memory_used_bytes: list[int | None]
+    power_watts: list[float | None]
+
+
+class NodeLoadResponse(BaseModel):
+    """Means of minutes. A minute without a report is missing."""
+
+    time: list[int]
+    """Begin of each minute, seconds since the epoch; the last one may not be over."""
+    cpu_percent: list[float]
+    memory_used_bytes: list[int]
+    disk_free_bytes: list[int]
+    devices: dict[str, DeviceLoads]
+    """Its GPUs."""

@@ -47,8 +47,10 @@ async def log_in(request: Request, service: Stored) -> Response:
     caller = authenticator.of_token(request.scope, token)
     caller.require_known()
     caller.take_request()
-    if caller.role == "node":
-        raise Refused(403, "this token has the role node, which has no pages: log in with one of submit or admin")
+    if caller.role not in ("submit", "admin"):
+        raise Refused(
+            403, f"this token has the role {caller.role}, which has no pages: log in with one of submit or admin"
+        )
     sessions: Sessions = request.app.state.sessions
     session_id = await asyncio.to_thread(sessions.open, digest(token))
     _record(service, request, "login", caller)

@@ -318,6 +318,10 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
         _check(report)
     service.presence.note_call(name)
     _note_used(service, caller)
+    if body.load is not None and name != service.node_name:  # which the service measures itself
+        service.loads.note(name, body.load)
+    if body.log is not None:
+        service.logs.add(name, body.log)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.nodes.record_heartbeat(name)
     reports = {report.task_id: report for report in body.tasks}

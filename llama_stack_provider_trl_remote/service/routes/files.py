@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
 from ..views.checkpoints import Opener, requested_range
 
 OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
+}
 _PIECE = 1 << 18
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.responses import StreamingResponse
@@ -19,15 +19,12 @@ from ..stored_jobs import StoredJobs
 from ..views.checkpoints import find_file, list_files
 from ..views.events import Cursor, parsed, read_page
 from ..views.logs import MOST_BYTES, read_log
-from .files import OCTETS, file_response
+from .files import OCTETS, TEXT, file_response
 from .jobs import JobUuid, as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
 _STREAM = "text/event-stream"
-_TEXT: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
-}
 
 
 @router.get(
@@ -59,7 +56,7 @@ async def job_events(
     return as_json(EventsResponse(data=data, next=str(page.next)))
 
 
-@router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **_TEXT})
+@router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **TEXT})
 async def job_logs(
     service: Stored,
     job_uuid: JobUuid,

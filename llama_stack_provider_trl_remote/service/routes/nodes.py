@@ -7,14 +7,15 @@ import logging
 from typing import Annotated, Any
 
 import psutil
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Query, Response
 
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+from llama_stack_provider_trl.specs.events import LAST_TIME
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import NAME, NodeReport, Poll
 from ..context import Context, Service
-from ..http.bodies import ListNodesResponse, NodeRow
+from ..http.bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
 from ..http.errors import Conflict, NotFound, declared
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
@@ -37,6 +38,16 @@ async def node(service: Context, name: Name) -> Response:
         if row.node == name:
             return as_json(row)
     raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
+
+
+@router.get("/{name}/load", dependencies=[USERS], response_model=NodeLoadResponse, responses=declared(404))
+async def node_load(
+    service: Context,
+    name: Name,
+    since: Annotated[float, Query(ge=0, le=LAST_TIME, description="Minutes from then on, seconds since the epoch")] = 0,
+) -> Response:
+    """How loaded a machine was: means of minutes, of the last day at most."""
+    return as_json(await asyncio.to_thread(_load, service, name, since))
 
 
 @router.post("/{name}/cordon", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
@@ -103,7 +114,32 @@ def _remove(service: Service, name: str) -> None:
     service.removed[name] = incarnation(record)
     service.store.nodes.remove(name)
     service.presence.forget(name)
+    service.loads.forget(name)
+    service.logs.forget(name)
     log.info("node %s was removed", name)
+
+
+def _load(service: Service, name: str, since: float) -> NodeLoadResponse:
+    if name != service.node_name:
+        known_node(service, name)
+    found = service.loads.of(name, since)
+    loads = [load for _, load in found]
+    of_devices = [{device.name: device for device in load.devices} for load in loads]
+    return NodeLoadResponse(
+        time=[minute for minute, _ in found],
+        cpu_percent=[load.cpu_percent for load in loads],
+        memory_used_bytes=[load.memory_used_bytes for load in loads],
+        disk_free_bytes=[load.disk_free_bytes for load in loads],
+        devices={
+            device: DeviceLoads.model_validate(
+                {
+                    field: [getattr(of_minute.get(device), field, None) for of_minute in of_devices]
+                    for field in DeviceLoads.model_fields
+                }
+            )
+            for device in dict.fromkeys(name for of_minute in of_devices for name in of_minute)
+        },
+    )
 
 
 def _unreadable(name: str) -> NodeRow:
@@ -137,6 +173,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             head=True,
             agent=False,
             state="open",
+            load=service.loads.last(service.node_name),
         )
     ]
     for record in service.store.nodes.all():
@@ -146,6 +183,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             continue
         shown: dict[str, Any] = {
             "agent": True,
+            "load": service.loads.last(record.name),
             "state": service.cluster.why_closed(record, report) or "open",
             "address": report.address,
             "versions": report.versions,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import JSONResponse
@@ -11,7 +13,7 @@ from llama_stack_provider_trl import __version__
 from ..context import Context
 from ..http.bodies import Health
 from ..http.errors import declared
-from ..security.access import ANYONE, USERS, CurrentCaller, GuardedRoute
+from ..security.access import ANYONE, READERS, USERS, CurrentCaller, GuardedRoute
 from .jobs import as_json
 
 router = APIRouter(route_class=GuardedRoute, tags=["service"])
@@ -23,6 +25,13 @@ pages = APIRouter(route_class=GuardedRoute)
 async def health(service: Context) -> Response:
     """Whether the service answers. Needs no token."""
     return as_json(Health(status="OK", version=__version__, supervising=service.supervisor.supervising))
+
+
+@pages.get("/metrics", dependencies=[READERS], include_in_schema=False)
+async def metrics(service: Context, request: Request) -> Response:
+    """Metrics of jobs, nodes and the service, for Prometheus."""
+    text, content_type = await asyncio.to_thread(service.metrics.render, request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
 
 
 @pages.get("/openapi.json", dependencies=[USERS], include_in_schema=False)

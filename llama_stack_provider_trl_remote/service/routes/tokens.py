@@ -1,4 +1,4 @@
-"""The routes of tokens and the audit log, for admins."""
+"""The routes of tokens, the audit log, and the logs of the service and its agents, for admins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ..context import Context
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
 from ..http.errors import declared
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
+from ..views.logs import MOST_BYTES
+from .files import TEXT
 from .jobs import as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
 audit = APIRouter(route_class=GuardedRoute, prefix="/audit", tags=["tokens and audit"])
+logs = APIRouter(route_class=GuardedRoute, prefix="/logs", tags=["tokens and audit"])
 
 Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
 
@@ -67,6 +70,17 @@ async def read_audit(
     lines, last = await asyncio.to_thread(service.audit.page, after, limit, caller, route)
     page = AuditPage(data=[AuditLine.model_validate(line) for line in lines], next=last, last=service.audit.last)
     return Response(page.model_dump_json(exclude_none=True), media_type="application/json")
+
+
+@logs.get("", dependencies=[ADMINS], response_class=Response, responses={**declared(404), **TEXT})
+async def read_logs(
+    service: Context,
+    node: Annotated[str | None, Query(pattern=NAME, description="Whose agent; left out: the service")] = None,
+    lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
+    size: Annotated[int, Query(ge=1, le=MOST_BYTES, description="Bytes at most")] = MOST_BYTES,
+) -> Response:
+    """The end of the log of the service, or of a node's agent as far as that has sent it."""
+    return Response(await asyncio.to_thread(service.logs.read, node, lines, size), media_type="text/plain")
 
 
 def _row(record: TokenRecord) -> TokenRow:

@@ -9,7 +9,7 @@ No `from __future__ import annotations` here: FastAPI reads the annotations of a
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.params import Depends as Dependency
@@ -307,6 +307,8 @@ USERS_JOB = _access(_USERS, limit=MIB)
 USERS_ROWS = _access(_USERS, limit="max_body_mb")
 """A body that may hold rows."""
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
+READERS = _access(frozenset({"metrics", "submit", "admin"}))
+"""Numbers of jobs and machines, without rows, models, logs and names of users."""
 ADMINS = _access(frozenset({"admin"}))
 LOGIN_FORM = _access(frozenset(), body="form", record=False)
 """Needs no session: it opens one. The handler records it."""
@@ -335,7 +337,7 @@ CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
 def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
-    wanted = " or ".join(sorted(roles, key=("submit", "node", "admin").index))
+    wanted = " or ".join(sorted(roles, key=get_args(Role).index))
     return (
         f"this call needs a token with the role {wanted}, yours has the role {role}: use another, or ask the operator"
     )

@@ -34,6 +34,9 @@ export class Curves {
     if (!kind) return [];
     const metrics = { ...event.metrics };
     if (kind === "train" && event.peak_memory_bytes) metrics.peak_memory_bytes = event.peak_memory_bytes;
+    for (const name of ["memory_bytes", "peak_memory_bytes"]) {
+      (event[`rank_${name}`] ?? []).forEach((value, rank) => (metrics[rank ? `${name}_rank_${rank}` : name] = value));
+    }
     for (const [name, value] of Object.entries(metrics)) this.#put(kind, name, event, value);
     return Object.keys(metrics);
   }

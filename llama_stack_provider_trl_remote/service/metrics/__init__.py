@@ -1,0 +1,1 @@
+"""What a Prometheus server scrapes: `GET /metrics`."""
