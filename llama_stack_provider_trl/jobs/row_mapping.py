@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..specs.bounded import LAST_TIME
 from ..specs.events import (
-    LAST_TIME,
     CheckpointDamaged,
     CheckpointSaved,
     Evaluated,

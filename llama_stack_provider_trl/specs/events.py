@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -28,71 +26,26 @@ from pydantic import (
 )
 
 from ..system.files import open_regular
+from .bounded import (
+    MAX_KEY,
+    MAX_TEXT,
+    MAX_VALUES,
+    Bytes,
+    Count,
+    Epochs,
+    Message,
+    Metrics,
+    Name,
+    Seconds,
+    Tree,
+    UsablePath,
+    bounded,
+    cut,
+)
 
 LINE_BYTES = 2 << 20
 """Bytes of the longest line that is read as an event; `prepared` with 18,000 adapted modules has 1.1 MiB."""
-LAST_TIME = 253_402_300_799.0
-"""The last second of the year 9999, which is the last that `datetime` can hold."""
-_MAX_DEPTH = 32
-_MAX_VALUES = 100_000
-_MAX_KEY = 256
 _MOST_RANKS = 4096
-_MAX_TEXT = 65_536
-_MAX_MESSAGE = 16_384
-_MAX_INTEGER = 2**63 - 1
-"""The largest integer that a database column holds."""
-
-
-def _cut(limit: int, *, end: bool = False) -> BeforeValidator:
-    """Shortens a text to `limit` characters instead of refusing the event: the first ones, or the last (`end`)."""
-
-    def shorten(text: Any) -> Any:
-        if not isinstance(text, str) or len(text) <= limit:
-            return text
-        return text[-limit:] if end else f"{text[: limit - 1]}…"
-
-    return BeforeValidator(shorten)
-
-
-def _bounded[Value](value: Value) -> Value:
-    """Refuses free-form JSON that exceeds what is stored, shown and traversed later."""
-    waiting: list[tuple[Any, int]] = [(value, 1)]
-    count = 0
-    while waiting:
-        found, depth = waiting.pop()
-        count += 1
-        if depth > _MAX_DEPTH or count > _MAX_VALUES:
-            raise ValueError(f"at most {_MAX_DEPTH} levels and {_MAX_VALUES} values are expected")
-        if isinstance(found, dict):
-            if any(isinstance(key, str) and len(key) > _MAX_KEY for key in found):
-                raise ValueError(f"a key has more than {_MAX_KEY} characters")
-            waiting += [(item, depth + 1) for item in found.values()]
-        elif isinstance(found, list | tuple):
-            waiting += [(item, depth + 1) for item in found]
-        elif isinstance(found, int) and abs(found) > _MAX_INTEGER:
-            raise ValueError("an integer has more than 63 bits")
-        elif isinstance(found, str) and len(found) > _MAX_TEXT:
-            raise ValueError(f"a text has more than {_MAX_TEXT} characters")
-    return value
-
-
-def _usable(path: Path) -> Path:
-    if "\0" in str(path) or len(str(path)) > 4096:
-        raise ValueError("a path has at most 4096 characters, none of them NUL")
-    return path
-
-
-Seconds = Annotated[float, Field(ge=0, le=LAST_TIME, allow_inf_nan=False)]
-"""Since the epoch, up to the year 9999."""
-Count = Annotated[int, Field(ge=0, le=2**53)]
-"""Of steps, rows, parameters: JSON's readers hold integers up to 2**53 without loss."""
-Epochs = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
-Name = Annotated[str, Field(max_length=_MAX_KEY)]
-Message = Annotated[str, _cut(_MAX_MESSAGE)]
-Metrics = Annotated[dict[Name, float], Field(max_length=256)]
-Tree = Annotated[dict[str, Any], AfterValidator(_bounded)]
-UsablePath = Annotated[Path, AfterValidator(_usable)]
 _CHECKPOINT: dict[str, JsonValue] = {"checkpoint": True}
 """Marks a field that holds the path of a checkpoint. On another machine it has another path."""
 
@@ -128,7 +81,7 @@ class _Event(BaseModel):
     @model_validator(mode="after")
     def _bound_unknown_keys(self) -> Self:
         if self.model_extra:
-            _bounded(self.model_extra)
+            bounded(self.model_extra)
         return self
 
 
@@ -212,7 +165,7 @@ class PreviewedRow(BaseModel):
     parts: dict[Name, Count]
     """Tokens of each part, in their order: `sequence`, or `prompt`, `chosen` and `rejected`."""
     ids: Annotated[list[Annotated[int, Field(ge=-1, le=2**31)]], Field(max_length=10_000)]
-    texts: Annotated[list[Annotated[str, _cut(64)]], Field(max_length=10_000)]
+    texts: Annotated[list[Annotated[str, cut(64)]], Field(max_length=10_000)]
     trained: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
     """1: the loss covers the token."""
     kept: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
@@ -355,7 +308,7 @@ class Failed(_Event):
     """Which of the job's processes it was."""
     reason: Reason
     message: Message
-    traceback: Annotated[str, _cut(_MAX_TEXT, end=True)] = ""
+    traceback: Annotated[str, cut(MAX_TEXT, end=True)] = ""
     """The last lines of the traceback; empty where the reason is sufficient."""
 
 
@@ -448,13 +401,13 @@ def parse_event(line: bytes) -> Event:
     if len(line) > LINE_BYTES:
         raise ValueError(f"it has {len(line)} bytes, an event has {LINE_BYTES} at most")
     # Before parsing: a line of commas takes 50 times its size as objects, and more with an error per value.
-    if line.count(b",") + line.count(b"[") + line.count(b"{") > _MAX_VALUES:
-        raise ValueError(f"it has more than {_MAX_VALUES} values")
+    if line.count(b",") + line.count(b"[") + line.count(b"{") > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} values")
     try:
         return _ADAPTER.validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:_MAX_KEY]
+        place = ".".join(map(str, first["loc"]))[:MAX_KEY]
         raise ValueError(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
 
 

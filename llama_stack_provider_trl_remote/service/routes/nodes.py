@@ -10,7 +10,7 @@ import psutil
 from fastapi import APIRouter, Path, Query, Response
 
 from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
-from llama_stack_provider_trl.specs.events import LAST_TIME
+from llama_stack_provider_trl.specs.bounded import LAST_TIME
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import NAME, NodeReport, Poll
