@@ -11,8 +11,8 @@ set -euo pipefail
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 export DEBIAN_FRONTEND=noninteractive
-if ! { apt-get -q update && apt-get -q -y -o DPkg::Lock::Timeout=300 --no-install-recommends install chromium; } \
-    >"$log" 2>&1 </dev/null; then
+apt=(apt-get -q -y -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300)
+if ! { "${apt[@]}" update && "${apt[@]}" --no-install-recommends install chromium; } >"$log" 2>&1 </dev/null; then
     tail -n 15 "$log" >&2
     echo "install-chromium: apt-get could not install chromium; its last lines are above." >&2
     exit 1

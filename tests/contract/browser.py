@@ -31,8 +31,8 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         lacking("chromium is not installed: `apt-get install chromium`, or name one in TRL_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
-        # Without its sandbox, which root cannot have.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        # Without its sandbox, which root cannot have, and without /dev/shm, which containers have little of.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
 
