@@ -68,8 +68,9 @@ def test_counters_are_exact_and_never_go_back_over_kills_of_the_service(service:
         name, ended = f"held-{number}", partial(lambda most: total(scraped(service), counters[1]) == most, number)
         train(service, name)
         poll(partial(has_series, service, "trl_job_step", name), "the job has a step", timeout=30)
+        run_dir = service.data_dir / "jobs" / name / "attempts" / "1"
+        poll((run_dir / "spec.json").exists, "its attempt is written", timeout=30)
         service.kill()
-        (run_dir,) = (service.data_dir / "jobs" / name / "attempts").iterdir()
         (run_dir / "go").touch()
         service.start()
         poll(ended, "the job has ended", timeout=30)

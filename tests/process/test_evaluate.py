@@ -13,6 +13,7 @@ import torch
 from llama_stack_provider_trl.recipes.evaluate import evaluate
 from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
 
@@ -54,15 +55,19 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(tmp_path: Path, trl_remote
         hits += int((log_probs.argmax(-1) == ids[begin:]).sum())
         count += len(ids) - begin
     rows = written(tmp_path / "rows.jsonl", SFT_ROWS)
-    for size in (1, 5):
-        words = ("--device", "cpu", "--batch-size", size, "--json")
-        exit_status, output, errors = trl_remote("evaluate", tiny_model(), rows, *words)
-        assert exit_status == 0, errors
-        found = json.loads(output)
-        assert (found["method"], found["rows"], found["trained_tokens"]) == ("sft", len(SFT_ROWS), count)
-        assert found["loss"] == pytest.approx(total / count, rel=1e-5)
-        assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
-        assert found["token_accuracy"] == pytest.approx(hits / count, abs=1e-6)
+    words = ("--device", "cpu", "--batch-size", 5, "--json")
+    exit_status, output, errors = trl_remote("evaluate", tiny_model(), rows, *words)
+    assert exit_status == 0, errors
+    found = json.loads(output)
+    assert (found["method"], found["rows"], found["trained_tokens"]) == ("sft", len(SFT_ROWS), count)
+    alone = evaluate(job_spec(tmp_path, tiny_model(), batch_size=1, validation_rows=SFT_ROWS))
+    for measured in (found, alone):
+        assert measured["loss"] == pytest.approx(total / count, rel=1e-5)
+        assert measured["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+        assert measured["token_accuracy"] == pytest.approx(hits / count, abs=1e-6)
+    first, *measures = evaluation_lines(found)
+    assert first.startswith(f"{len(SFT_ROWS)} rows, ")
+    assert [line.rsplit(maxsplit=1)[0] for line in measures[:3]] == ["loss", "perplexity", "token accuracy"]
 
 
 def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path: Path) -> None:
@@ -108,12 +113,3 @@ def test_what_cannot_be_evaluated_is_one_sentence(tmp_path: Path, trl_remote: Ru
         assert (exit_status, output, errors.count("\n")) == (1, "", 1), errors
         assert errors.startswith("trl-remote: ")
         assert message in errors
-
-
-def test_the_measures_are_lines(tmp_path: Path, trl_remote: Run) -> None:
-    rows = written(tmp_path / "rows.jsonl", SFT_ROWS)
-    exit_status, output, _ = trl_remote("evaluate", tiny_model(), rows, "--device", "cpu", "--max-seq-length", 30)
-    assert exit_status == 0
-    first, *measures = output.splitlines()
-    assert first.startswith(f"{len(SFT_ROWS)} rows, ")
-    assert [line.rsplit(maxsplit=1)[0] for line in measures[:3]] == ["loss", "perplexity", "token accuracy"]

@@ -16,8 +16,8 @@ from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.specs.bounded import LAST_TIME
 from llama_stack_provider_trl.specs.events import (
-    LAST_TIME,
     LINE_BYTES,
     Failed,
     Finished,

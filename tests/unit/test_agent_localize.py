@@ -11,7 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event, UsablePath
+from llama_stack_provider_trl.specs.bounded import UsablePath
+from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event
 from llama_stack_provider_trl.specs.job import AttemptSpec
 from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from tests.orders import AA, BB, order, spec
