@@ -75,7 +75,7 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
     window.open("/jobs/alive")
-    window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
     window.page.evaluate("window.kept = true")
     before = len(xs(window))
     poll(lambda: len(xs(window)) > before, "the curve grows", timeout=20)
@@ -99,7 +99,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     service.wait(service.submit(DPO, promised("dpo", "pairs")), "completed")
     window.login("submit")
     window.open("/jobs/dpo")
-    window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
     titles = poll(
         lambda: set(
             window.page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.layout.title.text)")
@@ -133,7 +133,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     for job in ("alive", "dpo"):
         window.page.check(f"input[value={job}]")
     window.page.click("text=Compare those that are ticked")
-    window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
     charts = (
         "[...document.querySelectorAll('.chart')].map((one) => [one.layout.title.text, one.data.map((x) => x.name)])"
     )
@@ -193,7 +193,7 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
         window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
         if path == "/jobs/dpo" or "compare" in path:
-            window.page.wait_for_selector(".chart .main-svg", timeout=30_000)
+            window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
         window.page.emulate_media(color_scheme="light")
         assert window.faults() == [], path
         window.page.emulate_media(color_scheme="dark")
