@@ -11,7 +11,9 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 . ./scripts/pythons.sh
 
 CONSTRAINTS=constraints/llama-stack-0.3.5.txt
-PACKAGES='aiohttp nvidia-ml-py psutil pydantic pyyaml fastapi uvicorn jinja2 numpy pytest pytest-timeout pytest-xdist requests schemathesis'
+# The project brings what a service needs by its own metadata: a list beside it would miss what that gains.
+PROJECT='.[service]'
+PACKAGES='jinja2 numpy pytest pytest-timeout pytest-xdist requests schemathesis'
 unset PYTHONHOME PYTHONPATH
 export HF_HUB_OFFLINE=1
 
@@ -38,12 +40,13 @@ test_python() {
 
 prepare() {
     local stamp
-    stamp="$(version_of "$1") $PACKAGES $(cksum <"$CONSTRAINTS")"
+    stamp="$(version_of "$1") $PACKAGES $(cat pyproject.toml "$CONSTRAINTS" | cksum)"
     [ "$(cat "$2/stamp" 2>/dev/null)" != "$stamp" ] || return 0
     mkdir -p "$2"
     "$1" -m venv --clear "$2"
     # shellcheck disable=SC2086  # a list
-    if ! "$2/bin/python" -m pip --disable-pip-version-check --no-input install -c "$CONSTRAINTS" $PACKAGES \
+    if ! "$2/bin/python" -m pip --disable-pip-version-check --no-input install -c "$CONSTRAINTS" \
+        --editable "$PROJECT" $PACKAGES \
         >"$2/install.log" 2>&1; then
         grep -iE '^ *error' "$2/install.log" >&2 || tail -n 15 "$2/install.log" >&2
         echo "test-pythons: installing failed; the whole of it is in $PWD/$2/install.log." >&2
