@@ -60,6 +60,8 @@ class Window:
         self.context = browser.new_context(**options)
         self.foreign: list[str] = []
         self.errors: list[str] = []
+        self.refused: list[str] = []
+        """What could not be loaded, which a test may mean to happen."""
         self.context.route("**/*", self._route)
         self.page = self.context.new_page()
         self.page.add_init_script(_REPORT_VIOLATIONS)
@@ -75,9 +77,25 @@ class Window:
             route.abort()
 
     def _note(self, message: Any) -> None:
+        if message.type != "error":
+            return
         # A browser itself reports answers of 401 and connections that are refused.
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+        if message.text.startswith("Failed to load resource"):
+            self.refused.append(f"{message.location.get('url')}: {message.text}")
+        else:
             self.errors.append(message.text)
+
+    def wait_for_charts(self, seconds: float = 60) -> None:
+        """Until the first chart is drawn. Fails with what the page shows instead."""
+        from playwright.sync_api import TimeoutError
+
+        try:
+            self.page.wait_for_selector(".chart .main-svg", timeout=seconds * 1000)
+        except TimeoutError as error:
+            charts = "[typeof window.Plotly, document.querySelectorAll('.chart').length]"
+            shown = self.page.evaluate(charts), self.page.inner_text("body")
+            message = f"no chart on {self.page.url}: {shown=} {self.errors=} {self.foreign=} {self.refused=}"
+            raise AssertionError(message) from error
 
     def open(self, path: str) -> None:
         self.page.goto(self.service.url + path)

@@ -54,6 +54,13 @@ def xs(window: Window) -> list[int]:
     return list(window.page.evaluate("document.querySelector('.chart').data[0].x"))
 
 
+def drawn(window: Window) -> dict[str, list[str]]:
+    """Title of each chart -> names of its curves."""
+    script = "[...document.querySelectorAll('.chart .main-svg')].map((one) => one.closest('.chart'))"
+    charts = f"{script}.map((one) => [one.layout.title.text, one.data.map((curve) => curve.name)])"
+    return dict(window.page.evaluate(charts))
+
+
 def test_a_wrong_login_is_named_and_a_right_one_opens_the_jobs(window: Window) -> None:
     window.open("/")
     window.page.fill("#token", "wrong")
@@ -75,7 +82,7 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
     window.open("/jobs/alive")
-    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
+    window.wait_for_charts()
     window.page.evaluate("window.kept = true")
     before = len(xs(window))
     poll(lambda: len(xs(window)) > before, "the curve grows", timeout=20)
@@ -99,15 +106,9 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     service.wait(service.submit(DPO, promised("dpo", "pairs")), "completed")
     window.login("submit")
     window.open("/jobs/dpo")
-    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
-    titles = poll(
-        lambda: set(
-            window.page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.layout.title.text)")
-        ),
-        "charts are drawn",
-        timeout=10,
-    )
-    assert {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"} <= titles
+    window.wait_for_charts()
+    expected = {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"}
+    poll(lambda: expected <= set(drawn(window)), "charts are drawn", timeout=20)
     window.page.select_option("#axis", "time")
     poll(lambda: "T" in str(xs(window)[0]), "the axis is of times", timeout=10)
     assert window.page.locator("text=Delete").count() == 0
@@ -133,13 +134,9 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     for job in ("alive", "dpo"):
         window.page.check(f"input[value={job}]")
     window.page.click("text=Compare those that are ticked")
-    window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
-    charts = (
-        "[...document.querySelectorAll('.chart')].map((one) => [one.layout.title.text, one.data.map((x) => x.name)])"
-    )
-    titles = poll(lambda: dict(window.page.evaluate(charts)), "charts are drawn", timeout=10)
-    assert set(titles["loss"]) == {"alive", "dpo"}
-    assert titles["rewards/margins"] == ["dpo"]
+    window.wait_for_charts()
+    poll(lambda: set(drawn(window).get("loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)
+    poll(lambda: drawn(window).get("rewards/margins") == ["dpo"], "margins are drawn", timeout=20)
     window.page.select_option("#axis", "epoch")
     assert "job=dpo&job=alive" in window.page.url
     assert "learning_rate" in window.page.inner_text("[aria-label='Settings that differ']")
@@ -193,7 +190,7 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
         window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
         if path == "/jobs/dpo" or "compare" in path:
-            window.page.wait_for_selector(".chart .main-svg", timeout=60_000)
+            window.wait_for_charts()
         window.page.emulate_media(color_scheme="light")
         assert window.faults() == [], path
         window.page.emulate_media(color_scheme="dark")

@@ -68,12 +68,20 @@ export class Charts {
     this.timer ||= setTimeout(() => this.draw(), DRAW_MS);
   }
 
-  draw() {
-    this.timer = 0;
-    for (const group of this.grouped()) {
-      if (group.names.some((name) => this.waiting.has(name))) this.drawGroup(group);
+  // One chart at a time: a page that draws twenty of them at once answers to nothing for a second.
+  async draw() {
+    const changed = this.waiting;
+    this.waiting = new Set();
+    try {
+      for (const group of this.grouped()) {
+        if (!group.names.some((name) => changed.has(name))) continue;
+        this.drawGroup(group);
+        await new Promise((next) => setTimeout(next));
+      }
+    } finally {
+      this.timer = 0;
+      if (this.waiting.size) this.changed([]);
     }
-    this.waiting.clear();
   }
 
   drawGroup(group) {
