@@ -41,8 +41,8 @@ from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm import ARROW
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
 from llama_stack_provider_trl.system import fork
-from tests.tiny import REPOSITORY
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 VARIABLE = "TESTS_FORKED"
 """Variable of a server: the socket of the process that it forks from."""
 SERVICE = ("llama_stack_provider_trl_remote.service.server",)
@@ -51,14 +51,15 @@ LLAMA_STACK = (
     "llama_stack.core.server.server",
     "llama_stack_provider_trl.post_training",
 )
+OGX = ("ogx.cli.stack.run", "ogx.core.server.server", "llama_stack_provider_trl_remote.external_api")
 """What a server of this kind imports, in any case or almost so."""
 _OWN = ("TRL_", "TESTS_", "PYTEST_", "LLAMA_STACK_PORT")
 """Beginnings of variables that servers read when they start, and not while they import."""
 _SITE = REPOSITORY / "tests" / "site"
 _WITHOUT_EFFECT = (REPOSITORY, REPOSITORY / "benchmarks", _SITE)
 """On PYTHONPATH: what trainings import of these is installed in the environment that runs the tests."""
-_FOR_THE_LOG = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")
-"""Variables of the checks of benchmarks/gpu.py, which change no number."""
+_WITHOUT_CONSEQUENCE = ("PYTHONDONTWRITEBYTECODE", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")
+"""Variables that change no number."""
 _REQUEST_BYTES = 1 << 18
 _ABOVE_ALL = 1000
 """File descriptors from here on are those of a request until they have the numbers that it names."""
@@ -94,18 +95,36 @@ def _common() -> dict[str, str]:
 def start_server(
     imports: Sequence[str], argv: Sequence[str], output: IO[bytes], cwd: Path, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A server in a session of its own, `[sys.executable, "-m", "tests.forked", ...]`.
+    """A server in a session of its own, `[python, "-m", "tests.forked", ...]`; the Python may be that of a release.
 
     Args:
-        imports: `SERVICE` or `LLAMA_STACK`.
+        imports: `SERVICE`, `LLAMA_STACK` or `OGX`.
         output: the file of its log.
     """
     outside = _outside(environ)
     request = {"argv": argv, "environ": dict(environ), "cwd": str(cwd), "conditions": outside}
-    path = _serving(tuple(imports), tuple(outside.items()))
+    path = _serving(tuple(imports), tuple(outside.items()), argv[0])
     found: Any = _request(path, request, [output.fileno()])
     assert found is not None, "the environment is that of the process that forks"
     return found  # type: ignore[no-any-return] - it has what tests use of Popen
+
+
+def start_program(
+    argv: Sequence[str], environ: Mapping[str, str], log: IO[bytes], cwd: Path
+) -> subprocess.Popen[bytes] | None:
+    """`[sys.executable, ..., "-m", MODULE, ...]`, which imports what a training does, in a session of its own.
+
+    Args:
+        environ: its environment. Modules are found in `cwd`, and not on its PYTHONPATH.
+
+    Returns:
+        None: its environment is another than that of the process that forks.
+    """
+    imported_with = training_environment(TaskSpec("", Path("/"), ("cpu",)), environ)
+    wanted = json.loads(json.dumps(_conditions(argv[0], imported_with)))
+    request = {"argv": argv, "environ": dict(environ), "cwd": str(cwd), "conditions": wanted}
+    found: Any = _request(os.environ.get(VARIABLE) or _imported(), request, [log.fileno()])
+    return found  # type: ignore[no-any-return] - as `start_server`
 
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
@@ -121,13 +140,13 @@ def _imported() -> str:
 
 
 @cache
-def _serving(imports: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> str:
+def _serving(imports: tuple[str, ...], environ: tuple[tuple[str, str], ...], python: str = sys.executable) -> str:
     """The socket of a process that has imported these modules, or a training's. It ends with this one."""
     directory = tempfile.TemporaryDirectory(prefix="tests-forked-")
     path = str(Path(directory.name) / "socket")
-    share = {VARIABLE: _imported()} if imports else {}
+    share = {VARIABLE: _imported()} if imports and python == sys.executable else {}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", "--serve", path, "-" * 1024, *imports],
+        [python, "-m", "tests.forked", "--serve", path, "-" * 1024, *imports],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=REPOSITORY,
@@ -210,7 +229,7 @@ def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Fo
 
 
 def _conditions(python: str, environ: Mapping[str, str]) -> Any:
-    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM, *_FOR_THE_LOG)}
+    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM, *_WITHOUT_CONSEQUENCE)}
     paths = left.pop("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and Path(path) not in _WITHOUT_EFFECT]
     if others:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from .inputs import rows
 from .setting import Setting
@@ -254,23 +254,15 @@ def train_in_one_process(setting: Setting, jobs: Sequence[JobSpec], *options: st
 
     run_dirs = tuple(write_attempt(setting, job) for job in jobs)
     task = TaskSpec(jobs[0].job_uuid, run_dirs[0], setting.gpus(1), env=_threads(setting))
+    arguments = [*options, *(f"{one}/spec.json" for one in run_dirs)]
     with (run_dirs[0] / "log").open("wb") as log:
-        popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "gpu_checks.trainer",
-                *options,
-                *(f"{one}/spec.json" for one in run_dirs),
-            ],
-            env=training_environment(task, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+        popen = start_trainer(arguments, training_environment(task, os.environ), log)
     return TrainerProcess(popen, run_dirs, time.monotonic())
+
+
+def start_trainer(arguments: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.trainer", *arguments]
+    return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def write_attempt(setting: Setting, job: JobSpec, resume_from: str | None = None) -> Path:

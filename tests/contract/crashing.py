@@ -174,7 +174,9 @@ class CrashingStack(Crashing, LlamaStack):
     rows = QUESTIONS[:6]
 
     def __init__(self, root: Path, workers: int = 1) -> None:
-        self.warm_start = workers == 1  # else each worker would import torch for a warm process of its own
+        if workers > 1:
+            self.warm_start = False  # each worker would import torch for a warm process of its own
+            self.imports = ()
         super().__init__(root)
         self.workers = workers
         if workers > 1:

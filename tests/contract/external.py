@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import forked
 from tests.contract.service import TrainingService
 from tests.contract.stack import Json, LlamaStack
 from tests.fake_trainer import fake_trainer
@@ -31,6 +32,7 @@ class ExternalStack(LlamaStack):
         super().__init__(root)
         self.release, self.service = release, service
         self.called = "OGX" if release == OGX else f"Llama Stack {release}"
+        self.imports = forked.OGX if release == OGX else forked.LLAMA_STACK
         self.files = root / "files"
         self.environ = {"TRL_EXTERNAL_APIS": str(REPOSITORY / "external_apis.d"), "OGX_LOG_WIDTH": "1000"}
         shipped = f"run_{'ogx' if release == OGX else 'external'}{'' if service is None else '_fsdp'}.yaml"

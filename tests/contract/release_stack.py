@@ -11,6 +11,7 @@ import pytest
 import requests
 import yaml
 
+from tests import forked
 from tests.contract.service import TrainingService
 from tests.contract.stack import Json, LlamaStack
 from tests.fake_trainer import fake_trainer
@@ -71,6 +72,7 @@ class ReleaseStack(LlamaStack):
         self.called = f"Llama Stack {release}"
         self.release, self.surface = release, SURFACES[release]
         self.python = python_of(release)
+        self.imports = forked.LLAMA_STACK if self.surface.module else ()
         if service is None:
             self.environ = {"TRL_TRAIN_PYTHON": str(fake_trainer(root))}
         else:
@@ -84,7 +86,7 @@ class ReleaseStack(LlamaStack):
             )
 
     def command(self) -> list[str]:
-        return [str(self.python), "-m", "llama_stack.cli.llama", "stack", "run", str(self._config)]
+        return [str(self.python.with_name("llama")), "stack", "run", str(self._config)]
 
     def launch(self) -> None:
         with pytest.MonkeyPatch.context() as environ:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,9 @@ class LlamaStack(Server):
 
     called = "Llama Stack"
     warm_start = True
-    """With processes that are forked from one that all servers of this test process share, and forked itself
-    (tests/forked.py)."""
+    """With processes that are forked from one that all servers of this test process share."""
+    imports: Sequence[str] = forked.LLAMA_STACK
+    """What the server is forked with (tests/forked.py). Empty: it is started as users start it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -244,13 +245,12 @@ class LlamaStack(Server):
             "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
         }
         command = self.command()
-        forks = self.warm_start and command[0] == str(LLAMA)
-        if forks:
-            command = [sys.executable, "-m", "tests.forked", *command]
-            environ |= forked.environment()
+        if self.imports:
+            command = [str(Path(command[0]).with_name("python")), "-m", "tests.forked", *command]
+            environ |= forked.environment() if self.warm_start else {}
         with open(self.log, "ab") as output:
-            if forks:
-                self.process = forked.start_server(forked.LLAMA_STACK, command, output, self.root, environ)
+            if self.imports:
+                self.process = forked.start_server(self.imports, command, output, self.root, environ)
                 return
             self.process = subprocess.Popen(
                 command,

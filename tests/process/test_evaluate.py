@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from llama_stack_provider_trl.recipes.evaluate import evaluate
 from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines
+from tests import forked
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
 
@@ -90,7 +94,17 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
     assert swapped["margin"] == pytest.approx(-found["margin"], rel=1e-4)
 
 
-def test_what_cannot_be_evaluated_is_one_sentence(tmp_path: Path, trl_remote: Run) -> None:
+def test_what_cannot_be_evaluated_is_one_sentence(
+    tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forked_run(argv: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> subprocess.Popen[bytes]:
+        process = forked.start_program(argv, env, stdout, tmp_path)
+        assert process is not None
+        process.wait()
+        return process
+
+    replaced = SimpleNamespace(**{**vars(subprocess), "run": forked_run})
+    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.evaluate.subprocess", replaced)
     rows, pairs = written(tmp_path / "rows.jsonl", SFT_ROWS), written(tmp_path / "pairs.jsonl", DPO_ROWS)
     other = written(tmp_path / "other.jsonl", [{"colour": "red"}])
     adapter = tmp_path / "adapter"
