@@ -110,19 +110,20 @@ def start_server(
 
 
 def start_program(
-    argv: Sequence[str], environ: Mapping[str, str], log: IO[bytes], cwd: Path
+    argv: Sequence[str], environ: Mapping[str, str], log: IO[bytes], cwd: Path, more: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes] | None:
     """`[sys.executable, ..., "-m", MODULE, ...]`, which imports what a training does, in a session of its own.
 
     Args:
         environ: its environment. Modules are found in `cwd`, and not on its PYTHONPATH.
+        more: variables that no import reads.
 
     Returns:
         None: its environment is another than that of the process that forks.
     """
     imported_with = training_environment(TaskSpec("", Path("/"), ("cpu",)), environ)
     wanted = json.loads(json.dumps(_conditions(argv[0], imported_with)))
-    request = {"argv": argv, "environ": dict(environ), "cwd": str(cwd), "conditions": wanted}
+    request = {"argv": argv, "environ": {**environ, **(more or {})}, "cwd": str(cwd), "conditions": wanted}
     found: Any = _request(os.environ.get(VARIABLE) or _imported(), request, [log.fileno()])
     return found  # type: ignore[no-any-return] - as `start_server`
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -36,53 +35,50 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl.system.files import RunDir, damage
-from tests.forked import forked_warm_processes
+from tests.contract.stack import poll
+from tests.forked import forked_warm_processes, start_program
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import REPOSITORY, Ranks, forked_ranks
 from tests.training import LORA, SFT_ROWS, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-MEETS = """
-import os, sys
-from pathlib import Path
-import torch
-from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.system.files import RunDir
-from llama_stack_provider_trl.recipes.distributed import peers
-from llama_stack_provider_trl.specs.events import EventWriter
-writer = EventWriter(RunDir(Path(sys.argv[1])).events)
-(Path(sys.argv[1]) / "began").touch()
-peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.EXIT_GRACE = 5.0, 0.1, 1.0
-peers.PEER_TIMEOUT = float(os.environ.get("PEER_TIMEOUT", "1"))
-try:
-    with peers.connected_peers(torch.device("cpu"), Path(sys.argv[1]), writer):
-        print("met", flush=True)
-        sys.stdin.readline()
-except JobFailure as failure:
-    print(failure.reason, failure.message, flush=True)
-"""
+
+class Meeting:
+    """One of two ranks on two nodes, in a process of its own (tests/meets.py)."""
+
+    def __init__(self, root: Path, port: int, rank: int, interface: str, patience: float) -> None:
+        self.run_dir = root / f"node-{rank}"
+        self.run_dir.mkdir()
+        ours = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
+        argv = [sys.executable, "-m", "tests.meets", str(self.run_dir), str(patience)]
+        with open(self.run_dir / "log", "wb") as log:
+            process = start_program(argv, os.environ, log, REPOSITORY, {**ours, **place})
+        assert process is not None
+        self.process = process
+
+    def report(self) -> str:
+        """`met`, or why not."""
+        return poll(lambda: self.first_line("met", "launch_failed"), "the rank reports", timeout=60)
+
+    def first_line(self, *beginnings: str) -> str:
+        lines = (self.run_dir / "log").read_text().splitlines(keepends=True)
+        return next((line.strip() for line in lines if line.startswith(beginnings) and line.endswith("\n")), "")
+
+    def end(self) -> None:
+        (self.run_dir / "end").touch()
 
 
 @contextmanager
-def meeting(root: Path, port: int, rank: int, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """One of two ranks on two nodes that meets the other and then waits for a line."""
-    run_dir = root / f"node-{rank}"
-    run_dir.mkdir()
-    ours = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", MEETS, str(run_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, **ours, **place, **environ},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def meeting(root: Path, port: int, rank: int, interface: str = "lo", patience: float = 1.0) -> Iterator[Meeting]:
+    """A rank that meets the other and then waits to be ended."""
+    found = Meeting(root, port, rank, interface, patience)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -309,20 +305,15 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def reported(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 def failures(root: Path, rank: int) -> list[Failed]:
     return of_kind(iter_events(RunDir(root / f"node-{rank}").events), Failed)
 
 
 def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, port: int) -> None:
     with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
-        assert (reported(first), reported(second)) == ("met", "met")
-        second.send_signal(signal.SIGSTOP)
-        assert first.wait(20) == 1
+        assert (first.report(), second.report()) == ("met", "met")
+        second.process.send_signal(signal.SIGSTOP)
+        assert first.process.wait(20) == 1
     (failed,) = failures(tmp_path, 0)
     assert failed.reason is Reason.node_lost
     assert f"rank 1 on {socket.gethostname()} has not answered rank 0" in failed.message
@@ -333,21 +324,20 @@ def test_a_rank_that_loses_its_peer_ends_without_a_reason_of_its_own(
     tmp_path: Path, port: int, number: int | None
 ) -> None:
     # A process needs more than a second to its end where others load the machine.
-    patient = {"PEER_TIMEOUT": "15"}
-    with meeting(tmp_path, port, 0, **patient) as first, meeting(tmp_path, port, 1, **patient) as second:
-        assert (reported(first), reported(second)) == ("met", "met")
+    with meeting(tmp_path, port, 0, patience=15) as first, meeting(tmp_path, port, 1, patience=15) as second:
+        assert (first.report(), second.report()) == ("met", "met")
         if number:
-            second.send_signal(number)
+            second.process.send_signal(number)
         else:
-            second.communicate("\n")
-        assert first.wait(20) == 1
+            second.end()
+        assert first.process.wait(20) == 1
     assert failures(tmp_path, 0) == []
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
     events = RunDir(tmp_path / "node-0").events
     with meeting(tmp_path, port, 0) as first:
-        found = reported(first)
+        found = first.report()
         beaten = events.stat().st_mtime
     assert found.startswith("launch_failed rank 0 on ")
     assert "of 2 ranks these did not come: 1" in found
@@ -356,7 +346,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
 
 def test_a_rendezvous_address_without_a_listener_is_named(tmp_path: Path, port: int) -> None:
     with meeting(tmp_path, port, 1) as second:
-        found = reported(second)
+        found = second.report()
     assert found.startswith("launch_failed rank 1 on ")
     assert f"cannot reach rank 0 at 127.0.0.1 port {port}" in found
     assert f"open TCP port {port} and" in found
@@ -365,10 +355,10 @@ def test_a_rendezvous_address_without_a_listener_is_named(tmp_path: Path, port: 
 def test_ranks_that_meet_at_the_store_and_not_by_gloo_report_it(tmp_path: Path, port: int) -> None:
     with ExitStack() as stack:
         both = [
-            stack.enter_context(meeting(tmp_path, port, rank, GLOO_SOCKET_IFNAME=interface))
+            stack.enter_context(meeting(tmp_path, port, rank, interface))
             for rank, interface in enumerate(("lo", "none0"))
         ]
-        found = [reported(process) for process in both]
+        found = [rank.report() for rank in both]
     assert f"rank 1 on {socket.gethostname()} does not reach all of rank 0 on" in found[1]
     assert "over none0" in found[1]
     assert "rank 0" in found[0]
