@@ -68,9 +68,11 @@ class Guarded(TrainingService):
         assert answer.status_code == 200, answer.text
 
     def contents(self) -> tuple[dict[str, list[tuple[Any, ...]]], list[tuple[str, int]]]:
-        """Every row of the job store without the times at which nodes were seen, and every file with its size."""
+        """Every row of the job store and every file with its size, without what the service writes at its own times:
+        when nodes were seen, and the load of machines."""
         with closing(sqlite3.connect(f"file:{self.data_dir / DATABASE}?mode=ro", uri=True)) as database:
-            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'loads'")
+            tables = [name for (name,) in named]
             rows = {}
             for table in tables:
                 columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})") if row[1] != "seen_at"]
