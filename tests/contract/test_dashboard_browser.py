@@ -180,6 +180,36 @@ def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     assert window.faults() == []
 
 
+def test_the_load_of_machines_is_drawn_over_time_with_gaps_and_grows_by_what_is_new(window: Window) -> None:
+    script = """async () => {
+        const { Loads } = await import('/static/loads.js');
+        const gpu = (values) => ({ utilization_percent: values, memory_used_bytes: values, power_watts: values });
+        const load = (time, values, devices) => ({ time, cpu_percent: values, memory_used_bytes: values,
+            disk_free_bytes: values, devices });
+        const loads = new Loads();
+        loads.add('a', load([60, 120, 300], [1, 2, 3], {}));
+        loads.add('b', load([], [], {}));
+        const first = loads.since('a');
+        loads.add('a', load([300, 360], [4, 5], { 'cuda:0': gpu([6, null]) }));
+        loads.keep(['a']);
+        const found = Object.fromEntries(loads.charts(3600).map((chart) => [chart.title, chart.traces]));
+        const gpus = found['GPU (%)'][0];
+        return [first, found['CPU (%)'][0].y, found['CPU (%)'][0].x[2], gpus.name, gpus.y,
+            loads.charts(60)[0].traces[0].y, Object.keys(found).length];
+    }"""
+    window.open("/")
+    assert window.page.evaluate(script) == [
+        *(300, [1, 2, None, 4, 5], "1970-01-01T00:03:00.000Z"),
+        *("cuda:0", [None, None, None, 6, None], [4, 5], 5),
+    ]
+    window.login("submit")
+    window.page.click("nav >> text=Nodes")
+    poll(
+        lambda: {"CPU (%)", "Memory used (GiB)", "Free disk (GiB)"} <= set(drawn(window)), "loads are drawn", timeout=60
+    )
+    assert "CPU" in window.page.inner_text("#nodes tbody tr >> nth=0")
+
+
 def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(
     window: Window,
 ) -> None:
@@ -189,7 +219,7 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
     for path in PAGES:
         window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
-        if path == "/jobs/dpo" or "compare" in path:
+        if path in ("/jobs/dpo", "/nodes") or "compare" in path:
             window.wait_for_charts()
         window.page.emulate_media(color_scheme="light")
         assert window.faults() == [], path

@@ -1,12 +1,47 @@
-// Draws a job's curves with plotly.
+// Draws curves with plotly: those of a job here, those of machines in nodes.js.
 import { along, groups, smoothed } from "./curves.js";
 
 const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
-const CONFIG = { responsive: true, displayModeBar: false };
+export const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
 export const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 export const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c", "#b5477f", "#6b7480"];
+
+// An empty chart at the end of an element; label: for who does not see it.
+export function addChart(container, label) {
+  const element = document.createElement("div");
+  element.className = "chart";
+  element.setAttribute("role", "figure");
+  element.setAttribute("aria-label", label);
+  container.append(element);
+  return element;
+}
+
+// Of any chart, in the colours of the page. shown: a zoom lasts until this value changes.
+export function layout(title, axis, shown) {
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const lines = { gridcolor: line, zerolinecolor: line, linecolor: line };
+  return {
+    title: { text: plain(title), font: { size: 14 } },
+    margin: { l: 55, r: 15, t: 40, b: 40 },
+    height: 290,
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: text, family: "system-ui, sans-serif" },
+    colorway: COLORS,
+    xaxis: { ...lines, title: { text: axis } },
+    yaxis: { ...lines, automargin: true },
+    legend: { orientation: "h", y: -0.25 },
+    uirevision: shown,
+  };
+}
+
+// Calls back when the browser changes between light and dark.
+export function onColors(redraw) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
 
 export class Charts {
   // fetchSeries(options): the points of some metrics between two steps.
@@ -24,7 +59,7 @@ export class Charts {
     this.restore();
     this.axis.addEventListener("change", () => this.choose());
     this.smoothing.addEventListener("input", () => this.choose());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.all());
+    onColors(() => this.all());
   }
 
   // The choices are in the address, so that a reload and a copied link keep them.
@@ -91,11 +126,7 @@ export class Charts {
       window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
       return;
     }
-    const element = document.createElement("div");
-    element.className = "chart";
-    element.setAttribute("role", "figure");
-    element.setAttribute("aria-label", `${group.title} by ${this.axis.value}`);
-    this.container.append(element);
+    const element = addChart(this.container, `${group.title} by ${this.axis.value}`);
     chart = { element, zoomed: null };
     this.charts.set(group.title, chart);
     window.Plotly.newPlot(element, traces, this.layout(group), CONFIG);
@@ -123,24 +154,11 @@ export class Charts {
   }
 
   layout(group) {
-    const style = getComputedStyle(document.documentElement);
-    const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
-    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
-    const exponent = group.title === "Learning rate" ? { exponentformat: "e" } : {};
-    return {
-      title: { text: plain(group.title), font: { size: 14 } },
-      margin: { l: 55, r: 15, t: 40, b: 40 },
-      height: 290,
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: text, family: "system-ui, sans-serif" },
-      colorway: COLORS,
-      xaxis: { ...axis, title: { text: this.axis.value === "time" ? "time (UTC)" : this.axis.value } },
-      yaxis: { ...axis, ...exponent, automargin: true },
-      legend: { orientation: "h", y: -0.25 },
-      shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],
-      uirevision: this.axis.value, // a zoom outlives new points
-    };
+    const axis = this.axis.value === "time" ? "time (UTC)" : this.axis.value;
+    const found = layout(group.title, axis, this.axis.value);
+    if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
+    found.shapes = [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")];
+    return found;
   }
 
   lines(steps, dash) {
