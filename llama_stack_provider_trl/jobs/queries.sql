@@ -21,8 +21,11 @@ SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
 -- name: insert_warning
 -- A repeated warning, for example of a second attempt, is stored once. Of the first 200 only: they are part of the job's record,
 -- which is read at every pass.
-INSERT INTO warnings (job_uuid, message)
-SELECT :job_uuid, :message WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
+INSERT INTO warnings (job_uuid, message, step)
+SELECT :job_uuid, :message,
+       (SELECT attempts.step FROM jobs JOIN attempts USING (job_uuid, attempt)
+        WHERE job_uuid = :job_uuid AND prepared IS NOT NULL)
+WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
 ON CONFLICT (job_uuid, message) DO NOTHING;
 
 -- name: select_job
@@ -147,6 +150,10 @@ DELETE FROM checkpoints WHERE job_uuid = :job_uuid;
 
 -- name: delete_exports
 DELETE FROM exports WHERE job_uuid = :job_uuid;
+
+-- name: select_warnings
+-- Of a training, in the order of their first report.
+SELECT step, message FROM warnings WHERE job_uuid = :job_uuid AND step IS NOT NULL ORDER BY number;
 
 -- name: delete_warnings
 DELETE FROM warnings WHERE job_uuid = :job_uuid;

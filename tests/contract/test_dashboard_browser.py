@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,9 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     assert window.page.evaluate("window.kept"), "the page was loaded again"
     window.page.click("text=Pause")
     window.page.wait_for_selector("button:has-text('Resume')", timeout=30_000)
+    poll(lambda: {"pause", "checkpoint"} <= set(drawn(window)["Loss"]), "the pause is marked", timeout=20)
+    texts = "document.querySelector('.chart').data.filter((one) => one.name === 'pause')[0].text[0]"
+    assert re.fullmatch(r"step \d+: attempt 1: the job was paused", window.page.evaluate(texts))
     window.page.click("text=Cancel")
     window.page.wait_for_selector("#status .state.cancelled", timeout=30_000)
 
@@ -109,6 +113,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     window.wait_for_charts()
     expected = {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"}
     poll(lambda: expected <= set(drawn(window)), "charts are drawn", timeout=20)
+    assert {"rank 0", "rank 0, peak"} <= set(drawn(window)["Memory"])
     window.page.select_option("#axis", "time")
     poll(lambda: "T" in str(xs(window)[0]), "the axis is of times", timeout=10)
     assert window.page.locator("text=Delete").count() == 0
