@@ -125,6 +125,22 @@ FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried, ''
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail, demand, tried;
 
+-- name: select_first_waiting
+-- As select_queue, the first jobs as `placement.place` sorts them, with the last attempt of each. Those that wait for their
+-- next try are among them. The limit is applied before attempts are read.
+WITH first AS (SELECT age FROM jobs WHERE state = 'scheduled' ORDER BY -priority, age LIMIT :limit)
+SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, jobs.attempt > 0,
+       CASE WHEN jobs.attempt > 0 THEN coalesce((SELECT group_concat(failed.device) FROM attempts AS failed
+           WHERE failed.job_uuid = jobs.job_uuid AND failed.reason = 'launch_failed'), '') ELSE '' END,
+       not_before, prepared_at, stepped_at, total_steps, start_step, step
+FROM first JOIN jobs USING (age) LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
+ORDER BY -priority, age;
+
+-- name: select_paces
+-- Of jobs in states.ACTIVE.
+SELECT job_uuid, state, prepared_at, stepped_at, total_steps, start_step, step
+FROM jobs JOIN attempts USING (job_uuid, attempt) WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
 

@@ -80,8 +80,11 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     body = sft("alive", "questions")
     body["training_config"]["n_epochs"] = 30
     service.submit(SFT, body)
+    service.submit(SFT, sft("behind", "questions"))
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
+    window.page.wait_for_selector("tr[data-job=behind] .reason .steps:has-text('start')")
+    service.post("/post-training/jobs/behind/cancel")
     window.open("/jobs/alive")
     window.wait_for_charts()
     window.page.evaluate("window.kept = true")

@@ -255,6 +255,15 @@ class JobRow(BaseModel):
     completed_at: datetime | None = None
 
 
+class QueueRow(JobRow):
+    """One job of the queue."""
+
+    predicted_start: datetime | None = None
+    """Of a waiting job, if the jobs before it continue at their pace; null: it cannot be predicted."""
+    unpredicted: str | None = None
+    """Why the start of a waiting job cannot be predicted."""
+
+
 class ListJobsResponse(BaseModel):
     data: list[JobRow]
     next: str | None
@@ -262,7 +271,7 @@ class ListJobsResponse(BaseModel):
 
 
 class QueueResponse(BaseModel):
-    data: list[JobRow]
+    data: list[QueueRow]
     matching: int
     """Jobs with this status and name, on all pages."""
     counts: dict[str, int]
