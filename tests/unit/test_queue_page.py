@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,14 +18,8 @@ from tests.fakes import FakeClock, job_spec
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
+def store(store: Store, tmp_path: Path, clock: FakeClock) -> Store:
     """A job in every part of the list, added in another order."""
-    store = Store(tmp_path / "jobs.db", clock)
 
     def add(name: str, priority: int = 0) -> None:
         store.add_job(job_spec(name, priority=priority), "digest")
@@ -44,8 +37,7 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
     for name in ("ended-first", "ended-last"):
         clock.now += 10
         store.request_cancel(name)
-    yield store
-    store.close()
+    return store
 
 
 def names(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
@@ -33,18 +32,6 @@ from llama_stack_provider_trl.specs.events import (
 from tests.fakes import FakeClock, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
-    store = Store(tmp_path / "jobs.db", clock)
-    yield store
-    store.close()
 
 
 def launched(store: Store, job_uuid: str = "job-1", attempt: int = 1) -> JobRecord:
