@@ -66,9 +66,7 @@ def take(window: browser.Window, model: str) -> None:
         page.wait_for_timeout(1500)  # for some more points
 
     def filled() -> None:
-        page.fill("#dataset", "questions")
-        page.fill("#model", model)
-        page.fill("#max_seq_length", "24")
+        window.fill(dataset="questions", model=model, max_seq_length="24")
         page.click("main button")
         page.wait_for_selector("article", timeout=60_000)
         page.locator("#lengths-title").scroll_into_view_if_needed()
@@ -76,8 +74,7 @@ def take(window: browser.Window, model: str) -> None:
 
     def checked() -> None:
         page.fill("#job input[name=job]", "sft-3")
-        page.fill("#model", model)
-        page.fill("#dataset", "questions")
+        window.fill(model=model, dataset="questions")
         page.wait_for_selector("#answer .state", timeout=60_000)
 
     window.login("admin")

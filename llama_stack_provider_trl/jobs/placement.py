@@ -230,6 +230,13 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
     return f"waiting for device {held}" if held else ""
 
 
+def places_for(job: Queued, nodes: Sequence[Node]) -> list[str]:
+    """The places that could serve a job if they were free, on the nodes that take jobs."""
+    auto = _auto(job, nodes)
+    offers = _offers(job, [node for node in nodes if not unsuited(job, node, auto)], auto)
+    return [offer.node.place(device) for offer in offers for device in offer.devices]
+
+
 def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
     """The number of requested nodes that a job can use. It is lower where several agents share a machine and the job
     trains on CPUs (or mps): a second process on the same machine only slows the first one down.

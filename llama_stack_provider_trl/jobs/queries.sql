@@ -21,8 +21,11 @@ SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
 -- name: insert_warning
 -- A repeated warning, for example of a second attempt, is stored once. Of the first 200 only: they are part of the job's record,
 -- which is read at every pass.
-INSERT INTO warnings (job_uuid, message)
-SELECT :job_uuid, :message WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
+INSERT INTO warnings (job_uuid, message, step)
+SELECT :job_uuid, :message,
+       (SELECT attempts.step FROM jobs JOIN attempts USING (job_uuid, attempt)
+        WHERE job_uuid = :job_uuid AND prepared IS NOT NULL)
+WHERE (SELECT count(*) FROM warnings WHERE job_uuid = :job_uuid) < 200
 ON CONFLICT (job_uuid, message) DO NOTHING;
 
 -- name: select_job
@@ -122,6 +125,22 @@ FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
 SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried, ''
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail, demand, tried;
 
+-- name: select_first_waiting
+-- As select_queue, the first jobs as `placement.place` sorts them, with the last attempt of each. Those that wait for their
+-- next try are among them. The limit is applied before attempts are read.
+WITH first AS (SELECT age FROM jobs WHERE state = 'scheduled' ORDER BY -priority, age LIMIT :limit)
+SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, jobs.attempt > 0,
+       CASE WHEN jobs.attempt > 0 THEN coalesce((SELECT group_concat(failed.device) FROM attempts AS failed
+           WHERE failed.job_uuid = jobs.job_uuid AND failed.reason = 'launch_failed'), '') ELSE '' END,
+       not_before, prepared_at, stepped_at, total_steps, start_step, step
+FROM first JOIN jobs USING (age) LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
+ORDER BY -priority, age;
+
+-- name: select_paces
+-- Of jobs in states.ACTIVE.
+SELECT job_uuid, state, prepared_at, stepped_at, total_steps, start_step, step
+FROM jobs JOIN attempts USING (job_uuid, attempt) WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+
 -- name: select_checkpoints
 SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
 
@@ -147,6 +166,10 @@ DELETE FROM checkpoints WHERE job_uuid = :job_uuid;
 
 -- name: delete_exports
 DELETE FROM exports WHERE job_uuid = :job_uuid;
+
+-- name: select_warnings
+-- Of a training, in the order of their first report.
+SELECT step, message FROM warnings WHERE job_uuid = :job_uuid AND step IS NOT NULL ORDER BY number;
 
 -- name: delete_warnings
 DELETE FROM warnings WHERE job_uuid = :job_uuid;

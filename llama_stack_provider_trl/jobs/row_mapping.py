@@ -27,6 +27,8 @@ from ..specs.events import (
     Warned,
 )
 from ..specs.job import JobSpec
+from .placement import Queued
+from .prediction import RunningJob, StepPace, WaitingJob
 from .records import (
     AttemptRecord,
     CheckpointRecord,
@@ -145,12 +147,25 @@ def _progress(row: sqlite3.Row) -> JobProgress:
 
 def _eta(row: sqlite3.Row) -> float | None:
     """Seconds left at the mean pace of this attempt; None before its first step."""
-    done = row["step"] - row["start_step"]
-    if row["prepared_at"] is None or row["stepped_at"] is None or not done:
-        return None
-    per_step = (row["stepped_at"] - row["prepared_at"]) / done
-    left = float(per_step * (row["total_steps"] - row["step"]))
-    return max(0.0, left) if math.isfinite(left) else None
+    left = pace(row).seconds_left
+    return None if left is None else max(0.0, left)
+
+
+def pace(row: sqlite3.Row) -> StepPace:
+    """The mean pace of an attempt; of its row, or of none."""
+    if row["prepared_at"] is None or row["stepped_at"] is None or row["step"] == row["start_step"]:
+        return StepPace()
+    step_seconds = (row["stepped_at"] - row["prepared_at"]) / (row["step"] - row["start_step"])
+    found = StepPace(row["total_steps"] - row["step"], step_seconds, row["stepped_at"])
+    return found if math.isfinite(found.seconds_left or 0.0) else StepPace()
+
+
+def waiting_job(row: sqlite3.Row) -> WaitingJob:
+    return WaitingJob(Queued(*row[: len(Queued._fields)]), row["not_before"], pace(row))
+
+
+def running_job(row: sqlite3.Row) -> RunningJob:
+    return RunningJob(row["job_uuid"], JobState(row["state"]), pace(row))
 
 
 def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:

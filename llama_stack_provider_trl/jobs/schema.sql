@@ -87,6 +87,7 @@ CREATE TABLE IF NOT EXISTS warnings (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
     message TEXT NOT NULL,
+    step INTEGER,                           -- the last step that was reported before it; NULL: before the training
     UNIQUE (job_uuid, message)
 ) STRICT;
 
@@ -215,5 +216,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 7;
+PRAGMA user_version = 8;
 COMMIT;

@@ -17,6 +17,7 @@ from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
 from ..system.files import touched
+from .ahead import QueueAhead
 from .database import Database
 from .exports import Exports
 from .node_tasks import NodeTasks
@@ -43,6 +44,7 @@ class Store(JobReader):
         tasks: the parts of attempts that these machines run.
         exports: what trackers have of the points.
         totals: what monitoring reads.
+        ahead: what the start of waiting jobs is predicted from.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -51,6 +53,7 @@ class Store(JobReader):
         self.tasks = NodeTasks(self.database)
         self.exports = Exports(self.database)
         self.totals = Totals(self.database)
+        self.ahead = QueueAhead(self.database)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""

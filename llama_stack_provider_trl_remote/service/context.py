@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
@@ -148,6 +150,10 @@ class Service(StoredJobs):
         self.refusals.flush()
         self.audit.write("stopped", version=__version__)
         self.audit.close()
+
+    def nodes(self) -> Sequence[Node]:
+        """The machines that jobs may run on, this one first."""
+        return self.cluster.nodes()
 
     def wake(self) -> None:
         """Have the supervisor check the jobs now."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.ownership import Ownership
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 
+from .http.bodies import QueueResponse
 from .http.received import Bodies
 from .security.audit import AuditLog
 from .settings import ServiceSettings
 from .views.checkpoints import Digests
 from .views.events import Feeds
+from .views.queue import queue_page
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +55,16 @@ class StoredJobs:
         self.bodies.close()
         self.store.close()
 
+    def nodes(self) -> Sequence[Node]:
+        """The machines that jobs may run on; empty: the process that supervises them knows."""
+        return ()
+
     def wake(self) -> None:
         """A request to a job was recorded. Its supervisor finds it within a second."""
+
+    def queue(self, state: JobState | None, search: str | None, limit: int, offset: int) -> QueueResponse:
+        """See `queue_page`."""
+        return queue_page(self.store, state, search, limit, offset, self.nodes())
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """The status of a job, by four point reads. Raises JobNotFound."""

@@ -100,6 +100,11 @@ class Window:
     def open(self, path: str) -> None:
         self.page.goto(self.service.url + path)
 
+    def fill(self, **fields: str) -> None:
+        """Fill in the fields of a form, named by their ids."""
+        for name, text in fields.items():
+            self.page.fill(f"#{name}", text)
+
     def login(self, role: str) -> None:
         self.open("/")
         self.page.fill("#token", TOKENS[role])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,8 +80,11 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     body = sft("alive", "questions")
     body["training_config"]["n_epochs"] = 30
     service.submit(SFT, body)
+    service.submit(SFT, sft("behind", "questions"))
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
+    window.page.wait_for_selector("tr[data-job=behind] .reason .steps:has-text('start')")
+    service.post("/post-training/jobs/behind/cancel")
     window.open("/jobs/alive")
     window.wait_for_charts()
     window.page.evaluate("window.kept = true")
@@ -96,6 +100,9 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     assert window.page.evaluate("window.kept"), "the page was loaded again"
     window.page.click("text=Pause")
     window.page.wait_for_selector("button:has-text('Resume')", timeout=30_000)
+    poll(lambda: {"pause", "checkpoint"} <= set(drawn(window)["Loss"]), "the pause is marked", timeout=20)
+    texts = "document.querySelector('.chart').data.filter((one) => one.name === 'pause')[0].text[0]"
+    assert re.fullmatch(r"step \d+: attempt 1: the job was paused", window.page.evaluate(texts))
     window.page.click("text=Cancel")
     window.page.wait_for_selector("#status .state.cancelled", timeout=30_000)
 
@@ -109,6 +116,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     window.wait_for_charts()
     expected = {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"}
     poll(lambda: expected <= set(drawn(window)), "charts are drawn", timeout=20)
+    assert {"rank 0", "rank 0, peak"} <= set(drawn(window)["Memory"])
     window.page.select_option("#axis", "time")
     poll(lambda: "T" in str(xs(window)[0]), "the axis is of times", timeout=10)
     assert window.page.locator("text=Delete").count() == 0
@@ -146,18 +154,15 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.login("submit")
     window.page.click("nav >> text=New job")
     window.page.fill("#job input[name=job]", "by-form")
-    window.page.fill("#model", str(tiny_model()))
-    window.page.fill("#dataset", "questions")
-    window.page.fill("#epochs", "2")
+    window.fill(model=str(tiny_model()), dataset="questions", epochs="2")
     window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
     assert "80 = 2 x 40" in window.page.inner_text("#answer")
     assert '"n_epochs": 2' in window.page.inner_text("#same")
-    window.page.fill("#max_seq_length", "1")
+    window.fill(max_seq_length="1")
     window.page.wait_for_selector("#answer [role=alert]", timeout=60_000)
     assert "max_seq_length" in window.page.inner_text("#answer [role=alert]")
     assert window.faults() == []
-    window.page.fill("#max_seq_length", "64")
-    window.page.fill("#epochs", "1")
+    window.fill(max_seq_length="64", epochs="1")
     window.page.click("text=Queue the job")
     window.page.wait_for_selector("h1:has-text('by-form')")
     service.wait("by-form", "completed")
@@ -166,10 +171,8 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
 def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     window.login("submit")
     window.page.click("nav >> text=Data")
-    window.page.fill("#dataset", "pairs")
-    window.page.fill("#model", str(tiny_model()))
+    window.fill(dataset="pairs", model=str(tiny_model()), max_seq_length="30")
     window.page.select_option("#method", "dpo")
-    window.page.fill("#max_seq_length", "30")
     window.page.click("main button")
     window.page.wait_for_selector("article", timeout=30_000)
     assert window.page.locator("article").count() == 10
@@ -178,6 +181,36 @@ def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     assert window.page.locator("article >> nth=0").locator(".t.cut").count() > 0
     assert window.page.input_value("#max_seq_length") == "30"
     assert window.faults() == []
+
+
+def test_the_load_of_machines_is_drawn_over_time_with_gaps_and_grows_by_what_is_new(window: Window) -> None:
+    script = """async () => {
+        const { Loads } = await import('/static/loads.js');
+        const gpu = (values) => ({ utilization_percent: values, memory_used_bytes: values, power_watts: values });
+        const load = (time, values, devices) => ({ time, cpu_percent: values, memory_used_bytes: values,
+            disk_free_bytes: values, devices });
+        const loads = new Loads();
+        loads.add('a', load([60, 120, 300], [1, 2, 3], {}));
+        loads.add('b', load([], [], {}));
+        const first = loads.since('a');
+        loads.add('a', load([300, 360], [4, 5], { 'cuda:0': gpu([6, null]) }));
+        loads.keep(['a']);
+        const found = Object.fromEntries(loads.charts(3600).map((chart) => [chart.title, chart.traces]));
+        const gpus = found['GPU (%)'][0];
+        return [first, found['CPU (%)'][0].y, found['CPU (%)'][0].x[2], gpus.name, gpus.y,
+            loads.charts(60)[0].traces[0].y, Object.keys(found).length];
+    }"""
+    window.open("/")
+    assert window.page.evaluate(script) == [
+        *(300, [1, 2, None, 4, 5], "1970-01-01T00:03:00.000Z"),
+        *("cuda:0", [None, None, None, 6, None], [4, 5], 5),
+    ]
+    window.login("submit")
+    window.page.click("nav >> text=Nodes")
+    poll(
+        lambda: {"CPU (%)", "Memory used (GiB)", "Free disk (GiB)"} <= set(drawn(window)), "loads are drawn", timeout=60
+    )
+    assert "CPU" in window.page.inner_text("#nodes tbody tr >> nth=0")
 
 
 def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(
@@ -189,7 +222,7 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
     for path in PAGES:
         window.page.set_viewport_size({"width": 1280, "height": 800})
         window.open(path)
-        if path == "/jobs/dpo" or "compare" in path:
+        if path in ("/jobs/dpo", "/nodes") or "compare" in path:
             window.wait_for_charts()
         window.page.emulate_media(color_scheme="light")
         assert window.faults() == [], path

@@ -260,7 +260,7 @@ def test_an_admin_cordons_and_drains_nodes_and_other_roles_see_why_they_take_no_
             lambda expected=expected: "silent" in state() or state() == expected, f"the node is {expected}", timeout=20
         )
     assert admin.send("/nodes/nobody/cordon", form_token=token).status_code == 404
-    assert admin.send("/nodes/mine/remove", form_token=token).status_code == 400
+    assert admin.send("/nodes/mine/rename", form_token=token).status_code == 400
     assert "/nodes/mine/" in admin.get("/nodes").text
     reader = Browser(service)
     reader.login("submit")
@@ -268,6 +268,26 @@ def test_an_admin_cordons_and_drains_nodes_and_other_roles_see_why_they_take_no_
     assert re.search(r"no</span>: (cordoned|silent since)", page)
     assert "/nodes/mine/" not in page
     assert reader.send("/nodes/mine/uncordon", form_token=reader.form_token()).status_code == 403
+
+
+def test_an_admin_removes_a_node_that_takes_no_jobs_and_the_audit_log_has_it(admin: Browser, service: Guarded) -> None:
+    token = admin.form_token("/nodes")
+    service.join("spare")
+    assert "/nodes/spare/remove" in admin.get("/nodes").text
+    assert f"/nodes/{service.get('/nodes').json()['data'][0]['node']}/remove" not in admin.get("/nodes").text
+    reader = Browser(service)
+    reader.login("submit")
+    assert reader.send("/nodes/spare/remove", form_token=reader.form_token()).status_code == 403
+    answer = admin.send("/nodes/spare/remove", form_token=token)
+    assert (answer.status_code, answer.headers["Location"]) == (303, "/nodes")
+    assert service.get("/nodes/spare").status_code == 404
+    assert admin.send("/nodes/spare/remove", form_token=token).status_code == 404
+    lines = service.get("/audit", limit=1000).json()["data"]
+    removed = [line for line in lines if line.get("params") == {"name": "spare", "action": "remove"}]
+    assert [(line["event"], line["caller"], line.get("status")) for line in removed] == [
+        *(("begin", "operator", None), ("end", "operator", 303)),
+        *(("begin", "operator", None), ("end", "operator", 404)),
+    ]
 
 
 def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin: Browser) -> None:

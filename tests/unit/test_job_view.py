@@ -96,8 +96,20 @@ def test_what_the_training_reports_stands_beside_what_was_submitted() -> None:
 
 
 def test_marks_logs_and_addresses() -> None:
-    found = job_view.values(status("in_progress", attempt(1), attempt(2, start_step=40)), "admin")
-    assert found["marks"] == {"checkpoints": [40], "attempts": [40]}
+    ended = NOW.isoformat()
+    tried = (
+        attempt(1, step=44, ended_at=ended, reason="rank_failed", message="rank 0 ended"),
+        attempt(2, start_step=40, step=60, ended_at=ended),
+        attempt(3, start_step=60, step=70, ended_at=ended),
+    )
+    found = job_view.values(status("paused", *tried), "admin", [(50, "little memory is free")])
+    assert [tuple(mark.values()) for mark in found["marks"]] == [
+        ("checkpoint", 40, "mine-checkpoint-40"),
+        *(("attempt", 40, "attempt 2 begins"), ("attempt", 60, "attempt 3 begins")),
+        ("pause", 60, "attempt 2: it saved, for a pause or for a move to another node"),
+        ("pause", 70, "attempt 3: the job was paused"),
+        ("warning", 50, "little memory is free"),
+    ]
     assert found["path"] == "/jobs/a%20b%2Fc"
     assert job_view.logs_of(status("failed", effective_config={"ranks": 2})) == ["0", "1", "launcher"]
 

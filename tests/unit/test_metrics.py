@@ -294,7 +294,11 @@ def test_an_upgrade_begins_with_what_the_jobs_of_the_database_have_done(world: W
                 "DROP TABLE totals",
                 "DROP TABLE loads",
             ),
-            *("ALTER TABLE jobs DROP COLUMN tokens", "PRAGMA user_version = 6"),
+            *(
+                "ALTER TABLE warnings DROP COLUMN step",
+                "ALTER TABLE jobs DROP COLUMN tokens",
+                "PRAGMA user_version = 6",
+            ),
         ):
             old.execute(statement)
     world.restart()

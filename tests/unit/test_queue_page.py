@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.events import Prepared, Progress, Reason, Started
+from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
+from llama_stack_provider_trl_remote.service.pages.list_pages import start_text
 from llama_stack_provider_trl_remote.service.views.queue import queue_page
 from tests.fakes import FakeClock, job_spec
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
+def store(store: Store, tmp_path: Path, clock: FakeClock) -> Store:
     """A job in every part of the list, added in another order."""
-    store = Store(tmp_path / "jobs.db", clock)
 
     def add(name: str, priority: int = 0) -> None:
         store.add_job(job_spec(name, priority=priority), "digest")
@@ -40,8 +37,7 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
     for name in ("ended-first", "ended-last"):
         clock.now += 10
         store.request_cancel(name)
-    yield store
-    store.close()
+    return store
 
 
 def names(
@@ -77,3 +73,72 @@ def test_pages_follow_each_other_and_filters_count(store: Store) -> None:
     assert found.counts == {"scheduled": 5, "launching": 1, "paused": 2, "cancelled": 2}
     assert names(store, search="_") == []
     assert queue_page(store, None, None, 2, 0).matching == 10
+
+
+NODES = [Node("head", ("cpu",), head=True)]
+
+
+def starts(store: Store, clock: FakeClock) -> dict[str, float | str | None]:
+    """Waiting job -> seconds until it starts, or why that is not known."""
+    rows = queue_page(store, JobState.scheduled, None, 300, 0, NODES, clock.now).data
+    return {
+        row.job_uuid: row.unpredicted if row.predicted_start is None else row.predicted_start.timestamp() - clock.now
+        for row in rows
+    }
+
+
+def do_steps(store: Store, clock: FakeClock) -> None:
+    """Have the running job do 20 of its 50 steps, in 40 seconds."""
+    begun = [
+        Started(pid=1, device="cpu", versions={}),
+        Prepared(total_steps=50, num_rows=1, trainable_parameters=1, total_parameters=1, time=clock.now),
+    ]
+    clock.now += 40
+    step = Progress(step=20, epoch=1.0, metrics={"loss": 1.0}, peak_memory_bytes=1, time=clock.now)
+    store.apply_events("runs", 1, [*begun, step], 10)
+
+
+def test_waiting_jobs_have_their_start_as_far_as_it_is_known(store: Store, clock: FakeClock) -> None:
+    assert starts(store, clock)["waits"] == "job runs has done no step yet"
+    do_steps(store, clock)
+    found = starts(store, clock)
+    assert found.pop("waits-urgently") == 60.0
+    assert set(found.values()) == {"job waits-urgently starts before it and has not trained yet"}
+    rows = queue_page(store, None, None, 100, 0, NODES, clock.now).data
+    assert {row.state for row in rows if row.predicted_start or row.unpredicted} == {"scheduled"}
+    assert not [row for row in queue_page(store, None, None, 100, 0).data if row.predicted_start or row.unpredicted]
+
+
+def test_the_paused_job_that_is_queued_again_has_the_duration_that_it_had_left(store: Store, clock: FakeClock) -> None:
+    do_steps(store, clock)
+    store.request_pause("runs")
+    store.transition("runs", 1, JobState.pausing, JobState.paused)
+    store.request_resume("runs")
+    for name in ("waits-urgently", "waits-longer", "retried", "retried-late"):
+        store.request_cancel(name)
+    assert starts(store, clock) == {"runs": "job waits starts before it and has not trained yet", "waits": 0.0}
+    store.request_cancel("waits")
+    assert starts(store, clock) == {"runs": 0.0}
+
+
+def test_only_the_first_jobs_of_a_long_queue_are_predicted(store: Store, clock: FakeClock) -> None:
+    for number in range(200):
+        store.add_job(job_spec(f"more-{number}"), "digest")
+    assert starts(store, clock)["more-199"] == "more than 200 jobs are before it"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "starts in a moment"),
+        (50, "starts in about a minute"),
+        (12 * 60, "starts in about 12 min"),
+        (5 * 3600, "starts in about 5 h"),
+        (86_400 * 3, "starts in about 3 days"),
+    ],
+)
+def test_a_start_is_shown_as_roughly_as_it_is_known(seconds: int, text: str) -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    assert start_text(QueueRow(job_uuid="a", predicted_start=now + timedelta(seconds=seconds)), now) == text
+    assert start_text(QueueRow(job_uuid="a", unpredicted="it rains"), now) == "start not known: it rains"
+    assert start_text(QueueRow(job_uuid="a"), now) == ""

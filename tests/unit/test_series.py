@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,10 @@ from tests.fakes import job_spec
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "jobs.db")
+def store(store: Store, tmp_path: Path) -> Store:
     store.add_job(job_spec("a"), "digest")
     assert store.launch("a", 1, "cpu", tmp_path / "run")
-    yield store
-    store.close()
+    return store
 
 
 def point(step: int, loss: float, **more: float) -> Progress:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
@@ -33,18 +32,6 @@ from llama_stack_provider_trl.specs.events import (
 from tests.fakes import FakeClock, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
-    store = Store(tmp_path / "jobs.db", clock)
-    yield store
-    store.close()
 
 
 def launched(store: Store, job_uuid: str = "job-1", attempt: int = 1) -> JobRecord:
@@ -376,6 +363,19 @@ def test_events_that_come_twice_count_once(store: Store) -> None:
     assert store.get("job-1").warnings == ("2 rows were cut",)
 
 
+def test_a_warning_has_the_step_of_the_training_at_which_it_was_first_reported(store: Store) -> None:
+    store.add_job(job_spec(), "digest", ["at the submission"])
+    launched(store)
+    early = Warned(message="2 rows were cut")
+    prepared = Prepared(total_steps=9, num_rows=1, trainable_parameters=1, total_parameters=1)
+    late = [Warned(message="little memory is free"), step(3, 2.0), early, Warned(message="it stops early")]
+    store.apply_events("job-1", 1, [STARTED, early, prepared, step(2, 2.0), *late], 20)
+    assert store.get("job-1").warnings == (
+        *("at the submission", "2 rows were cut", "little memory is free", "it stops early"),
+    )
+    assert store.training_warnings("job-1") == [(2, "little memory is free"), (3, "it stops early")]
+
+
 def test_events_of_an_earlier_attempt_are_refused(store: Store) -> None:
     retried(store)
     assert not store.apply_events("job-1", 1, [step(9, 0.1), saved("/c/9", 9), Finished(step=9)], 99)
@@ -478,7 +478,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -549,6 +549,10 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
     connection.execute("DROP VIEW job_records")
+    connection.execute("ALTER TABLE warnings DROP COLUMN step")
+    if version == 7:
+        connection.execute("PRAGMA user_version = 7")
+        return
     connection.execute("DROP TABLE exports")
     for trigger in ("job_ended", "attempt_ended"):
         connection.execute(f"DROP TRIGGER {trigger}")

@@ -66,22 +66,29 @@ class PreflightBody(PreferenceOptimizeBody):
     """sft or dpo; left out, the body decides: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
 
 
-class DataVerdict(BaseModel):
+class RowCounts(BaseModel):
+    """Of a dataset's rows, as a job would train on them."""
+
     num_rows: int
+    """Of the dataset."""
     trained: int
     """Rows that are trained on."""
     truncated: int
     """Of those, rows that are cut to `max_seq_length`."""
     dropped: int
     total_tokens: int
+    """After the cut."""
     trained_tokens: int
     """Tokens that the loss covers."""
     longest_before_cut: int
     """The smallest `max_seq_length` at which no row is cut."""
     median_tokens: int
-    max_tokens: int
     histogram: list[dict[str, int]]
     """Rows of more than half of `up_to` tokens, and at most `up_to`."""
+
+
+class DataVerdict(RowCounts):
+    max_tokens: int
 
 
 class StepsVerdict(BaseModel):
@@ -255,6 +262,15 @@ class JobRow(BaseModel):
     completed_at: datetime | None = None
 
 
+class QueueRow(JobRow):
+    """One job of the queue."""
+
+    predicted_start: datetime | None = None
+    """Of a waiting job, if the jobs before it continue at their pace; null: it cannot be predicted."""
+    unpredicted: str | None = None
+    """Why the start of a waiting job cannot be predicted."""
+
+
 class ListJobsResponse(BaseModel):
     data: list[JobRow]
     next: str | None
@@ -262,7 +278,7 @@ class ListJobsResponse(BaseModel):
 
 
 class QueueResponse(BaseModel):
-    data: list[JobRow]
+    data: list[QueueRow]
     matching: int
     """Jobs with this status and name, on all pages."""
     counts: dict[str, int]

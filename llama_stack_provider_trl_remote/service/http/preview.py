@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from llama_stack_provider_trl.specs.events import PreviewedRow
 
-from .bodies import PreflightBody
+from .bodies import PreflightBody, RowCounts
 
 NOT_OF_JOBS = ("algorithm", "first_row", "rows")
 """Fields of these bodies that a job's body lacks."""
@@ -21,21 +21,11 @@ class PreviewBody(PreflightBody):
     """Rows to show; of 8000 tokens in all, further rows have counts only."""
 
 
-class PreviewCounts(BaseModel):
-    num_rows: int
-    """Of the dataset."""
+class PreviewCounts(RowCounts):
+    """The histogram has the lengths before the cut."""
+
     read: int
-    """Rows behind the following counts: from `first_row` on, at most 2000, or fewer that have a million tokens."""
-    trained: int
-    truncated: int
-    dropped: int
-    total_tokens: int
-    """After the cut."""
-    trained_tokens: int
-    longest_before_cut: int
-    median_tokens: int
-    histogram: list[dict[str, int]]
-    """Rows of more than half of `up_to` tokens, and at most `up_to`, before the cut."""
+    """Rows behind the other counts: from `first_row` on, at most 2000, or fewer that have a million tokens."""
 
 
 class PreviewResponse(BaseModel):

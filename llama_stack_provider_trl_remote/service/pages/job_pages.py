@@ -30,8 +30,9 @@ _MORE_LINES, _MORE_BYTES = 5000, 1 << 20
 async def job_page(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """State, attempts, curves, checkpoints, log and configuration of a job."""
     status = await asyncio.to_thread(service.status, job_uuid)
+    warnings = await asyncio.to_thread(service.store.training_warnings, job_uuid)
     log = await _log(service, job_uuid, "0", None, _LINES, _BYTES)
-    return page(request, "job.html", log=log, **job_view.values(status, caller.role))
+    return page(request, "job.html", log=log, **job_view.values(status, caller.role, warnings))
 
 
 @router.get("/logs", dependencies=[USERS])

@@ -22,6 +22,7 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
+_SAVED = "it saved, for a pause or for a move to another node"
 RIBBON = 1000
 """Width of the ribbon of attempts, in its own units."""
 
@@ -50,16 +51,30 @@ class Attempt(NamedTuple):
     """How it ended, as a sentence."""
     kind: str
     """Of its part of the ribbon: running, ended or failed."""
+    has_saved: bool
+    """Whether it ended to be continued: for a pause, or for a move to another node."""
     left: float
     """This and `width`: its part of the ribbon."""
     width: float
 
 
-def values(status: PostTrainingJobStatusResponse, role: Role | None) -> dict[str, Any]:
+class Mark(NamedTuple):
+    """Something that happened at a step, as charts mark it."""
+
+    kind: str
+    """checkpoint, attempt, pause or warning."""
+    step: int
+    text: str
+
+
+def values(
+    status: PostTrainingJobStatusResponse, role: Role | None, warnings: Sequence[tuple[int, str]] = ()
+) -> dict[str, Any]:
     """The values of the template `job.html`.
 
     Args:
         role: of the reader; forms that it may not send are left out.
+        warnings: those that were reported while it trained, each with its step.
     """
     found = status.resources_allocated
     state = JobState(found["state"])
@@ -81,11 +96,22 @@ def values(status: PostTrainingJobStatusResponse, role: Role | None) -> dict[str
             "resume": state is JobState.paused,
             "delete": state in TERMINAL and role == "admin",
         },
-        "marks": {
-            "checkpoints": [int(step[1]) for one in status.checkpoints if (step := _STEP.search(one.identifier))],
-            "attempts": [one.start_step for one in attempts if one.number > 1],
-        },
+        "warned_at": {message: step for step, message in warnings},
+        "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
     }
+
+
+def marks_of(
+    status: PostTrainingJobStatusResponse, attempts: Sequence[Attempt], warnings: Sequence[tuple[int, str]]
+) -> list[Mark]:
+    """What the charts of a job mark: its checkpoints, attempts after the first one, pauses, and warnings."""
+    saved = [(int(step[1]), one.identifier) for one in status.checkpoints if (step := _STEP.search(one.identifier))]
+    return [
+        *(Mark("checkpoint", step, name) for step, name in saved),
+        *(Mark("attempt", one.start_step, f"attempt {one.number} begins") for one in attempts if one.number > 1),
+        *(Mark("pause", one.step, f"attempt {one.number}: {one.ended}") for one in attempts if one.has_saved),
+        *(Mark("warning", step, shortened(message)) for step, message in warnings),
+    ]
 
 
 def path_of(job_uuid: str) -> str:
@@ -120,6 +146,7 @@ def attempts_of(found: Sequence[Mapping[str, Any]], state: JobState) -> list[Att
                 resumed_from=one["resumed_from"] or "",
                 ended=ended,
                 kind=kind,
+                has_saved=ended in (_ENDS[JobState.paused], _SAVED),
                 left=round(left, 1),
                 width=round(width * scale, 1),
             )
@@ -138,7 +165,7 @@ def _ended(attempt: Mapping[str, Any], state: JobState | None) -> tuple[str, str
         return f"{attempt['reason']}: {attempt['message'].partition(chr(10))[0]}", "failed"
     if state in ACTIVE and not attempt["ended_at"]:
         return "it is running", "running"
-    return _ENDS.get(state or JobState.scheduled, "it saved, for a pause or for a move to another node"), "ended"
+    return _ENDS.get(state or JobState.scheduled, _SAVED), "ended"
 
 
 def settings_of(config: Mapping[str, Any]) -> list[Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,8 +12,8 @@ from pydantic import BeforeValidator
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 
 from ..context import Stored
+from ..http.bodies import QueueRow
 from ..security.access import USERS
-from ..views.queue import queue_page
 from .rendering import page
 from .route import PageRoute
 
@@ -31,7 +32,7 @@ async def jobs_page(
 ) -> Response:
     """Jobs in the order in which they run, 100 to a page."""
     offset = (number - 1) * _PER_PAGE
-    found = await asyncio.to_thread(queue_page, service.store, state, search, _PER_PAGE, offset)
+    found = await asyncio.to_thread(service.queue, state, search, _PER_PAGE, offset)
     return page(
         request,
         "jobs.html",
@@ -44,5 +45,19 @@ async def jobs_page(
         number=number,
         pages=max(1, -(-found.matching // _PER_PAGE)),
         first=offset + 1,
+        starts={job.job_uuid: text for job in found.data if (text := start_text(job, datetime.now(UTC)))},
         followed=[job.job_uuid for job in found.data if job.state not in TERMINAL],
     )
+
+
+def start_text(job: QueueRow, now: datetime) -> str:
+    """When a waiting job starts, or why that is not known; empty: it does not wait."""
+    if job.unpredicted:
+        return f"start not known: {job.unpredicted}"
+    if job.predicted_start is None:
+        return ""
+    seconds = (job.predicted_start - now).total_seconds()
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"starts in about {seconds / length:.0f} {unit}"
+    return "starts in about a minute" if seconds > 20 else "starts in a moment"

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Path, Request, Response
 from llama_stack_provider_trl.jobs.records import NodeMode
 
 from ...nodes.joining import how_to_add_a_node
-from ..context import Context
-from ..routes.nodes import Name, node_rows, set_mode
+from ..context import Context, Service
+from ..http.bodies import NodeRow
+from ..routes.nodes import Name, node_rows, remove_node, set_mode
 from ..security.access import ADMINS_FORM, USERS, CurrentCaller
 from .login import checked_form, see_other
 from .rendering import page
@@ -20,16 +21,18 @@ from .route import PageRoute
 router = APIRouter(route_class=PageRoute, prefix="/nodes", include_in_schema=False)
 
 _MODES: dict[str, NodeMode] = {"cordon": "cordoned", "uncordon": "open", "drain": "draining"}
-Action = Annotated[Literal["cordon", "uncordon", "drain"], Path()]
+Action = Annotated[Literal["cordon", "uncordon", "drain", "remove"], Path()]
 
 
 @router.get("", dependencies=[USERS])
 async def nodes_page(request: Request, service: Context, caller: CurrentCaller) -> Response:
-    """Machines, their devices, the job that has each, and why a node gets no jobs."""
+    """Machines, their devices, the job that has each, how loaded they are, and why a node gets no jobs."""
+    nodes = await asyncio.to_thread(node_rows, service)
     return page(
         request,
         "nodes.html",
-        nodes=await asyncio.to_thread(node_rows, service),
+        nodes=nodes,
+        removable={node.node for node in nodes if _is_removable(service, node)},
         is_admin=caller.role == "admin",
         how_to_add=how_to_add_a_node(str(request.base_url).rstrip("/")),
     )
@@ -39,7 +42,15 @@ async def nodes_page(request: Request, service: Context, caller: CurrentCaller) 
 async def change_node(
     request: Request, service: Context, caller: CurrentCaller, name: Name, action: Action
 ) -> Response:
-    """Cordon, uncordon or drain a node."""
+    """Cordon, uncordon, drain or remove a node."""
     await checked_form(request, caller)
-    await set_mode(service, name, _MODES[action])
+    if action == "remove":
+        await remove_node(service, name)
+    else:
+        await set_mode(service, name, _MODES[action])
     return see_other("/nodes")
+
+
+def _is_removable(service: Service, node: NodeRow) -> bool:
+    """Whether the page offers to remove a node: the API also removes one that waits for jobs."""
+    return not node.head and node.state != "open" and (not node.jobs or service.presence.is_absent(node.node))

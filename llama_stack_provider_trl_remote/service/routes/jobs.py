@@ -31,7 +31,7 @@ from ..http.bodies import (
 from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
-from ..views.queue import job_row, queue_page, states_named
+from ..views.queue import job_row, states_named
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
 
@@ -97,8 +97,9 @@ async def read_queue(
     limit: Annotated[int, Query(ge=1, le=1000, description="Jobs per page")] = 100,
     offset: Annotated[int, Query(ge=0, le=10**9, description="Jobs before this page")] = 0,
 ) -> Response:
-    """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first."""
-    return as_json(await asyncio.to_thread(queue_page, service.store, state, search, limit, offset))
+    """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first.
+    Waiting ones have their predicted start."""
+    return as_json(await asyncio.to_thread(service.queue, state, search, limit, offset))
 
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))

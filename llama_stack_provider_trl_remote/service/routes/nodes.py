@@ -71,9 +71,7 @@ async def drain(service: Context, name: Name) -> Response:
 @router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
 async def remove(service: Context, name: Name) -> Response:
     """Remove a node that is gone or has been emptied. Its agent ends; a restarted agent joins again."""
-    await asyncio.to_thread(_remove, service, name)
-    service.supervisor.wake()
-    return Response(status_code=204)
+    return await remove_node(service, name)
 
 
 def known_node(service: Service, name: str) -> NodeRecord:
@@ -99,6 +97,13 @@ async def set_mode(service: Service, name: str, mode: NodeMode) -> Response:
             )
         raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
     log.info("node %s is %s", name, mode)
+    service.supervisor.wake()
+    return Response(status_code=204)
+
+
+async def remove_node(service: Service, name: str) -> Response:
+    """Remove a node. Raises NotFound; Conflict: it is the service's own, or it calls and has jobs."""
+    await asyncio.to_thread(_remove, service, name)
     service.supervisor.wake()
     return Response(status_code=204)
 

@@ -22,8 +22,9 @@ from .audit import AuditLog, shortened
 
 RECORDED = "trl_recorded"
 """Key of an ASGI scope: set once the audit log has this request, so that no other line repeats it."""
-_NAMES = ("job_uuid", "dataset_id", "name", "checkpoints")
-"""Parameters and fields of bodies that identify the subject of a call. Nothing else of a body is recorded."""
+_NAMES = ("job_uuid", "dataset_id", "name", "checkpoints", "action")
+"""Parameters and fields of bodies that identify the subject of a call, and what is done to it where one route does
+several things. Nothing else of a body is recorded."""
 _MARK = "trl_recorded"
 _current: ContextVar[Call | None] = ContextVar("trl_call", default=None)
 

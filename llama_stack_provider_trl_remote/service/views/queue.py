@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.prediction import PredictedStart, predict
 from llama_stack_provider_trl.jobs.records import JobSummary
 from llama_stack_provider_trl.jobs.states import JobState, shown
 from llama_stack_provider_trl.jobs.store import Store
 
-from ..http.bodies import JobRow, QueueResponse
+from ..http.bodies import JobRow, QueueResponse, QueueRow
+
+_AHEAD = 200
+"""Waiting jobs whose start is predicted, the first of the queue: more would take longer than the page itself."""
 
 
-def queue_page(store: Store, state: JobState | None, search: str | None, limit: int, offset: int) -> QueueResponse:
+def queue_page(
+    store: Store,
+    state: JobState | None,
+    search: str | None,
+    limit: int,
+    offset: int,
+    nodes: Sequence[Node] = (),
+    now: float | None = None,
+) -> QueueResponse:
     """One page of the queue, and how many jobs there are.
 
     Args:
         state: None: any.
         search: part of the names of jobs, in any case; None or empty: all.
         offset: jobs before this page.
+        nodes: on which they run, the service's own machine first; empty: not known here.
+        now: seconds since the epoch; None: the present.
     """
     with store.snapshot():
         jobs, matching = store.queue_page(state, search, limit, offset)
         counts = store.count()
+        starts = _starts(store, jobs, nodes, time.time() if now is None else now)
     return QueueResponse(
-        data=[job_row(job) for job in jobs],
+        data=[_queue_row(job, starts) for job in jobs],
         matching=matching,
         counts={state: counts[state] for state in JobState if state in counts},
     )
@@ -36,6 +57,24 @@ def states_named(text: str) -> list[JobState]:
     if not states:
         raise InvalidRequest("status", text, f"expected one of {', '.join(JobState)}")
     return states
+
+
+def _starts(
+    store: Store, jobs: Sequence[JobSummary], nodes: Sequence[Node], now: float
+) -> Mapping[str, PredictedStart]:
+    """The starts of the first waiting jobs, where any of `jobs` waits."""
+    if not nodes or not any(job.state is JobState.scheduled for job in jobs):
+        return {}
+    return predict(store.ahead.waiting(_AHEAD), nodes, store.holders(), store.ahead.running(), now)
+
+
+def _queue_row(job: JobSummary, starts: Mapping[str, PredictedStart]) -> QueueRow:
+    values: dict[str, Any] = dict(job_row(job))
+    if job.state is JobState.scheduled and starts:
+        start = starts.get(job.job_uuid, PredictedStart(None, f"more than {_AHEAD} jobs are before it"))
+        values["predicted_start"] = None if start.at is None else datetime.fromtimestamp(start.at, UTC)
+        values["unpredicted"] = start.why or None
+    return QueueRow(**values)
 
 
 def job_row(job: JobSummary) -> JobRow:

@@ -1,12 +1,59 @@
-// Draws a job's curves with plotly.
-import { along, groups, smoothed } from "./curves.js";
+// Draws curves with plotly: those of a job here, those of machines in nodes.js.
+import { along, groups, legendOf, smoothed } from "./curves.js";
 
 const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
-const CONFIG = { responsive: true, displayModeBar: false };
+export const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
 export const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 export const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c", "#b5477f", "#6b7480"];
+
+const MARKS = {
+  checkpoint: { symbol: "triangle-down", dash: "dot", color: "#8a939c" },
+  attempt: { symbol: "diamond", dash: "dash", color: "#8a939c" },
+  pause: { symbol: "square", dash: "longdash", color: "#4a8f9c" },
+  warning: { symbol: "x", dash: "solid", color: "#c0561e" },
+};
+const LONGEST_TEXT = 300;
+const LINE = /(.{1,70})(?:\s+|$)|(.{70})/gs;
+
+// A text in lines that fit beside the pointer.
+const wrapped = (text) => [...text.slice(0, LONGEST_TEXT).matchAll(LINE)].map((one) => plain(one[1] ?? one[2])).join("<br>");
+
+// An empty chart at the end of an element; label: for who does not see it.
+export function addChart(container, label) {
+  const element = document.createElement("div");
+  element.className = "chart";
+  element.setAttribute("role", "figure");
+  element.setAttribute("aria-label", label);
+  container.append(element);
+  return element;
+}
+
+// Of any chart, in the colours of the page. shown: a zoom lasts until this value changes.
+export function layout(title, axis, shown) {
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const lines = { gridcolor: line, zerolinecolor: line, linecolor: line };
+  return {
+    title: { text: plain(title), font: { size: 14 } },
+    margin: { l: 55, r: 15, t: 40, b: 40 },
+    height: 290,
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: text, family: "system-ui, sans-serif" },
+    colorway: COLORS,
+    xaxis: { ...lines, title: { text: axis, standoff: 4 } },
+    yaxis: { ...lines, automargin: true },
+    legend: { orientation: "h", y: -0.32 },
+    uirevision: shown,
+  };
+}
+
+// Calls back when the browser changes between light and dark.
+export function onColors(redraw) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
 
 export class Charts {
   // fetchSeries(options): the points of some metrics between two steps.
@@ -24,7 +71,7 @@ export class Charts {
     this.restore();
     this.axis.addEventListener("change", () => this.choose());
     this.smoothing.addEventListener("input", () => this.choose());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.all());
+    onColors(() => this.all());
   }
 
   // The choices are in the address, so that a reload and a copied link keep them.
@@ -86,16 +133,12 @@ export class Charts {
 
   drawGroup(group) {
     let chart = this.charts.get(group.title);
-    const traces = group.names.flatMap((name) => this.traces(name, chart?.zoomed));
+    const traces = [...group.names.flatMap((name) => this.traces(name, chart?.zoomed)), ...this.markers()];
     if (chart) {
       window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
       return;
     }
-    const element = document.createElement("div");
-    element.className = "chart";
-    element.setAttribute("role", "figure");
-    element.setAttribute("aria-label", `${group.title} by ${this.axis.value}`);
-    this.container.append(element);
+    const element = addChart(this.container, `${group.title} by ${this.axis.value}`);
     chart = { element, zoomed: null };
     this.charts.set(group.title, chart);
     window.Plotly.newPlot(element, traces, this.layout(group), CONFIG);
@@ -108,7 +151,7 @@ export class Charts {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
       const x = along(curve, this.axis.value);
-      const label = plain(kind === "validation" ? `${name} (validation)` : name);
+      const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
       const line = { width: 1.5 };
       if (name !== "loss" || kind === "validation") {
         const mode = kind === "validation" ? "lines+markers" : "lines";
@@ -123,31 +166,38 @@ export class Charts {
   }
 
   layout(group) {
-    const style = getComputedStyle(document.documentElement);
-    const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
-    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
-    const exponent = group.title === "Learning rate" ? { exponentformat: "e" } : {};
-    return {
-      title: { text: plain(group.title), font: { size: 14 } },
-      margin: { l: 55, r: 15, t: 40, b: 40 },
-      height: 290,
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: text, family: "system-ui, sans-serif" },
-      colorway: COLORS,
-      xaxis: { ...axis, title: { text: this.axis.value === "time" ? "time (UTC)" : this.axis.value } },
-      yaxis: { ...axis, ...exponent, automargin: true },
-      legend: { orientation: "h", y: -0.25 },
-      shapes: [...this.lines(this.marks.checkpoints, "dot"), ...this.lines(this.marks.attempts, "dash")],
-      uirevision: this.axis.value, // a zoom outlives new points
-    };
+    const axis = this.axis.value === "time" ? "time (UTC)" : this.axis.value;
+    const found = layout(group.title, axis, this.axis.value);
+    if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
+    if (group.title === "Memory") Object.assign(found.yaxis, { exponentformat: "SI", ticksuffix: "B" });
+    // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
+    found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
+    found.shapes = this.placed().map(({ kind, x }) => ({
+      ...{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper" },
+      line: { width: 1, dash: MARKS[kind].dash, color: MARKS[kind].color },
+    }));
+    return found;
   }
 
-  lines(steps, dash) {
-    return steps.flatMap((step) => {
-      const x = this.curves.place(step, this.axis.value);
-      if (x === null || x === undefined) return [];
-      return [{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { width: 1, dash, color: "#8a939c" } }];
+  // The marks that have a place on the axis.
+  placed() {
+    const found = this.marks.map((mark) => ({ ...mark, x: this.curves.place(mark.step, this.axis.value) }));
+    return found.filter(({ x }) => x !== null && x !== undefined);
+  }
+
+  // Of each kind of mark a curve of points, which the legend names and whose texts are shown by the pointer.
+  markers() {
+    const placed = this.marks.length ? this.placed() : [];
+    return Object.entries(MARKS).flatMap(([kind, { symbol, color }]) => {
+      const found = placed.filter((mark) => mark.kind === kind);
+      if (!found.length) return [];
+      return [{
+        ...{ x: found.map(({ x }) => x), y: found.map(() => 1), yaxis: "y2", name: kind, type: "scatter", mode: "markers" },
+        marker: { symbol, color, size: 9 },
+        text: found.map(({ step, text }) => `step ${step}: ${wrapped(text)}`),
+        hovertemplate: "%{text}<extra></extra>",
+        cliponaxis: false,
+      }];
     });
   }
 

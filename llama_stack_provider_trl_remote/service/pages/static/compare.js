@@ -56,7 +56,7 @@ class Overlaid extends Charts {
   }
 }
 
-const charts = window.Plotly && new Overlaid(null, { checkpoints: [], attempts: [] }, fetchSeries);
+const charts = window.Plotly && new Overlaid(null, [], fetchSeries);
 
 async function begin() {
   const cursors = new Map();

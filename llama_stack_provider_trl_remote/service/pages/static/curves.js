@@ -1,4 +1,4 @@
-// The points of a job's metrics, and what is drawn of them. Without the page: tests call it in Node.
+// The points of a job's metrics, and what is drawn of them. Without the page.
 
 // Exponential moving average, corrected for its beginning: the first value is itself.
 export function smoothed(values, weight) {
@@ -84,6 +84,14 @@ export class Curves {
     curve.time.splice(at, again, event.time);
     curve.value.splice(at, again, value);
   }
+}
+
+const MEMORY = /^(peak_)?memory_bytes(?:_rank_(\d+))?$/;
+
+// The name of a curve in the legend of its chart: memory by its rank.
+export function legendOf(name) {
+  const found = MEMORY.exec(name);
+  return found ? `rank ${found[2] ?? 0}${found[1] ? ", peak" : ""}` : name;
 }
 
 // A place on the axis of times, as plotly names it ("2026-01-31 12:30"), in seconds since the epoch.

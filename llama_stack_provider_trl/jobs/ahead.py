@@ -1,0 +1,24 @@
+"""The jobs that run and those that wait, as far as it takes to predict when the latter start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .database import Database
+from .prediction import RunningJob, WaitingJob
+from .row_mapping import running_job, waiting_job
+
+
+class QueueAhead:
+    """The queue of a job database, and what runs before it. Every method may raise StoreError."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def waiting(self, limit: int) -> Sequence[WaitingJob]:
+        """The first waiting jobs in the order of the queue, with those that wait for their next attempt."""
+        return [waiting_job(row) for row in self._database.select("select_first_waiting", {"limit": limit})]
+
+    def running(self) -> Sequence[RunningJob]:
+        """The jobs that may have processes (`states.ACTIVE`)."""
+        return [running_job(row) for row in self._database.select("select_paces", {})]

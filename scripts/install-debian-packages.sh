@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Installs what the tests need of Debian, where that needs no question: as root on Linux with apt-get. They walk through the
+# dashboard with chromium, and check /metrics with promtool of the package prometheus. Does nothing for what is there, and
+# elsewhere, where these tests are skipped.
+#
+#   ./scripts/install-debian-packages.sh
+set -euo pipefail
+
+missing=()
+for program in chromium promtool; do
+    command -v "$program" >/dev/null || missing+=("$program")
+done
+[ "${#missing[@]}" -gt 0 ] || exit 0
+[ "$(uname -s)" = Linux ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
+
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+export DEBIAN_FRONTEND=noninteractive
+apt=(apt-get -q -y -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300)
+
+get_lists() {
+    "${apt[@]}" update
+}
+
+get_chromium() {
+    "${apt[@]}" --no-install-recommends install chromium
+}
+
+# The program alone: the package itself would start a server, now and at each boot.
+get_promtool() {
+    (cd "$work" && "${apt[@]}" download prometheus) &&
+        dpkg-deb --fsys-tarfile "$work"/prometheus_*.deb | tar -x -C "$work" ./usr/bin/promtool &&
+        install -D -m 755 "$work/usr/bin/promtool" /usr/local/bin/promtool
+}
+
+for step in get_lists "${missing[@]/#/get_}"; do
+    if ! "$step" >"$work/log" 2>&1 </dev/null; then
+        tail -n 15 "$work/log" >&2
+        echo "install-debian-packages: $step failed; the last lines are above." >&2
+        exit 1
+    fi
+done
+for program in "${missing[@]}"; do
+    echo "install-debian-packages: $("$program" --version 2>&1 | head -n 1)"
+done

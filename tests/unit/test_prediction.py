@@ -1,0 +1,94 @@
+"""When waiting jobs start, as far as the ends of the jobs before them are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from llama_stack_provider_trl.jobs.placement import Node, Queued
+from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
+from llama_stack_provider_trl.jobs.states import JobState
+
+NOW = 1000.0
+ONE = [Node("head", ("cpu",), head=True)]
+TWO = [Node("head", ("cuda:0", "cuda:1"), head=True)]
+UNKNOWN = StepPace()
+
+
+def waiting(
+    name: str, age: int, pace: StepPace = UNKNOWN, not_before: float = 0.0, priority: int = 0, ranks: int = 1
+) -> WaitingJob:
+    job = Queued(name, "auto", age, priority, ranks=ranks, scheduled_at=NOW)
+    return WaitingJob(job, not_before, pace)
+
+
+def running(name: str, pace: StepPace = UNKNOWN, state: JobState = JobState.in_progress) -> RunningJob:
+    return RunningJob(name, state, pace)
+
+
+def starts(
+    jobs: Sequence[WaitingJob], held: dict[str, str], at_work: Sequence[RunningJob], nodes: Sequence[Node] = ONE
+) -> dict[str, float | str]:
+    """Job -> seconds until it starts, or why that is not known."""
+    found = predict(jobs, nodes, held, at_work, NOW)
+    return {name: start.why if start.at is None else start.at - NOW for name, start in found.items()}
+
+
+def test_a_job_starts_when_the_one_before_it_has_done_its_steps_and_the_next_is_not_known() -> None:
+    jobs = [waiting("next", 1), waiting("later", 2)]
+    assert starts(jobs, {"cpu": "runs"}, [running("runs", StepPace(30, 2.0, NOW - 1))]) == {
+        "next": 59.0,
+        "later": "job next starts before it and has not trained yet",
+    }
+
+
+def test_a_free_device_is_taken_at_once_and_a_job_that_has_trained_before_has_a_duration() -> None:
+    jobs = [waiting("late", 3), waiting("urgent", 2, StepPace(10, 3.0, 5.0), priority=1), waiting("old", 1)]
+    assert starts(jobs, {}, []) == {
+        "urgent": 0.0,
+        "old": 30.0,
+        "late": "job old starts before it and has not trained yet",
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (running("runs"), "job runs has done no step yet"),
+        (running("runs", state=JobState.launching), "job runs has done no step yet"),
+        (running("runs", StepPace(9, 1.0, NOW), JobState.pausing), "job runs is pausing"),
+        (running("runs", StepPace(0, 1.0, NOW)), "job runs has done its steps and saves its result"),
+        (running("other", StepPace(9, 1.0, NOW)), "processes of job runs have not ended yet"),
+    ],
+)
+def test_an_end_that_is_not_known_is_named(job: RunningJob, why: str) -> None:
+    assert starts([waiting("next", 1)], {"cpu": "runs"}, [job]) == {"next": why}
+
+
+def test_a_job_that_makes_no_more_steps_does_not_come_closer_to_its_end() -> None:
+    stuck = running("runs", StepPace(10, 2.0, NOW - 500))
+    assert starts([waiting("next", 1)], {"cpu": "runs"}, [stuck]) == {"next": 18.0}
+
+
+def test_a_job_of_two_ranks_waits_for_both_devices() -> None:
+    held = {"cuda:0": "short", "cuda:1": "long"}
+    at_work = [running("short", StepPace(10, 1.0, NOW)), running("long", StepPace(90, 1.0, NOW))]
+    assert starts([waiting("pair", 1, ranks=2), waiting("single", 2)], held, at_work, TWO) == {
+        "single": 10.0,
+        "pair": "job single starts before it and has not trained yet",
+    }
+    assert starts([waiting("pair", 1, ranks=2)], held, at_work, TWO) == {"pair": 90.0}
+
+
+def test_a_job_that_waits_for_its_next_attempt_starts_then_at_the_earliest() -> None:
+    jobs = [waiting("retried", 1, not_before=NOW + 300)]
+    assert starts(jobs, {}, []) == {"retried": 300.0}
+    assert starts(jobs, {"cpu": "runs"}, [running("runs", StepPace(900, 1.0, NOW))]) == {"retried": 900.0}
+
+
+def test_where_no_machine_can_serve_a_job_nothing_is_predicted() -> None:
+    closed = [Node("head", ("cuda:0",), head=True, why_closed="cordoned")]
+    assert predict([waiting("next", 1)], closed, {}, [], NOW) == {
+        "next": PredictedStart(None, "no machine that takes jobs now can serve it")
+    }
