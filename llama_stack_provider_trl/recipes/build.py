@@ -159,7 +159,7 @@ def build_trainer(
     tokenizer = load_tokenizer(spec.source)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source)) if spec.samples else []
     data = load_data(spec, tokenizer, writer)
     spec, padding_free = with_batches(spec)
     requested = spec

@@ -222,7 +222,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     tokenizer = load_tokenizer(spec.source)
-    encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    if spec.samples:
+        encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
     prepared = Preparation(spec, tokenizer, writer, spec.dataset).rows(spec.dataset)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_prompts(
-    samples: SamplesSpec | None, tokenizer: PreTrainedTokenizerBase, positions: int | None
-) -> list[list[int]]:
-    """Token ids of each prompt with the header of its answer, as the chat template writes them; none without samples.
+def encode_prompts(samples: SamplesSpec, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[list[int]]:
+    """Token ids of each prompt with the header of its answer, as the chat template writes them.
 
     Args:
         positions: tokens that the model has positions for; None: any number.
@@ -27,8 +25,6 @@ def encode_prompts(
         JobFailure: invalid_request, naming the prompt: the chat template refuses it, or it leaves no positions for
             `max_new_tokens`.
     """
-    if samples is None:
-        return []
     # Not `ensure_chat_template`: rows of plain text leave a tokenizer without a template as it is.
     template = None if tokenizer.chat_template else default_chat_template(tokenizer)
     encoded = []
