@@ -46,6 +46,7 @@ from .row_files import UploadedRows, name_by_content, register_rows, stored_rows
 Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
+_SETS = 20
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
 
@@ -163,6 +164,11 @@ class AsyncTrlClient:
         """Metric points beyond step `after`: `kind` (train, validation), `step`, `epoch`, `time`, `metrics`."""
         answer = await self._service.get(job_path(job_uuid, "/metrics"), after=after)
         return list(answer["data"])
+
+    async def samples(self, job_uuid: str) -> Json:
+        """The model's answers to the job's `samples`: `prompts`, and `data`, a list of sets with `kind` (before,
+        checkpoint, after), `step`, `epoch`, `time` and `answers` in the order of the prompts."""
+        return await all_samples(self._service, job_uuid)
 
     async def pull(
         self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None
@@ -284,6 +290,10 @@ class TrlClient:
         """As `AsyncTrlClient.metrics`."""
         return _run(self._client.metrics(job_uuid, after))
 
+    def samples(self, job_uuid: str) -> Json:
+        """As `AsyncTrlClient.samples`."""
+        return _run(self._client.samples(job_uuid))
+
     def pull(self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None) -> str:
         """As `AsyncTrlClient.pull`."""
         return _run(self._client.pull(job_uuid, directory, checkpoint, note))
@@ -326,6 +336,16 @@ async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algo
 async def preview_request(service: ServiceClient, body: Mapping[str, Any], algorithm: str | None = None) -> Json:
     """POST a job for a preview of its rows; the service's answer."""
     return dict(await service.submit(PREVIEW, {**body, "algorithm": algorithm or algorithm_of(body)}))
+
+
+async def all_samples(service: ServiceClient, job_uuid: str) -> Json:
+    """Prompts and sets of answers of all pages."""
+    data: list[Json] = []
+    while True:
+        page = await service.get(job_path(job_uuid, "/samples"), limit=_SETS, offset=len(data))
+        data += page["data"]
+        if not page["data"] or len(data) >= page["total"]:
+            return {"prompts": page["prompts"], "data": data}
 
 
 async def list_jobs(service: ServiceClient, status: str | None = None) -> AsyncIterator[Json]:

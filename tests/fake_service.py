@@ -46,6 +46,8 @@ class FakeService:
         """After how many events the next streams break off; a stream beyond them is whole."""
         self.points: list[Json] = []
         """Metric points of every job."""
+        self.samples: list[Json] = []
+        """Sets of answers of every job."""
         self.datasets: list[Json] = []
         self.seen: Counter[str] = Counter()
         """`METHOD path` of every request that arrived."""
@@ -137,6 +139,10 @@ class FakeService:
             return await self._events(request)
         if parts[3:] == ["metrics"]:
             return web.json_response({"data": self.points})
+        if parts[3:] == ["samples"]:
+            limit, offset = (int(request.query[name]) for name in ("limit", "offset"))
+            page = self.samples[offset : offset + limit]
+            return web.json_response({"prompts": [[]], "data": page, "total": len(self.samples)})
         if parts[3:] == ["checkpoints"]:
             found = [{"identifier": f"{parts[2]}-checkpoint-2"}, {"identifier": f"{parts[2]}-final"}]
             return web.json_response({"data": found})

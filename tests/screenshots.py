@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/how-to/dashboard.md from real trainings: `.venv/bin/python -m tests.screenshots`.
+"""Makes the pictures of docs/how-to/dashboard.md from real trainings: `python -m tests.screenshots [NAME ...]`.
 
 Needs playwright and Debian's chromium, as the tests of the dashboard do.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,12 @@ _COLORS = 96
 """Of a picture: fewer make it small, and more are not seen."""
 
 
-def main() -> None:
-    """Train, open each page, and write its picture."""
+def main(names: list[str]) -> None:
+    """Train, open each page, and write its picture.
+
+    Args:
+        names: of the pictures; empty: all.
+    """
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="trl-") as directory:
         root = Path(directory)
@@ -37,16 +42,22 @@ def main() -> None:
         with running(Guarded(root)) as service, browser.chromium() as chromium:
             fill(service, str(model))
             with browser.window(chromium, service, viewport=_SIZE) as window:
-                take(window, str(model))
+                take(window, str(model), names)
 
 
 def fill(service: Guarded, model: str) -> None:
-    """Two trainings that have ended, one that runs, and one that waits behind it."""
+    """Three trainings that have ended, one that runs, and one that waits behind it."""
     service.register("questions", QUESTIONS * 20)
     service.register("pairs", PAIRS * 10)
     for name, rate in (("sft-slow", 2e-4), ("sft-fast", 1e-3)):
         body = job(sft(name, "questions"), model, n_epochs=3, optimizer_config={"lr": rate})
         service.wait(service.submit(SFT, {**body, "algorithm_config": LORA}), "completed")
+    samples = {"prompts": ["What is 3 times two?", "What is 7 times two?"], "max_new_tokens": 12}
+    data = {"dataset_id": "questions", "batch_size": 8, "shuffle": True}
+    optimizer = {"lr": 3e-3}
+    body = job(sft("sft-samples", "questions"), model, n_epochs=8, data_config=data, optimizer_config=optimizer)
+    options = {"samples": samples, "save_steps": 32}
+    service.wait(service.submit(SFT, body, options=options), "completed")
     service.submit(SFT, job(sft("sft-long", "questions"), model, n_epochs=60))
     service.submit(DPO, job(promised("dpo-next", "pairs"), model))
     poll(lambda: service.state("sft-long") == "in_progress", "the job runs", timeout=60)
@@ -56,7 +67,7 @@ def job(body: dict[str, Any], model: str, **training: Any) -> dict[str, Any]:
     return {**body, "model": model, "training_config": {**body["training_config"], **training}}
 
 
-def take(window: browser.Window, model: str) -> None:
+def take(window: browser.Window, model: str, names: list[str]) -> None:
     """Open the pages and write their pictures."""
     page = window.page
 
@@ -82,10 +93,13 @@ def take(window: browser.Window, model: str) -> None:
         "jobs": ("/", lambda: page.wait_for_selector("tr[data-job=sft-long] progress", timeout=60_000)),
         "job": ("/jobs/sft-long", drawn),
         "compare": ("/compare?job=sft-slow&job=sft-fast", drawn),
+        "samples": ("/jobs/sft-samples/samples", lambda: page.wait_for_selector("table.samples")),
         "data": ("/data", filled),
         "new-job": ("/new", checked),
     }
     for name, (path, prepare) in pictures.items():
+        if names and name not in names:
+            continue
         window.open(path)
         prepare()
         picture = Image.open(io.BytesIO(page.screenshot()))
@@ -93,4 +107,4 @@ def take(window: browser.Window, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

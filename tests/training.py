@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.recipes import train
-from llama_stack_provider_trl.specs.events import Event, iter_events
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.events import Event, Sampled, iter_events
+from llama_stack_provider_trl.specs.job import (
+    AttemptSpec,
+    DatasetRef,
+    DpoSpec,
+    JobSpec,
+    LoraSpec,
+    OptimizerSpec,
+    SampleMessage,
+    SamplesSpec,
+)
 from llama_stack_provider_trl.system.files import RunDir, put_rows
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
@@ -18,6 +27,11 @@ DPO_ROWS = [
     {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": f"I would rather not add {n}."}
     for n in range(12)
 ]
+
+SAMPLES = SamplesSpec(
+    prompts=tuple((SampleMessage(role="user", content=f"What is {n} plus {n}?"),) for n in (3, 5, 100)),
+    max_new_tokens=6,
+)
 
 
 def dataset(root: Path, rows: Iterable[dict[str, Any]]) -> DatasetRef:
@@ -67,6 +81,15 @@ def attempt_in_process(spec: Path) -> int:
         return train.main(["train", str(spec)])
     finally:
         os.umask(umask)
+
+
+def sampled(events: Iterable[Event]) -> list[tuple[str, int, list[str]]]:
+    """Kind, step and texts of each set of answers."""
+    return [
+        (event.kind, event.step, [answer.text for answer in event.answers])
+        for event in events
+        if isinstance(event, Sampled)
+    ]
 
 
 def of_kind[E](events: Iterable[Event], kind: type[E]) -> list[E]:

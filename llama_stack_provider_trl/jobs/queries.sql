@@ -161,6 +161,9 @@ DELETE FROM attempts WHERE job_uuid = :job_uuid;
 -- name: delete_points
 DELETE FROM points WHERE job_uuid = :job_uuid;
 
+-- name: delete_samples
+DELETE FROM samples WHERE job_uuid = :job_uuid;
+
 -- name: delete_checkpoints
 DELETE FROM checkpoints WHERE job_uuid = :job_uuid;
 
@@ -192,6 +195,14 @@ WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind;
 
 -- name: select_evaluations
 SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step;
+
+-- name: select_samples
+-- Sets of answers in the order in which they were taken.
+SELECT step, kind, epoch, time, answers FROM samples WHERE job_uuid = :job_uuid
+ORDER BY kind = 'after', step, kind LIMIT :limit OFFSET :offset;
+
+-- name: count_samples
+SELECT count(*) AS sets FROM samples WHERE job_uuid = :job_uuid;
 
 -- name: select_outcome
 SELECT event_offset, finished, paused_at_step, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
@@ -255,6 +266,10 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 -- Steps that an earlier attempt did beyond the checkpoint are done again; what it measured there no longer counts.
 DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > :start_step;
 
+-- name: supersede_samples
+-- As supersede_points. Those after the last step are taken again.
+DELETE FROM samples WHERE job_uuid = :job_uuid AND attempt < :attempt AND (step > :start_step OR kind = 'after');
+
 -- name: note_progress
 -- `progress` has no nulls: a value that this point lacks stays as an earlier point had it.
 UPDATE attempts SET step = :step, stepped_at = :time, progress = json_patch(progress, :progress)
@@ -308,6 +323,15 @@ INSERT INTO points (job_uuid, step, kind, attempt, time, epoch, metrics)
 VALUES (:job_uuid, :step, :kind, :attempt, :time, :epoch, :metrics)
 ON CONFLICT (job_uuid, step, kind) DO UPDATE
 SET attempt = excluded.attempt, time = excluded.time, epoch = excluded.epoch, metrics = excluded.metrics;
+
+-- name: upsert_samples
+-- The first 1000 of each kind only: a training may report any number.
+INSERT INTO samples (job_uuid, step, kind, attempt, time, epoch, answers)
+SELECT :job_uuid, :step, :kind, :attempt, :time, :epoch, :answers
+WHERE (SELECT count(*) FROM samples WHERE job_uuid = :job_uuid AND kind = :kind) < 1000
+   OR EXISTS (SELECT 1 FROM samples WHERE job_uuid = :job_uuid AND step = :step AND kind = :kind)
+ON CONFLICT (job_uuid, step, kind) DO UPDATE
+SET attempt = excluded.attempt, time = excluded.time, epoch = excluded.epoch, answers = excluded.answers;
 
 -- name: upsert_checkpoint
 INSERT INTO checkpoints (job_uuid, path, attempt, kind, step, epoch, created_at, train_loss, validation_loss, perplexity)

@@ -188,11 +188,6 @@ class JobReader:
         rows = self.database.select("select_evaluations", {"job_uuid": job_uuid})
         return [(row["step"], json.loads(row["metrics"])) for row in rows]
 
-    def training_warnings(self, job_uuid: str) -> Sequence[tuple[int, str]]:
-        """Warnings that were reported while a job trained, in that order, each with the last step before it."""
-        rows = self.database.select("select_warnings", {"job_uuid": job_uuid})
-        return [(row["step"], row["message"]) for row in rows]
-
     def outcome(self, job_uuid: str, attempt: int) -> Outcome:
         """What the events of an attempt report about its end, and the cursor."""
         (row,) = self.database.select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ..specs.events import Failed, ProgressValues, Reason
+from ..specs.events import Answer, Failed, ProgressValues, Reason
 from ..specs.job import Dtype, JobSpec
 from ..system.files import RunDir
 from .states import REASONS, JobState, shown
@@ -163,6 +163,18 @@ class PointRecord:
     epoch: float
     time: datetime
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SamplesRecord:
+    """The model's answers to the prompts of a job's `samples`, after optimizer step `step`."""
+
+    kind: Literal["before", "checkpoint", "after"]
+    step: int
+    epoch: float
+    time: datetime
+    answers: tuple[Answer, ...]
+    """In the order of the prompts."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..specs.bounded import LAST_TIME
 from ..specs.events import (
+    Answer,
     CheckpointDamaged,
     CheckpointSaved,
     Evaluated,
@@ -22,6 +23,7 @@ from ..specs.events import (
     Prepared,
     Progress,
     Reason,
+    Sampled,
     Started,
     Tokenizing,
     Warned,
@@ -39,6 +41,7 @@ from .records import (
     NodeRecord,
     NodeTaskRecord,
     PointRecord,
+    SamplesRecord,
 )
 from .states import JobState
 from .totals import CHECKPOINT, observed
@@ -56,6 +59,7 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             resumed_from = None if event.resumed_from is None else str(event.resumed_from)
             yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
             yield "supersede_points", steps
+            yield "supersede_samples", steps
             if event.tokens_seen is not None:  # of the job whose checkpoint this one begins with: they count there
                 yield "note_tokens", {"tokens": event.tokens_seen}
         case Tokenizing():
@@ -71,6 +75,12 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "upsert_point", {**row, **_metrics(event, **dict(event.memory())), "kind": "train"}
         case Evaluated():
             yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
+        case Sampled():
+            answers = json.dumps([answer.model_dump() for answer in event.answers])
+            yield (
+                "upsert_samples",
+                {**row, "step": event.step, "kind": event.kind, "epoch": event.epoch, "answers": answers},
+            )
         case CheckpointSaved():
             yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
             if event.write_seconds is not None:
@@ -220,6 +230,11 @@ def export_record(row: sqlite3.Row) -> ExportRecord:
 
 def point_record(row: sqlite3.Row) -> PointRecord:
     return PointRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), json.loads(row["metrics"]))
+
+
+def samples_record(row: sqlite3.Row) -> SamplesRecord:
+    answers = tuple(Answer.model_validate(answer) for answer in json.loads(row["answers"]))
+    return SamplesRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), answers)
 
 
 def _utc(seconds: float) -> datetime:

@@ -68,6 +68,18 @@ CREATE TABLE IF NOT EXISTS points (
     PRIMARY KEY (job_uuid, step, kind)
 ) STRICT, WITHOUT ROWID;
 
+-- The model's answers to the prompts of the job's `samples`. As with points, the last attempt to reach a step counts.
+CREATE TABLE IF NOT EXISTS samples (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,                     -- before, checkpoint or after
+    attempt INTEGER NOT NULL,
+    time REAL NOT NULL,
+    epoch REAL NOT NULL,
+    answers TEXT NOT NULL,                  -- JSON array of events.Answer, in the order of the prompts
+    PRIMARY KEY (job_uuid, step, kind)
+) STRICT;
+
 CREATE TABLE IF NOT EXISTS checkpoints (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
     path TEXT NOT NULL,
@@ -216,5 +228,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 8;
+PRAGMA user_version = 9;
 COMMIT;

@@ -157,6 +157,7 @@ class Store(JobReader):
                 "delete_tasks",
                 "delete_attempts",
                 "delete_points",
+                "delete_samples",
                 "delete_checkpoints",
                 "delete_warnings",
                 "delete_exports",

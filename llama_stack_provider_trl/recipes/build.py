@@ -19,6 +19,7 @@ from .checkpoint.step import need_space
 from .data.lengths import num_rows
 from .data.prepare import DataReport, with_filler
 from .data.prepared import Preparation
+from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .fast.model import use_rows
 from .fast.parts import in_parts
@@ -32,6 +33,7 @@ from .model.loading import (
     check_length,
     load_model,
     load_tokenizer,
+    positions_of,
     quantize,
     shallow_model,
 )
@@ -92,6 +94,8 @@ class BuiltTrainer:
     """What the fused head computes with: triton or torch."""
     padding_free: str
     """Whether batches have padding, and why; empty: the job asks for it."""
+    prompts: list[list[int]]
+    """Token ids of the prompts of `samples`; empty: the job has none."""
 
     @property
     def passes_mask(self) -> bool:
@@ -155,6 +159,7 @@ def build_trainer(
     tokenizer = load_tokenizer(spec.source)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source)) if spec.samples else []
     data = load_data(spec, tokenizer, writer)
     spec, padding_free = with_batches(spec)
     requested = spec
@@ -183,7 +188,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts)
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:

@@ -23,6 +23,7 @@ from ..system.process import allocated_memory, available_memory, limit_memory, m
 from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.prepare import DataReport
 from .data.prepared import Preparation
+from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, EpochSampler
 from .distributed import ranks
 from .fast.batches import largest_groups
@@ -33,7 +34,7 @@ from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, batch_fields, nearest
 from .memory.trace import Batch, trace
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
-from .model.loading import load_tokenizer, within_positions
+from .model.loading import load_tokenizer, positions_of, within_positions
 from .preview import preview
 
 
@@ -220,7 +221,10 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         return preview(spec, request.preview, writer)
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
-    prepared = Preparation(spec, load_tokenizer(spec.source), writer, spec.dataset).rows(spec.dataset)
+    tokenizer = load_tokenizer(spec.source)
+    if spec.samples:
+        encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    prepared = Preparation(spec, tokenizer, writer, spec.dataset).rows(spec.dataset)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)

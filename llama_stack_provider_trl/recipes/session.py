@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
@@ -23,7 +23,7 @@ from ..errors import JobFailure
 from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reason, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..system.files import RunDir
-from .build import build_trainer
+from .build import BuiltTrainer, build_trainer
 from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import first_undamaged, need_space, step_bytes
@@ -37,6 +37,9 @@ from .trainer.base import RecipeTrainer
 from .trainer.callbacks import Decision, JobCallback
 from .trainer.reference import Precomputation, precomputes
 from .trainer.trl_patches import require_releases
+
+if TYPE_CHECKING:
+    from .trainer.samples import PromptAnswers
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
         if run.callback.paused:
             return writer.write(Paused(step=run.trainer.state.global_step), durable=True)
         _evaluate_last_step(run)
-        _export(run, _load_best(run))
+        exported = _load_best(run)
+        run.callback.sample("after", exported["step"])
+        _export(run, exported)
         faults.reach("finishing")
         writer.write(Finished(step=run.trainer.state.global_step), durable=True)
 
@@ -109,9 +114,18 @@ def _prepare(
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0
         effective = built.effective()
-    callback = JobCallback(spec, writer, trainer, run_dir.control, effective, start_step, resume_from)
+    answers = _answers(spec, built, writer)
+    callback = JobCallback(spec, writer, trainer, run_dir.control, effective, start_step, resume_from, answers)
     trainer.add_callback(callback)
     return Run(spec, writer, trainer, callback, resume_from, require_space)
+
+
+def _answers(spec: JobSpec, built: BuiltTrainer, writer: EventWriter) -> PromptAnswers | None:
+    if spec.samples is None:
+        return None
+    from .trainer.samples import PromptAnswers
+
+    return PromptAnswers(built.trainer, built.prompts, spec.samples.max_new_tokens, writer.heartbeat)
 
 
 def _checkpoint_to_resume(attempt: AttemptSpec, writer: EventWriter, disks: Disks) -> Path | None:

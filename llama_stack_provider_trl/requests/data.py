@@ -9,6 +9,8 @@ from ..specs.evaluations import METRICS
 from ..specs.job import (
     Algorithm,
     EarlyStoppingSpec,
+    SampleMessage,
+    SamplesSpec,
 )
 from .bodies import (
     DataConfig,
@@ -43,6 +45,7 @@ def resolve_data(
         "truncation_side": options.truncation_side,
         "token_cache": settings.data_dir / "tokens" if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),
+        "samples": resolve_samples(options),
     }
 
 
@@ -121,6 +124,17 @@ def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: A
         "early_stopping": early and EarlyStoppingSpec(**{**early.model_dump(), "metric": metric}),
         "best_checkpoint": best and _metric("provider_options.best_checkpoint", best, algorithm),
     }
+
+
+def resolve_samples(options: ProviderOptions) -> SamplesSpec | None:
+    given = options.samples
+    if given is None:
+        return None
+    prompts = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in given.prompts]
+    return SamplesSpec(
+        prompts=tuple(tuple(SampleMessage(**message) for message in prompt) for prompt in prompts),
+        max_new_tokens=given.max_new_tokens,
+    )
 
 
 def _metric(name: str, metric: str, algorithm: Algorithm) -> str:

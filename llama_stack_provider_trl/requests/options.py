@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..documented import Documented
 from ..errors import InvalidRequest
@@ -55,6 +55,64 @@ class Resources(Documented):
     """Labels that a node has, such as {"zone": "a"}."""
     model_present: bool = False
     """Only nodes with the model in their local cache."""
+
+
+SAMPLE_ROLES = ("system", "user", "assistant", "tool")
+SAMPLE_CHARACTERS = 32_000
+"""Of all prompts together."""
+
+
+class Samples(Documented):
+    """Prompts that the model answers before training, at each checkpoint and at the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts: list[str | list[dict[str, str]]] = Field(min_length=1, max_length=16)
+    """Each is the text of a user, or a list of messages {role, content} that the model answers."""
+    max_new_tokens: int = Field(64, gt=0, le=512)
+    """Tokens of an answer at most."""
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _check_prompts(cls, prompts: Any) -> Any:
+        if not isinstance(prompts, list):
+            raise ValueError("expected a list of prompts")
+        for number, prompt in enumerate(prompts):
+            if problem := _problem_of_prompt(prompt):
+                raise ValueError(f"prompt {number}: {problem}")
+        characters = sum(
+            len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+            for prompt in prompts
+        )
+        if characters > SAMPLE_CHARACTERS:
+            raise ValueError(f"all prompts together have {characters} characters, at most {SAMPLE_CHARACTERS} fit")
+        return prompts
+
+
+def _problem_of_prompt(prompt: Any) -> str:
+    """Why a prompt cannot be answered; empty: it can."""
+    if isinstance(prompt, str):
+        return _problem_of_text(prompt) if prompt.strip() else "it is blank, expected text"
+    if not isinstance(prompt, list) or not prompt:
+        return "expected text, or a list of messages {role, content}"
+    for message in prompt:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            return "each message has a role and a content, and nothing else"
+        if message["role"] not in SAMPLE_ROLES:
+            return f"the role of a message is one of {', '.join(SAMPLE_ROLES)}"
+        if not isinstance(message["content"], str):
+            return "the content of a message is text"
+        if problem := _problem_of_text(message["content"]):
+            return problem
+    return "its last message is the assistant's: end with one to answer" if prompt[-1]["role"] == "assistant" else ""
+
+
+def _problem_of_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "it has half of a UTF-16 surrogate pair, expected valid Unicode text"
+    return ""
 
 
 class ProviderOptions(Documented):
@@ -118,6 +176,8 @@ class ProviderOptions(Documented):
     """End the job when evaluations in a row are not better than the best: {patience, min_delta 0, metric eval_loss}."""
     best_checkpoint: str | None = None
     """Keep the checkpoint that is best by this metric of the evaluations, and make it `final`."""
+    samples: Samples | None = None
+    """The model's answers to fixed prompts, before, at checkpoints and after: {prompts, max_new_tokens 64}."""
     keep_last: int | None = Field(None, gt=0, le=10**9)
     """Keep the newest so many step checkpoints and delete older ones. Default: the configuration's, else all stay."""
     retries: int | None = Field(None, ge=0, le=1000)
@@ -158,8 +218,13 @@ class ProviderOptions(Documented):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
-            problem = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
-            blocks: dict[str, type[Documented]] = {"early_stopping": EarlyStopping, "resources": Resources}
+            problem = (
+                "there is no such option"
+                if first["type"] == "extra_forbidden"
+                else first["msg"].removeprefix("Value error, ")
+            )
+            blocks: dict[str, type[Documented]]
+            blocks = {"early_stopping": EarlyStopping, "resources": Resources, "samples": Samples}
             block = blocks.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
             names = ", ".join((block or cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

@@ -14,6 +14,10 @@ MAX_VALUES = 100_000
 MAX_KEY = 256
 MAX_TEXT = 65_536
 _MAX_MESSAGE = 16_384
+MAX_ANSWERS = 16
+"""Answers of a set of samples."""
+MAX_ANSWER = 8192
+"""Characters of one."""
 MAX_INTEGER = 2**63 - 1
 """The largest integer that a database column holds."""
 

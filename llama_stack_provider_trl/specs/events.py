@@ -27,6 +27,8 @@ from pydantic import (
 
 from ..system.files import open_regular
 from .bounded import (
+    MAX_ANSWER,
+    MAX_ANSWERS,
     MAX_KEY,
     MAX_TEXT,
     MAX_VALUES,
@@ -254,6 +256,35 @@ class Evaluated(_Event):
     metrics: Metrics
 
 
+class Answer(BaseModel):
+    """The model's answer to a prompt of the job's `samples`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    text: Annotated[str, cut(MAX_ANSWER)]
+    """Without special tokens."""
+    tokens: Count
+    """Special ones included."""
+    complete: bool
+    """Whether the model ended it; False: it has `max_new_tokens`."""
+
+
+class Sampled(_Event):
+    """The model's answers to the prompts of the job's `samples`, after optimizer step `step`. Key in the store: (job,
+    step, kind).
+
+    Those of a checkpoint are written before it is: a job that resumes from it has them.
+    """
+
+    type: Literal["samples"] = "samples"
+    kind: Literal["before", "checkpoint", "after"]
+    """after: of the weights in `final`."""
+    step: Count
+    epoch: Epochs
+    answers: Annotated[list[Answer], Field(max_length=MAX_ANSWERS)]
+    """In the order of the prompts."""
+
+
 class CheckpointSaved(_Event):
     """A checkpoint directory that is complete on disk, fsynced and loadable; never written earlier."""
 
@@ -321,6 +352,7 @@ Event = Annotated[
     | Previewed
     | Progress
     | Evaluated
+    | Sampled
     | CheckpointSaved
     | CheckpointDamaged
     | Paused

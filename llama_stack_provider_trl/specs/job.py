@@ -161,6 +161,23 @@ class EarlyStoppingSpec(_Frozen):
     """Its name in the evaluations' metrics."""
 
 
+class SampleMessage(_Frozen):
+    """One turn of a prompt."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+
+
+class SamplesSpec(_Frozen):
+    """Prompts that the model answers greedily, without a change to the training: before its first step, before each
+    step checkpoint is written, and at the end."""
+
+    prompts: tuple[tuple[SampleMessage, ...], ...]
+    max_new_tokens: int = Field(gt=0)
+    """Tokens of an answer at most."""
+
+
 class ShardingSpec(_Frozen):
     """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
 
@@ -295,6 +312,8 @@ class JobSpec(_Frozen):
     best_checkpoint: str | None = None
     """A metric of the evaluations: each one that is better than all before ends in a checkpoint, the best one is kept,
     and `final` holds its weights. None: `final` holds the last step's."""
+    samples: SamplesSpec | None = None
+    """None: no prompts are answered."""
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)

@@ -350,6 +350,7 @@ OPTION_ASKS: dict[str, Try] = {
     "eval_steps": Try(2, around={DATA + "validation_dataset_id": "held-out"}),
     "early_stopping": Try({"patience": 2}, around={DATA + "validation_dataset_id": "held-out"}),
     "best_checkpoint": Try("eval_loss", around={DATA + "validation_dataset_id": "held-out"}),
+    "samples": Try({"prompts": ["What is 3 plus 3?"]}),
     "keep_last": Try(2),
     "retries": Try(7),
     "oom_retry": Try(False),

@@ -22,6 +22,7 @@ PAGES = (
     "/",
     "/jobs/dpo",
     "/jobs/dpo/logs",
+    "/jobs/dpo/samples",
     "/jobs/dpo/checkpoints/final",
     "/jobs/nobody",
     "/nodes",
@@ -110,8 +111,15 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
 def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     window: Window, service: Guarded
 ) -> None:
-    service.wait(service.submit(DPO, promised("dpo", "pairs")), "completed")
+    samples = {"prompts": ["What is 3 plus 3?", "<b>And 4?</b>"], "max_new_tokens": 4}
+    service.submit(DPO, promised("dpo", "pairs"), options={"samples": samples, "save_steps": 5})
     window.login("submit")
+    window.open("/jobs/dpo/samples")
+    window.page.evaluate("window.kept = true")
+    window.page.wait_for_selector("th:has-text('after, step')", timeout=60_000)
+    assert window.page.evaluate("window.kept"), "the page was loaded again"
+    assert window.page.inner_text("tbody th >> nth=1") == "<b>And 4?</b>"
+    service.wait("dpo", "completed")
     window.open("/jobs/dpo")
     window.wait_for_charts()
     expected = {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"}

@@ -49,7 +49,8 @@ def form_token(page: str) -> str:
 def test_jobs_of_the_inline_provider_have_pages_and_buttons(stack: LlamaStack) -> None:
     stack.register("shown-rows", QUESTIONS)
     stack.arm("step-2", "hold")
-    name = stack.submit(SFT, sft("shown-inline", "shown-rows"))
+    samples = {"prompts": ["What is 3 times two?"], "max_new_tokens": 4}
+    name = stack.submit(SFT, sft("shown-inline", "shown-rows"), options={"samples": samples})
     stack.wait_taken("step-2")
     with dashboard(stack.data_dir) as address:
         session = requests.Session()
@@ -64,6 +65,8 @@ def test_jobs_of_the_inline_provider_have_pages_and_buttons(stack: LlamaStack) -
         series = session.get(f"{address}/v1/post-training/jobs/{name}/series").json()
         assert "loss" in series["train"]
         assert session.get(f"{address}/v1/post-training/jobs/{name}/logs").status_code == 200
+        assert session.get(f"{address}/v1/post-training/jobs/{name}/samples").json()["data"][0]["kind"] == "before"
+        assert "before, step 0" in session.get(f"{address}/jobs/{name}/samples").text
         assert session.get(f"{address}/v1/post-training/jobs").status_code == 404  # the API is Llama Stack's
 
         form = {"form_token": form_token(page.text)}

@@ -175,7 +175,8 @@ def test_a_stream_that_cannot_be_is_refused_before_it_begins(service: TrainingSe
 
 
 def test_curves_are_the_metrics_and_reach_as_far_as_their_cursor(service: TrainingService) -> None:
-    name = service.submit(SFT, sft("curved", "questions"))
+    options = {"samples": {"prompts": ["What is 3 times two?"], "max_new_tokens": 4}, "save_steps": 2}
+    name = service.submit(SFT, sft("curved", "questions"), options=options)
     service.wait_state(name, "completed", timeout=90)
     series = service.get(f"{JOBS}/{name}/series").json()
     points = [point for point in service.get(f"{JOBS}/{name}/metrics").json()["data"] if point["kind"] == "train"]
@@ -186,6 +187,28 @@ def test_curves_are_the_metrics_and_reach_as_far_as_their_cursor(service: Traini
     assert [message.event for message in follow(service, name, **{"Last-Event-ID": series["next"]})] == ["state", "end"]
     refusal(service.get(f"{JOBS}/nobody/series"), 404)
     refusal(service.get(f"{JOBS}/{name}/series", points=1), 400)
+
+
+def test_samples_of_a_training_are_listed_and_shown_side_by_side(service: TrainingService) -> None:
+    """Of the job of the test before."""
+    service.wait_state("curved", "completed", timeout=90)
+    found = service.get(f"{JOBS}/curved/samples").json()
+    assert found["prompts"] == [[{"role": "user", "content": "What is 3 times two?"}]]
+    kinds = [(one["kind"], one["step"]) for one in found["data"]]
+    assert (kinds[0], kinds[-1][0], found["total"]) == (("before", 0), "after", len(kinds))
+    assert all(one["answers"][0]["tokens"] > 0 for one in found["data"])
+    part = service.get(f"{JOBS}/curved/samples", limit=1, offset=1).json()
+    assert part["data"] == found["data"][1:2]
+    page = service.get("/jobs/curved/samples", prefix="").text
+    assert "What is 3 times two?" in page
+    assert re.findall(r'<th scope="col">(before, |after, |)step (\d+)', page)[0] == ("before, ", "0")
+    assert '<a href="/jobs/curved/samples">samples</a>' in service.get("/jobs/curved", prefix="").text
+    assert ">samples</a>" not in service.get("/jobs/ended", prefix="").text
+    assert "It has no prompts" in service.get("/jobs/ended/samples", prefix="").text
+    assert service.get(f"{JOBS}/ended/samples").json() == {"prompts": [], "data": [], "total": 0}
+    for path in (f"{JOBS}/nobody/samples", f"{JOBS}/ended/samples?limit=101", f"{JOBS}/ended/samples?offset=-1"):
+        refusal(service.get(path), 404 if "nobody" in path else 400)
+    assert service.get("/jobs/nobody/samples", prefix="").status_code == 404
 
 
 def test_a_job_with_200_000_points_opens_with_its_extremes_and_is_exact_where_it_is_enlarged(

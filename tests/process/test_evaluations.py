@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, SAMPLES, job_spec, of_kind, run, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 # The training rows contradict them, so that this loss falls to step 3 and rises then.
@@ -38,6 +38,7 @@ BOTH: dict[str, Any] = {
     "best_checkpoint": "eval_loss",
     "early_stopping": EarlyStoppingSpec(patience=2),
     "save_steps": 4,
+    "samples": SAMPLES,
 }
 
 
@@ -171,6 +172,14 @@ def test_an_interrupted_job_decides_as_one_that_was_not(ranks: Ranks, tmp_path: 
     codes, resumed = ranks.run(tmp_path / "second", spec, spec.checkpoint_dir / "checkpoint-4")
     assert codes == [0]
     assert evaluated(resumed) == evaluated(whole)[4:]
+    assert [found[:2] for found in sampled(whole)] == [
+        ("before", 0),
+        *(("checkpoint", step) for step in (1, 2, 3, 4)),
+        ("after", 3),
+    ]
+    assert sampled(resumed) == sampled(whole)[-1:]
+    # final is the best checkpoint.
+    assert sampled(whole)[-1][2] == sampled(whole)[3][2] != sampled(whole)[4][2]
     assert [event.message for event in of_kind(resumed, Warned)] == [event.message for event in of_kind(whole, Warned)]
     assert (saved(resumed)[-1], of_kind(resumed, Finished)[0].step) == (("final", 3), 5)
     assert_same_weights(spec.checkpoint_dir / "final", tmp_path / "first-final")
@@ -196,5 +205,6 @@ def test_two_ranks_stop_at_the_same_step_and_export_the_same_best(
     codes, events = ranks.run(tmp_path / "both" / "run", spec)
     assert codes == [0, 0]
     assert saved(events) == saved(expected)
+    assert sampled(events) == sampled(expected)
     assert saved(events)[-1][1] < of_kind(events, Finished)[0].step == of_kind(expected, Finished)[0].step
     assert_same_weights(spec.checkpoint_dir / "final", alone.checkpoint_dir / "final", atol=2e-3)

@@ -26,7 +26,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, SFT_ROWS, attempt_in_process, job_spec, of_kind, run
+from tests.training import DPO_ROWS, SAMPLES, SFT_ROWS, attempt_in_process, job_spec, of_kind, run
 
 pytestmark = pytest.mark.process
 
@@ -157,6 +157,11 @@ def test_what_would_fail_the_job_fails_the_preflight_in_the_same_words(tmp_path:
     (failed,) = of_kind(events, Failed)
     assert failed.reason == Reason.invalid_model
     assert not of_kind(events, Finished)
+    samples = SAMPLES.model_copy(update={"max_new_tokens": 4096})
+    (tmp_path / "samples").mkdir()
+    (failed,) = of_kind(ask(tmp_path / "samples", job_spec(tmp_path, tiny_model(), samples=samples)), Failed)
+    assert failed.reason == Reason.invalid_request
+    assert "provider_options.samples.prompts[0] has" in failed.message
 
 
 def test_a_full_disk_does_not_fit_either(tmp_path: Path) -> None:

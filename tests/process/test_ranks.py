@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.runner import PAUSE
@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Fa
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
+from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
@@ -96,6 +96,21 @@ def numbers(events: list[Any]) -> list[dict[str, float]]:
 
 def final_weights(spec: JobSpec) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "final").state_dict())
+
+
+def generated(directory: Path, spec: JobSpec) -> list[str]:
+    """The answers of transformers itself to the prompts of a job."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert spec.samples
+    texts = []
+    for prompt in spec.samples.prompts:
+        turns = [message.model_dump() for message in prompt]
+        given = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        found = model.generate(
+            **given, max_new_tokens=spec.samples.max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        texts.append(tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
 
 
 def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -201,12 +216,18 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
 
 
 def test_without_shards_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "sft", 2, "NO_SHARD", gradient_accumulation_steps=2, batch_size=1, n_epochs=1)
+    changes = {"gradient_accumulation_steps": 2, "batch_size": 1, "n_epochs": 1, "samples": SAMPLES}
+    spec = spec_of(tmp_path, "sft", 2, "NO_SHARD", **changes)
     counted = "nn.parallel.DistributedDataParallel.no_sync"
     codes, events = ranks.run(tmp_path / "run", spec, counted=counted)
     assert codes == [0, 0]
     assert of_kind(events, Prepared)[0].effective["gradient_sync"] == "step"
     assert len((tmp_path / "run" / "calls").read_text().splitlines()) == len(of_kind(events, Progress)) == 3
+    # Each rank answers some of the prompts.
+    before, after = sampled(events)
+    assert [before[:2], after[:2]] == [("before", 0), ("after", 3)]
+    assert before[2] == generated(Path(spec.model), spec)
+    assert after[2] == generated(spec.checkpoint_dir / "final", spec)
 
 
 def test_hybrid_sharding_over_two_nodes_has_parts_within_and_copies_across(
@@ -230,9 +251,10 @@ def test_hybrid_sharding_with_one_rank_per_node_is_refused(ranks: Ranks, tmp_pat
 
 
 def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True)
+    spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True, samples=SAMPLES)
     events = trained(ranks, tmp_path, spec)
     assert [event.kind for event in of_kind(events, CheckpointSaved)][-2:] == ["final", "merged"]
+    assert [found[:2] for found in sampled(events)] == [("before", 0), ("checkpoint", 3), ("after", 6)]
     # The policy is the reference still: log 2, for which bf16 has only 0.69141.
     assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(0.693147, abs=5e-4)
     base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.jobs.reports import read_samples
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
@@ -32,16 +33,16 @@ from tests.census import assert_clean
 from tests.fakes import FakeClock
 from tests.forked import forked_warm_processes
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec
+from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec
 from tests.zygote import ForkLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft-lora": {"algorithm": "sft", "lora": LORA, "validation_rows": SFT_ROWS[:4]},
-    "dpo-full": {"algorithm": "dpo"},
+    "dpo-full": {"algorithm": "dpo", "samples": SAMPLES},
     "sft-full": {"algorithm": "sft", "gradient_accumulation_steps": 2, "n_epochs": 6},
-    "dpo-lora": {"algorithm": "dpo", "lora": LORA},
+    "dpo-lora": {"algorithm": "dpo", "lora": LORA, "samples": SAMPLES},
 }
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "10"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
@@ -57,6 +58,8 @@ class Outcome(NamedTuple):
     """Digest of the exported weights."""
     points: list[Point]
     """Kind, step and loss of every metric point."""
+    samples: list[tuple[str, int, list[str]]]
+    """Kind, step and texts of every set of answers."""
 
 
 class Undisturbed(NamedTuple):
@@ -107,7 +110,10 @@ class World:
             (point.kind, point.step, point.metrics.get("loss", point.metrics.get("eval_loss")))
             for point in self.store.points(name)
         ]
-        return Outcome(hashlib.sha256(file.read_bytes()).hexdigest(), points)
+        samples = [
+            (one.kind, one.step, [answer.text for answer in one.answers]) for one in read_samples(self.store, name)[0]
+        ]
+        return Outcome(hashlib.sha256(file.read_bytes()).hexdigest(), points, samples)
 
 
 @pytest.fixture(scope="module")

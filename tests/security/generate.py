@@ -431,6 +431,11 @@ _EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "checkpoint", "kind": "step", "step": 2, "epoch": 1, "path": "/tmp/x", "train_loss": 2.5},
     {"type": "warning", "message": "a warning"},
     {"type": "evaluated", "step": 1, "epoch": 0.5, "metrics": {"eval_loss": 2.5}},
+    {
+        "type": "samples",
+        **{"kind": "checkpoint", "step": 2, "epoch": 0.5},
+        "answers": [{"text": "It is 6.", "tokens": 4, "complete": True}],
+    },
     {"type": "checkpoint_damaged", "path": "/tmp/x", "message": "text"},
     {"type": "paused", "step": 1},
     {"type": "failed", "reason": "rank_failed", "message": "text"},

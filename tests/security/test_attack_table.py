@@ -36,7 +36,9 @@ HIDDEN = {
     ("GET", "/metrics"): USERS | {"metrics"},
     **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
     **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
-    **dict.fromkeys([("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "checkpoints/{identifier}")], USERS),
+    **dict.fromkeys(
+        [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "checkpoints/{identifier}")], USERS
+    ),
     **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
     **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
     **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),

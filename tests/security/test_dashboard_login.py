@@ -14,7 +14,7 @@ from markupsafe import escape
 
 from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.events import Answer, Reason, Sampled
 from tests.contract.stack import poll
 from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded, guarded_service
@@ -38,6 +38,8 @@ PAGES = (
     "/jobs/ended/checkpoints/final",
     "/jobs/waiting",
     "/jobs/hostile",
+    "/jobs/hostile/samples",
+    "/jobs/waiting/samples",
     "/nodes",
 )
 
@@ -56,9 +58,17 @@ def add_hostile_job(data_dir: Path) -> None:
     run_dir = data_dir / "jobs" / "hostile" / "attempts" / "1"
     run_dir.mkdir(parents=True)
     (run_dir / "rank-0.log").write_text(f"{HOSTILE}\n{'x' * 5000}\n")
-    spec = job_spec("hostile", model=HOSTILE, checkpoint_dir=data_dir / "checkpoints" / "hostile")
+    samples = {"prompts": [[{"role": "system", "content": HOSTILE}, {"role": "user", "content": HOSTILE}]]}
+    spec = job_spec(
+        "hostile",
+        model=HOSTILE,
+        checkpoint_dir=data_dir / "checkpoints" / "hostile",
+        samples={**samples, "max_new_tokens": 9},
+    )
     store.add_job(spec, "digest", [HOSTILE], created_by=HOSTILE)
     store.launch("hostile", 1, "cpu", run_dir)
+    answers = [Answer(text=HOSTILE, tokens=9, complete=False)] * 2  # one more than there are prompts
+    store.apply_events("hostile", 1, [Sampled(kind="before", step=0, epoch=0.0, answers=answers)], 10)
     states = type(store.get("hostile").state)
     assert store.transition("hostile", 1, states.launching, states.failed, Reason.internal, HOSTILE)
     store.close()

@@ -13,16 +13,19 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.reports import read_samples
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.specs.bounded import LAST_TIME
 from llama_stack_provider_trl.specs.events import (
     LINE_BYTES,
+    Answer,
     Failed,
     Finished,
     Progress,
     Reason,
+    Sampled,
     Started,
     Warned,
     parse_event,
@@ -39,6 +42,8 @@ from tests.fakes import FakeClock, FakeLauncher, job_spec
 STARTED = Started(pid=1, device="cpu", versions={})
 PROGRESS = {"type": "progress", "step": 1, "epoch": 0.5, "metrics": {"loss": 2.0}, "peak_memory_bytes": 1}
 PREPARED = {"type": "prepared", "total_steps": 1, "num_rows": 1, "trainable_parameters": 1, "total_parameters": 1}
+ANSWER = {"text": "It is 6.", "tokens": 4, "complete": True}
+SAMPLES = {"type": "samples", "kind": "checkpoint", "step": 2, "epoch": 0.5, "answers": [ANSWER]}
 
 
 def nested(depth: int) -> Any:
@@ -62,6 +67,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "an integer of 5000 digits": {**PREPARED, "effective": {"a": 10**4299}},
     "a path with a NUL": {"type": "checkpoint_damaged", "path": "/a\0b", "message": ""},
     "a path of 5000 characters": {"type": "checkpoint_damaged", "path": "/" + 5000 * "a", "message": ""},
+    "more answers than prompts": {**SAMPLES, "answers": 17 * [ANSWER]},
+    "a kind of samples that is none": {**SAMPLES, "kind": "meanwhile"},
+    "an answer that is no text": {**SAMPLES, "answers": [{**ANSWER, "text": ["a"]}]},
+    "an answer of more tokens than there are": {**SAMPLES, "answers": [{**ANSWER, "tokens": 10**30}]},
     "rows beyond all rows": {"type": "tokenizing", "rows": 10**30, "total_rows": 1},
     "a rank beyond all ranks": {"type": "failed", "reason": "internal", "message": "", "rank": 10**30},
 }
@@ -91,6 +100,12 @@ def test_long_texts_are_cut_and_not_refused() -> None:
     )
     assert isinstance(failed, Failed)
     assert (len(failed.message), len(failed.traceback)) == (16_384, 65_536)
+    longest = {**SAMPLES, "answers": 16 * [{**ANSWER, "text": 100_000 * "a"}]}
+    samples = parse_event(line(longest))
+    assert isinstance(samples, Sampled)
+    assert {len(answer.text) for answer in samples.answers} == {8192}
+    widest = samples.model_copy(update={"answers": 16 * [Answer(text=8192 * "\0", tokens=1, complete=True)]})
+    assert len(widest.model_dump_json()) < LINE_BYTES
 
 
 def test_a_loss_that_is_no_number_is_still_a_metric() -> None:
@@ -166,6 +181,16 @@ def test_warnings_without_end_are_not_kept_without_end(world: World) -> None:
     world.launcher.emit("a-1", *(Warned(message=f"warning {number}") for number in range(1000)))
     world.supervisor.tick()
     assert len(world.store.get("a").warnings) == 200
+
+
+def test_samples_without_end_are_not_kept_without_end(world: World) -> None:
+    world.launcher.emit("a-1", *(Sampled.model_validate({**SAMPLES, "step": step}) for step in range(1100)))
+    world.launcher.emit("a-1", Sampled.model_validate({**SAMPLES, "step": 5, "epoch": 1.0}))
+    world.launcher.emit("a-1", Sampled.model_validate({**SAMPLES, "step": 1100, "kind": "after"}))
+    world.supervisor.tick()
+    samples, count = read_samples(world.store, "a")
+    assert (len(samples), count) == (1001, 1001)
+    assert (samples[5].epoch, samples[-1].kind) == (1.0, "after")
 
 
 def test_pages_of_events_leave_bad_lines_out_and_come_to_an_end(world: World) -> None:

@@ -93,6 +93,8 @@ def test_what_the_training_reports_stands_beside_what_was_submitted() -> None:
     assert found["packed"].submitted == "true"
     assert "optimizer.betas" not in found
     assert job_view.settings_of({"dtype": "fp32", "recipe": None})
+    (prompts,) = job_view.settings_of({"samples": {"prompts": [[{"role": "user", "content": "Hi"}]]}})
+    assert (prompts.name, prompts.submitted) == ("samples.prompts", "1")
 
 
 def test_marks_logs_and_addresses() -> None:

@@ -372,6 +372,45 @@ def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(setti
     assert set(METRICS) == set(get_args(Algorithm))
 
 
+def test_prompts_of_samples_are_texts_or_messages(settings: Settings) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    found = spec_of(sft(), settings, samples={"prompts": ["Hi", turns]}).samples
+    assert found is not None
+    assert found.max_new_tokens == 64
+    assert [[(turn.role, turn.content) for turn in prompt] for prompt in found.prompts] == [
+        [("user", "Hi")],
+        [("system", "Be brief."), ("user", "Hi")],
+    ]
+    assert spec_of(sft(), settings).samples is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "field", "problem"),
+    [
+        ({"prompts": []}, "prompts", "at least 1"),
+        ({"prompts": ["a"] * 17}, "prompts", "at most 16"),
+        ({"prompts": "a"}, "prompts", "expected a list of prompts"),
+        ({"prompts": [" "]}, "prompts", "prompt 0: it is blank"),
+        ({"prompts": ["a", 3]}, "prompts", "prompt 1: expected text, or a list of messages"),
+        ({"prompts": [[]]}, "prompts", "prompt 0: expected text"),
+        ({"prompts": [[{"role": "user"}]]}, "prompts", "a role and a content"),
+        ({"prompts": [[{"role": "poet", "content": "a"}]]}, "prompts", "one of system, user, assistant, tool"),
+        ({"prompts": [[{"role": ["user"], "content": "a"}]]}, "prompts", "one of system, user, assistant, tool"),
+        ({"prompts": [[{"role": "user", "content": 3}]]}, "prompts", "content of a message is text"),
+        ({"prompts": [[{"role": "assistant", "content": "a"}]]}, "prompts", "last message is the assistant's"),
+        ({"prompts": ["a" * 32_000, "b"]}, "prompts", "32001 characters, at most 32000"),
+        ({"prompts": ["\ud800"]}, "prompts", "half of a UTF-16 surrogate pair"),
+        ({"prompts": ["a"], "max_new_tokens": 513}, "max_new_tokens", "less than or equal to 512"),
+        ({"prompts": ["a"], "temperature": 1}, "temperature", "the options are: prompts, max_new_tokens"),
+        ({}, "prompts", "Field required"),
+    ],
+)
+def test_samples_are_refused_by_name(samples: Any, field: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        ProviderOptions.parse({"samples": samples})
+    assert refused.value.field.startswith(f"provider_options.samples.{field}")
+
+
 def test_null_false_and_empty_mean_not_requested(settings: Settings) -> None:
     quiet = with_training(
         efficiency_config={"fsdp_cpu_offload": False, "enable_activation_offloading": None},

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,9 +15,11 @@ from llama_stack_provider_trl.errors import JobConflict, JobNotFound, StoreError
 from llama_stack_provider_trl.jobs import database
 from llama_stack_provider_trl.jobs.database import _queries
 from llama_stack_provider_trl.jobs.records import JobRecord
+from llama_stack_provider_trl.jobs.reports import read_samples, read_warnings
 from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import (
+    Answer,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -25,6 +28,7 @@ from llama_stack_provider_trl.specs.events import (
     Prepared,
     Progress,
     Reason,
+    Sampled,
     Started,
     Tokenizing,
     Warned,
@@ -373,7 +377,7 @@ def test_a_warning_has_the_step_of_the_training_at_which_it_was_first_reported(s
     assert store.get("job-1").warnings == (
         *("at the submission", "2 rows were cut", "little memory is free", "it stops early"),
     )
-    assert store.training_warnings("job-1") == [(2, "little memory is free"), (3, "it stops early")]
+    assert read_warnings(store, "job-1") == [(2, "little memory is free"), (3, "it stops early")]
 
 
 def test_events_of_an_earlier_attempt_are_refused(store: Store) -> None:
@@ -403,6 +407,42 @@ def test_training_and_validation_points_of_one_step_stand_side_by_side(store: St
         (4, "train"),
     ]
     assert [point.step for point in store.points("job-1", after=3)] == [4]
+
+
+def answered(number: int, text: str, kind: Literal["before", "checkpoint", "after"] = "checkpoint") -> Sampled:
+    return Sampled(kind=kind, step=number, epoch=0.5, answers=[Answer(text=text, tokens=2, complete=True)])
+
+
+def test_samples_of_a_step_count_once_and_the_last_attempt_to_reach_it_counts(store: Store) -> None:
+    running(store)
+    events = [
+        answered(0, "a", "before"),
+        answered(2, "b"),
+        answered(2, "c"),
+        answered(4, "d"),
+        answered(5, "e", "after"),
+    ]
+    store.apply_events("job-1", 1, events, 20)
+    assert not store.apply_events("job-1", 1, [answered(9, "again")], 20)
+    assert texts(store) == [("before", 0, "a"), ("checkpoint", 2, "c"), ("checkpoint", 4, "d"), ("after", 5, "e")]
+    store.transition("job-1", 1, JobState.in_progress, JobState.scheduled)
+    store.launch("job-1", 2, "cpu", Path("/runs/2"))
+    prepared = Prepared(total_steps=5, start_step=2, num_rows=1, trainable_parameters=1, total_parameters=1)
+    store.apply_events("job-1", 2, [prepared], 10)
+    assert texts(store) == [("before", 0, "a"), ("checkpoint", 2, "c")]
+    store.apply_events("job-1", 2, [answered(4, "f"), answered(4, "g", "after")], 20)
+    assert texts(store)[2:] == [("checkpoint", 4, "f"), ("after", 4, "g")]
+    assert ([one.step for one in read_samples(store, "job-1", 2, 1)[0]], read_samples(store, "job-1", 2, 1)[1]) == (
+        [2, 4],
+        4,
+    )
+    store.transition("job-1", 2, JobState.launching, JobState.failed, Reason.internal)
+    store.delete("job-1")
+    assert read_samples(store, "job-1") == ([], 0)
+
+
+def texts(store: Store) -> list[tuple[str, int, str]]:
+    return [(one.kind, one.step, one.answers[0].text) for one in read_samples(store, "job-1")[0]]
 
 
 def test_a_batch_of_events_with_a_bad_one_leaves_no_trace(store: Store) -> None:
@@ -478,7 +518,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -549,6 +589,10 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
     connection.execute("DROP VIEW job_records")
+    connection.execute("DROP TABLE samples")
+    if version == 8:
+        connection.execute("PRAGMA user_version = 8")
+        return
     connection.execute("ALTER TABLE warnings DROP COLUMN step")
     if version == 7:
         connection.execute("PRAGMA user_version = 7")

@@ -221,6 +221,9 @@ def test_pull_and_the_small_calls(client: TrlClient, service: FakeService, tmp_p
     assert (tmp_path / "model" / "model").read_bytes() == b"weights"
     assert [job["job_uuid"] for job in client.jobs("completed")] == ["one"]
     assert client.metrics("one") == service.points
+    assert client.samples("one") == {"prompts": [[]], "data": []}
+    service.samples = [{"step": step} for step in range(45)]
+    assert client.samples("one")["data"] == service.samples
     assert client.pause("one")["resources_allocated"]["state"] == "pause"
     assert client.resume("one")["resources_allocated"]["state"] == "resume"
     client.cancel("one")

@@ -317,7 +317,7 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     if not spec.max_seq_length_is_default:
         return spec, []
     sources = [spec.source, spec.reference_source]
-    found = [positions for source in sources if (positions := _positions(source)) is not None]
+    found = [positions for source in sources if (positions := positions_of(source)) is not None]
     if not found or min(found) >= spec.max_seq_length:
         return spec, []
     warning = (
@@ -327,11 +327,12 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
 
 
-def _positions(source: ModelSource) -> int | None:
+def positions_of(source: ModelSource) -> int | None:
+    """Tokens that a model has positions for; None: it states no limit, or cannot be read, which loading it reports."""
     try:
         config = load_config(source)
     except JobFailure:
-        return None  # loading the model reports the error
+        return None
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
 

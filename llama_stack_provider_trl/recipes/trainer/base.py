@@ -83,6 +83,9 @@ class RecipeTrainer(Trainer):
         self._chooses_gradient_sync, self._deferred = chooses_gradient_sync, deferred
         self.notes: dict[str, Any] = {}
         """Further state of the job that step checkpoints hold, as JSON values; a resumed job finds it here."""
+        self.before_checkpoint: Callable[[], None] = lambda: None
+        """Called on every rank before a step checkpoint is copied. Set by `JobCallback` where there is something to
+        do."""
         self._saver = Saver(spec, self.args.device, writer, fencing_token)
         self._require_space = require_space
         self._step_bytes = step_bytes(self.model, spec.optimizer)
@@ -234,6 +237,7 @@ class RecipeTrainer(Trainer):
         Returns when its content is copied. Waits for the checkpoint before, if that is still being written.
         """
         step = self.state.global_step
+        self.before_checkpoint()
         self.finish_saving(due=step)
         is_first = ranks.rank() == 0
         self._staging = Path(self.args.output_dir) / self.fencing_token.private_name(".saving")

@@ -8,7 +8,7 @@ import sys
 import time
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ... import faults
 from ...errors import JobFailure
 from ...specs.evaluations import EarlyStoppingTracker
-from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Warned
+from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
 from ...system.malloc import Malloc
 from ...system.process import resident_memory
@@ -24,6 +24,9 @@ from ..distributed import ranks
 from ..model import fsdp
 from ..model.loading import parameter_counts
 from .base import RecipeTrainer
+
+if TYPE_CHECKING:
+    from .samples import PromptAnswers
 
 SAVE_SECONDS = 1800.0
 """Seconds between saves of a job without `save_steps`: a crash costs half an hour, not an epoch."""
@@ -52,6 +55,7 @@ class JobCallback(TrainerCallback):
         effective: what was decided beyond the spec.
         start_step: optimizer steps done in the checkpoint that training resumes from.
         resumed_from: that checkpoint.
+        answers: of the job's `samples`; None: it has none.
     """
 
     def __init__(
@@ -63,10 +67,11 @@ class JobCallback(TrainerCallback):
         effective: dict[str, Any],
         start_step: int = 0,
         resumed_from: Path | None = None,
+        answers: PromptAnswers | None = None,
     ) -> None:
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
-        self.start_step, self.resumed_from = start_step, resumed_from
+        self.start_step, self.resumed_from, self._answers = start_step, resumed_from, answers
         self.early_stopping = EarlyStoppingTracker(spec, trainer.notes)
         self.malloc = Malloc()
         self.paused = self.stopped = False
@@ -77,6 +82,8 @@ class JobCallback(TrainerCallback):
         self._busy_since: float | None = None
         self._saved_at = time.monotonic()
         trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
+        if answers is not None:
+            trainer.before_checkpoint = self._sample_checkpoint
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -114,6 +121,23 @@ class JobCallback(TrainerCallback):
             )
         )
         faults.reach("prepared")
+        given = spec.resume_from
+        if self.resumed_from is None or (given is not None and self.resumed_from == given.path):
+            self.sample("before", self.start_step)  # a checkpoint of the job itself came with samples
+
+    def sample(self, kind: Literal["before", "checkpoint", "after"], step: int) -> None:
+        """Report the model's answers to the prompts of the job's `samples`, where it has any. A collective."""
+        if self._answers is None:
+            return
+        answers = self._answers.take_first() if kind == "before" else self._answers.take()
+        steps = self.trainer.state.max_steps / self.spec.n_epochs
+        self.writer.write(Sampled(kind=kind, step=step, epoch=round(step / steps, 6), answers=answers))
+
+    def _sample_checkpoint(self) -> None:
+        state = self.trainer.state
+        # Who pauses a job waits for its device: a checkpoint that is made for this alone has no answers.
+        if not self.paused or self._is_planned(state):
+            self.sample("checkpoint", state.global_step)
 
     def _keep_memory(self) -> None:
         """On a CPU, decide whether malloc keeps large blocks, by rank 0's estimate; a GPU's allocator always does."""

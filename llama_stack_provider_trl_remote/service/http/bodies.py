@@ -21,7 +21,7 @@ from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm
 from llama_stack_provider_trl.stack.responses import Checkpoint
 
-from ...wire import NAME, Load
+from ...wire import NAME
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Purpose = Literal["post-training/messages", "eval/question-answer", "eval/messages-answer"]
@@ -448,54 +448,3 @@ class Health(BaseModel):
     version: str
     supervising: bool
     """false: another process supervises this data directory, and this one only accepts requests."""
-
-
-class NodeRow(BaseModel):
-    node: str
-    devices: list[str]
-    jobs: dict[str, str]
-    """Device -> the job that has it."""
-    cpus: int
-    memory_bytes: int
-    memory_available_bytes: int | None
-    """null: not known, of another machine."""
-    disk_free_bytes: int
-    head: bool = False
-    """The service's own machine."""
-    agent: bool
-    """It can be one of several nodes of a job."""
-    state: str
-    """open, or the reason for taking no jobs: cordoned, draining, silent since 12:00:03 UTC."""
-    address: str | None = None
-    versions: dict[str, str] = {}
-    labels: dict[str, str] = {}
-    models: list[str] = []
-    """Model ids in its local cache."""
-    memory_of_devices: dict[str, int] = {}
-    """GPU -> bytes, as far as known."""
-    load: Load | None = None
-    """What runs on it now takes; null: its agent has reported none for 30 seconds."""
-
-
-class ListNodesResponse(BaseModel):
-    data: list[NodeRow]
-
-
-class DeviceLoads(BaseModel):
-    """A list per value, as long as `time`; null: not known in that minute."""
-
-    utilization_percent: list[float | None]
-    memory_used_bytes: list[int | None]
-    power_watts: list[float | None]
-
-
-class NodeLoadResponse(BaseModel):
-    """Means of minutes. A minute without a report is missing."""
-
-    time: list[int]
-    """Begin of each minute, seconds since the epoch; the last one may not be over."""
-    cpu_percent: list[float]
-    memory_used_bytes: list[int]
-    disk_free_bytes: list[int]
-    devices: dict[str, DeviceLoads]
-    """Its GPUs."""

@@ -7,11 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from llama_stack_provider_trl.jobs.reports import read_warnings
+
 from ..context import Stored
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
 from ..views.logs import LAUNCHER, read_log
+from ..views.samples import side_by_side
 from . import job_view
 from .login import checked_form, see_other
 from .rendering import page
@@ -30,7 +33,7 @@ _MORE_LINES, _MORE_BYTES = 5000, 1 << 20
 async def job_page(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """State, attempts, curves, checkpoints, log and configuration of a job."""
     status = await asyncio.to_thread(service.status, job_uuid)
-    warnings = await asyncio.to_thread(service.store.training_warnings, job_uuid)
+    warnings = await asyncio.to_thread(read_warnings, service.store, job_uuid)
     log = await _log(service, job_uuid, "0", None, _LINES, _BYTES)
     return page(request, "job.html", log=log, **job_view.values(status, caller.role, warnings))
 
@@ -50,6 +53,15 @@ async def log_page(
     ranks = job_view.logs_of(status)
     values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
     return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, most=_MORE_BYTES, **values)
+
+
+@router.get("/samples", dependencies=[USERS])
+async def samples_page(
+    request: Request, service: Stored, job_uuid: JobName, skip: Annotated[int, Query(ge=0, le=10**6)] = 0
+) -> Response:
+    """The model's answers to the job's prompts, side by side."""
+    found = await asyncio.to_thread(side_by_side, service.store, job_uuid, skip)
+    return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found)
 
 
 @router.get("/checkpoints/{identifier:path}", dependencies=[USERS])

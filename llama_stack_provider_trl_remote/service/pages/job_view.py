@@ -171,7 +171,10 @@ def _ended(attempt: Mapping[str, Any], state: JobState | None) -> tuple[str, str
 def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     """The configuration as it was submitted, defaults included, beside what the training has reported of it."""
     recipe = config.get("recipe") or {}
-    submitted = dict(_flat({name: value for name, value in config.items() if name != "recipe"}))
+    given = {name: value for name, value in config.items() if name != "recipe"}
+    if samples := given.get("samples"):  # the page of samples has the texts
+        given["samples"] = {**samples, "prompts": len(samples["prompts"])}
+    submitted = dict(_flat(given))
     reported = dict(_flat({name: value for name, value in recipe.items() if name != "effective"}))
     reported |= dict(_flat(recipe.get("effective") or {}))
     names = [*submitted, *(name for name in reported if name not in submitted)]

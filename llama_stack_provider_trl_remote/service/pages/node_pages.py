@@ -11,7 +11,7 @@ from llama_stack_provider_trl.jobs.records import NodeMode
 
 from ...nodes.joining import how_to_add_a_node
 from ..context import Context, Service
-from ..http.bodies import NodeRow
+from ..http.node_bodies import NodeRow
 from ..routes.nodes import Name, node_rows, remove_node, set_mode
 from ..security.access import ADMINS_FORM, USERS, CurrentCaller
 from .login import checked_form, see_other

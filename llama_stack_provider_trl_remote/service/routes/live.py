@@ -1,4 +1,4 @@
-"""What a page that shows jobs while they run reads: the events of several jobs in one stream, and curves."""
+"""What a page that shows jobs while they run reads: the events of several jobs in one stream, curves, samples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from ..context import Stored
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
 from ..http.errors import declared
+from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute
 from ..views.events import Cursor, read_page, read_states
+from ..views.samples import list_samples
 from ..views.series import LAST_STEP, read_series
 from .jobs import JobUuid, as_json
 
@@ -71,3 +73,14 @@ async def job_series(
     """Metric points as curves. Of more points than requested, the lowest and highest of each part of the range."""
     wanted = (metric or (), points, begin or 0, LAST_STEP if end is None else end)
     return as_json(await asyncio.to_thread(read_series, service.store, job_uuid, *wanted))
+
+
+@router.get("/jobs/{job_uuid}/samples", dependencies=[USERS], response_model=SamplesResponse, responses=declared(404))
+async def job_samples(
+    service: Stored,
+    job_uuid: JobUuid,
+    limit: Annotated[int, Query(ge=1, le=100, description="Sets of answers per page")] = 20,
+    offset: Annotated[int, Query(ge=0, le=10**6, description="Sets before this page")] = 0,
+) -> Response:
+    """The model's answers to the prompts of the provider option `samples`: before, at each checkpoint, after."""
+    return as_json(await asyncio.to_thread(list_samples, service.store, job_uuid, limit, offset))

@@ -15,8 +15,8 @@ from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import NAME, NodeReport, Poll
 from ..context import Context, Service
-from ..http.bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
 from ..http.errors import Conflict, NotFound, declared
+from ..http.node_bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
 
