@@ -539,3 +539,23 @@ WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation 
 -- name: fail_export
 UPDATE exports SET error = :error
 WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
+
+-- name: insert_allocation
+INSERT INTO allocations (request_id, pool, nodes, state, asked_for, recorded_at, handle)
+VALUES (:request_id, :pool, :nodes, 'wanted', :asked_for, :now, :handle);
+
+-- name: select_allocations
+-- Those that have not ended, and those that ended after a time; the oldest first.
+SELECT * FROM allocations WHERE ended_at IS NULL OR ended_at > :since ORDER BY recorded_at, request_id;
+
+-- name: change_allocation
+UPDATE allocations SET state = :state, message = :message,
+    granted_at = CASE :state WHEN 'granted' THEN coalesce(granted_at, :now) ELSE granted_at END,
+    ended_at = CASE :state WHEN 'ended' THEN :now END
+WHERE request_id = :request_id AND state = :assumed;
+
+-- name: note_allocation
+UPDATE allocations SET message = :message WHERE request_id = :request_id AND message <> :message;
+
+-- name: delete_old_allocations
+DELETE FROM allocations WHERE ended_at < :oldest;

@@ -177,6 +177,22 @@ CREATE TABLE IF NOT EXISTS loads (
     PRIMARY KEY (node, minute)
 ) STRICT, WITHOUT ROWID;
 
+-- Machines that pools were asked for. A row is written before its pool is asked.
+CREATE TABLE IF NOT EXISTS allocations (
+    request_id TEXT PRIMARY KEY,
+    pool TEXT NOT NULL,
+    nodes INTEGER NOT NULL,
+    state TEXT NOT NULL,                    -- pooling.AllocationState
+    asked_for TEXT NOT NULL,                -- the job that lacked them; it may have been deleted since
+    recorded_at REAL NOT NULL,
+    granted_at REAL,
+    ended_at REAL,
+    message TEXT NOT NULL DEFAULT '',
+    handle TEXT NOT NULL DEFAULT ''         -- what the pool finds it by
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS allocations_by_end ON allocations (ended_at);
+
 -- Tokens that admins create while the service runs. The tokens of its configuration are not here.
 CREATE TABLE IF NOT EXISTS tokens (
     name TEXT PRIMARY KEY,
@@ -228,5 +244,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 9;
+PRAGMA user_version = 10;
 COMMIT;

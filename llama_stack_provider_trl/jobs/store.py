@@ -18,6 +18,7 @@ from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
 from ..system.files import touched
 from .ahead import QueueAhead
+from .allocations import Allocations
 from .database import Database
 from .exports import Exports
 from .node_tasks import NodeTasks
@@ -52,6 +53,7 @@ class Store(JobReader):
         self.nodes = Nodes(self.database, clock)
         self.tasks = NodeTasks(self.database)
         self.exports = Exports(self.database)
+        self.allocations = Allocations(self.database, clock)
         self.totals = Totals(self.database)
         self.ahead = QueueAhead(self.database)
 

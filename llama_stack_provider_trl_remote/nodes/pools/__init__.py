@@ -1,0 +1,1 @@
+"""Pools of machines: who owns them, and how they are asked for."""

@@ -1,0 +1,71 @@
+"""What the service asks of every pool of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from llama_stack_provider_trl.errors import TrlError
+
+
+class PoolUnavailable(TrlError):
+    """Raised when a pool does not answer. It is asked again later."""
+
+
+class PoolRefusal(TrlError):
+    """Raised when a pool does not give what it was asked for. The allocation ends; another one is asked for later."""
+
+
+class PoolOrder(NamedTuple):
+    """Machines that a pool is to give, or to take back."""
+
+    request_id: str
+    names: Sequence[str]
+    """Names under which their agents join the service; as many as machines."""
+    handle: str
+    """The answer of `Pool.choose`."""
+
+
+class Given(StrEnum):
+    """What a pool has of an order."""
+
+    nothing = "nothing"
+    """It has never had it, or nothing of it is left."""
+    pending = "pending"
+    """It has accepted it, and has not given every machine yet."""
+    all = "all"
+    """An agent was started on every machine."""
+
+
+class Seen(NamedTuple):
+    """An observation of an order."""
+
+    given: Given
+    message: str = ""
+    """The reason for which it is pending, or for which nothing is left."""
+
+
+class Pool(Protocol):
+    """Machines that somebody else owns. Every method may take seconds; `request`, `release` and `observe` are repeated
+    after a crash, with the same order.
+
+    Raises:
+        PoolUnavailable, PoolRefusal.
+    """
+
+    def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
+        """What the pool will find an order by, before anything is asked of it. It is stored first.
+
+        Args:
+            taken: answers for the orders that have not ended.
+        """
+
+    def request(self, order: PoolOrder) -> None:
+        """Ask for machines, and have an agent started on each. An order that the pool has is not given twice."""
+
+    def observe(self, order: PoolOrder) -> Seen:
+        """What the pool has of an order."""
+
+    def release(self, order: PoolOrder) -> None:
+        """End the agents, and give the machines back. Nothing happens where nothing is left."""

@@ -1,0 +1,300 @@
+"""Asks pools for what waiting jobs lack, and gives back what none needs.
+
+Decisions are made in the supervisor's thread, right after it has placed jobs: nothing is placed between a decision and
+its record. Pools are asked in threads of their own, one for each, since they may take minutes. An allocation is
+recorded before its pool is asked, and its pool is asked again after a crash, with the same id.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.errors import StoreError, TrlError
+from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.pooling import (
+    OPEN,
+    Allocation,
+    AllocationState,
+    Kind,
+    PoolState,
+    decide,
+    kind_of_job,
+    node_names,
+)
+from llama_stack_provider_trl.jobs.store import Store
+
+from ...nodes.pools.base import Given, Pool, PoolOrder, PoolRefusal, PoolUnavailable, Seen
+
+log = logging.getLogger(__name__)
+DECISION = 1.0
+"""Seconds between two decisions."""
+OBSERVATION = 3.0
+"""Seconds between two observations of an allocation."""
+FIRST_WAIT, LONGEST_WAIT = 30.0, 1800.0
+"""Seconds for which a pool is asked for nothing after an allocation has failed: twice as many after each."""
+BUDGET_SECONDS = 30 * 24 * 3600.0
+"""Seconds before now that a budget counts."""
+
+
+@dataclass(frozen=True)
+class ManagedPool:
+    """A pool with its limits."""
+
+    name: str
+    pool: Pool
+    shape: Node
+    """What each of its nodes has."""
+    what: str
+    """Its nodes in words, such as `8 GPUs`."""
+    max_nodes: int
+    node_hours: float | None = None
+    """Hours of nodes that may be used in 30 days; None: any number."""
+    idle_seconds: float = 300.0
+    join_seconds: float = 600.0
+    """Seconds from the grant within which every node joins."""
+
+
+@dataclass
+class _Trouble:
+    """Why a pool is asked for nothing at the moment."""
+
+    failures: int = 0
+    until: float = 0.0
+    message: str = ""
+
+
+class Pools:
+    """The pools of a service.
+
+    Args:
+        remove: removes a node from the service; may raise TrlError where it still has jobs.
+        wake: has the supervisor make a pass.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        pools: Sequence[ManagedPool],
+        remove: Callable[[str], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._remove, self._wake, self._clock = store, remove, wake, clock
+        self.pools = {pool.name: pool for pool in pools}
+        self.notes: Mapping[Kind, str] = {}
+        """Kind of waiting jobs -> what was asked of pools for them; replaced where it changes."""
+        self._closed: Mapping[str, str] = {}
+        self._unused_since: dict[str, float] = {}
+        self._trouble = {name: _Trouble() for name in self.pools}
+        self._decided_at = float("-inf")
+        self._tended = threading.Event()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def why_closed(self, node: str) -> str:
+        """The reason for which a node of a pool takes no jobs; empty: it may."""
+        return self._closed.get(node, "")
+
+    def start(self) -> None:
+        """Ask pools from now on, in daemon threads; while `tend` is called."""
+        self._closed = _closed(self._store.allocations.all(self._clock() - BUDGET_SECONDS))
+        for name in self.pools:
+            thread = threading.Thread(target=self._serve, args=(name,), name=f"trl-pool-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Ask no more. What was asked for stays: the next service continues with it."""
+        self._stopping.set()
+        self._tended.set()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def tend(self, nodes: Callable[[], Sequence[Node]]) -> None:
+        """Decide, and record what was decided; in the supervisor's thread, after it has placed jobs.
+
+        Args:
+            nodes: returns those that jobs may run on.
+        """
+        now = self._clock()
+        if now - self._decided_at < DECISION:
+            return
+        self._decided_at = now
+        known = self._store.allocations.all(now - BUDGET_SECONDS)
+        current = [one for one in known if one.state is not AllocationState.ended]
+        if not self.pools and not known:
+            return
+        self._closed = _closed(known)
+        there = nodes()
+        queued = self._store.queue()
+        states = [self._state(pool, known, now) for pool in self.pools.values()]
+        plan = decide(queued, there, self._store.holders(), current, states, self._unused_since, now)
+        self._unused_since = plan.unused_since
+        by_id = {one.request_id: one for one in current}
+        for request_id in plan.drains:
+            for name in node_names(by_id[request_id]):
+                self._store.nodes.set_mode(name, "draining")
+        for request_id in plan.returns:
+            self._return(by_id[request_id], "no job needs it")
+        for ask in plan.asks:
+            self._record(ask.pool, ask.nodes, ask.job_uuid)
+        kinds = {job.job_uuid: kind_of_job(job) for job in queued}
+        current = list(self._store.allocations.all())
+        joined = {node.name for node in there}
+        notes = {kinds[job]: f"no pool serves it: {why}" for job, why in plan.refused.items() if self.pools}
+        for one in current:
+            if one.state in OPEN and one.asked_for in kinds and not joined.issuperset(node_names(one)):
+                notes[kinds[one.asked_for]] = self._asked(one)
+        if notes != self.notes:
+            self.notes = notes
+            self._wake()
+        self._closed = _closed([*current, *known])
+        self._remove_nodes(known, joined)
+        self._tended.set()
+
+    def _state(self, pool: ManagedPool, known: Sequence[Allocation], now: float) -> PoolState:
+        trouble = self._trouble[pool.name]
+        closed = f"{trouble.message}; asked again after {_at(trouble.until)}" if now < trouble.until else ""
+        over = self.over(pool, known, now)
+        return PoolState(pool.name, pool.shape, pool.max_nodes, pool.idle_seconds, over or closed, bool(over))
+
+    def over(self, pool: ManagedPool, known: Sequence[Allocation], now: float) -> str:
+        """Why a pool's budget allows no more; empty: it does."""
+        if pool.node_hours is None or self.hours_used(pool.name, known, now) < pool.node_hours:
+            return ""
+        return f"its {pool.node_hours:g} node-hours of 30 days are used up"
+
+    def hours_used(self, pool: str, known: Sequence[Allocation], now: float) -> float:
+        """Hours of a pool's nodes in the last 30 days."""
+        return sum(one.seconds_used(now - BUDGET_SECONDS, now) for one in known if one.pool == pool) / 3600
+
+    def _asked(self, one: Allocation) -> str:
+        what = self.pools[one.pool].what if one.pool in self.pools else "nodes"
+        text = f"asked {one.pool} for {one.nodes} x {what} at {_at(one.recorded_at)}"
+        if one.state is AllocationState.granted:
+            text = f"{one.pool} has given {one.nodes} x {what}, whose agents have not all joined yet"
+        return f"{text}: {one.message}" if one.message else text
+
+    def _record(self, name: str, nodes: int, job_uuid: str) -> None:
+        taken = [one.handle for one in self._store.allocations.all() if one.pool == name]
+        request_id = uuid.uuid4().hex[:12]
+        try:
+            handle = self.pools[name].pool.choose(request_id, nodes, taken)
+        except (PoolRefusal, PoolUnavailable) as error:
+            self._fail(name, str(error))
+            return
+        self._store.allocations.record(request_id, name, nodes, job_uuid, handle)
+        log.info("pool %s: %d nodes are wanted for job %s (%s)", name, nodes, job_uuid, request_id)
+        faults.reach("pool-recorded")
+
+    def _return(self, one: Allocation, why: str) -> bool:
+        moved = self._store.allocations.move(one, AllocationState.returning, why)
+        if moved:
+            log.info("pool %s: %s is given back: %s", one.pool, one.request_id, why)
+            faults.reach("pool-returning")
+        return moved
+
+    def _remove_nodes(self, known: Sequence[Allocation], joined: set[str]) -> None:
+        """Remove the nodes of allocations that have ended."""
+        for one in known:
+            if one.state is AllocationState.ended:
+                for name in joined.intersection(node_names(one)):
+                    with suppress(TrlError):  # it still has jobs, and was not silent for long enough
+                        self._remove(name)
+
+    # In the threads of the pools
+
+    def _serve(self, name: str) -> None:
+        while not self._stopping.is_set():
+            if self._tended.wait(OBSERVATION):
+                self._tended.clear()
+                self.work(name)
+                self._stopping.wait(OBSERVATION)
+
+    def work(self, name: str) -> None:
+        """Ask a pool for what is recorded, and record what it has of each allocation."""
+        for one in self._store.allocations.all():
+            if one.pool == name and not self._stopping.is_set():
+                try:
+                    self._advance(self.pools[name], one)
+                except PoolUnavailable as error:
+                    self._store.allocations.note(one, str(error))
+                except StoreError as error:
+                    log.error("pool %s: %s", name, error)
+                except Exception:  # a fault of the pool's own code must not end the thread
+                    log.exception("pool %s: allocation %s could not be handled", name, one.request_id)
+
+    def _advance(self, pool: ManagedPool, one: Allocation) -> None:
+        order = PoolOrder(one.request_id, node_names(one), one.handle)
+        match one.state:
+            case AllocationState.wanted:
+                try:
+                    pool.pool.request(order)
+                except PoolRefusal as error:
+                    self._end(one, str(error), failed=True)
+                    return
+                faults.reach("pool-asked")
+                self._store.allocations.move(one, AllocationState.asked)
+            case AllocationState.asked | AllocationState.granted:
+                self._observe(pool, one, pool.pool.observe(order))
+            case AllocationState.returning:
+                pool.pool.release(order)
+                faults.reach("pool-released")
+                seen = pool.pool.observe(order)
+                if seen.given is Given.nothing:
+                    self._end(one, one.message)
+
+    def _observe(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
+        if seen.given is Given.nothing:
+            early = one.state is AllocationState.asked
+            self._end(one, seen.message or f"{one.pool} has nothing left of it", failed=early)
+        elif seen.given is Given.pending:
+            self._store.allocations.note(one, seen.message)
+        elif one.state is AllocationState.asked:
+            if self._store.allocations.move(one, AllocationState.granted):
+                log.info("pool %s: %s is given: %s", one.pool, one.request_id, ", ".join(node_names(one)))
+        else:
+            self._expect(pool, one, seen)
+
+    def _expect(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
+        """Give a granted allocation back whose agents do not all join."""
+        missing = [name for name in node_names(one) if self._store.nodes.get(name) is None]
+        if not missing:
+            self._trouble[one.pool] = _Trouble()
+        elif self._clock() - (one.granted_at or 0.0) > pool.join_seconds:
+            why = f"{', '.join(missing)} did not join within {pool.join_seconds:g} s"
+            message = f"{why}: {seen.message}" if seen.message else f"{why}: see the agent's log there"
+            if self._return(one, message):
+                self._fail(one.pool, message)
+
+    def _end(self, one: Allocation, message: str, *, failed: bool = False) -> None:
+        if self._store.allocations.move(one, AllocationState.ended, message):
+            log.info("pool %s: %s has ended: %s", one.pool, one.request_id, message)
+            if failed:
+                self._fail(one.pool, message)
+
+    def _fail(self, name: str, message: str) -> None:
+        """Ask a pool for nothing for a while, longer each time."""
+        before = self._trouble[name]
+        wait = min(FIRST_WAIT * 2**before.failures, LONGEST_WAIT)
+        self._trouble[name] = _Trouble(before.failures + 1, self._clock() + wait, message)
+        log.warning("pool %s: %s; it is asked again in %.0f s", name, message, wait)
+
+
+def _closed(allocations: Sequence[Allocation]) -> dict[str, str]:
+    """Node -> the reason for which it takes no jobs."""
+    whys = {AllocationState.returning: "being given back to", AllocationState.ended: "no longer of"}
+    return {name: f"{whys[one.state]} {one.pool}" for one in allocations if one.state in whys for name in node_names(one)}
+
+
+def _at(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"

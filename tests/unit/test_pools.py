@@ -1,0 +1,254 @@
+"""The service's pools: what is recorded, asked and given back, over crashes at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.errors import JobConflict
+from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.pooling import AllocationState, node_names
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.job import ResourcesSpec
+from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
+from llama_stack_provider_trl_remote.service.cluster.pools import FIRST_WAIT, ManagedPool, Pools
+from tests.fakes import FakeClock, job_spec
+
+HEAD = Node("head", ("cpu",), "m", head=True, cpus=2)
+SHAPE = Node("", ("cuda:0", "cuda:1"), cpus=8)
+POINTS = ("pool-recorded", "pool-asked", "pool-returning", "pool-released")
+
+
+class FakePool:
+    """Machines that are given as soon as they are asked for."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, PoolOrder] = {}
+        self.requests: list[str] = []
+        self.error: Exception | None = None
+        self.pending = ""
+
+    def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
+        return f"handle-{len(taken)}"
+
+    def request(self, order: PoolOrder) -> None:
+        if self.error:
+            raise self.error
+        self.requests.append(order.request_id)
+        self.given[order.request_id] = order
+
+    def observe(self, order: PoolOrder) -> Seen:
+        if order.request_id not in self.given:
+            return Seen(Given.nothing, "it was cancelled")
+        return Seen(Given.pending, self.pending) if self.pending else Seen(Given.all)
+
+    def release(self, order: PoolOrder) -> None:
+        self.given.pop(order.request_id, None)
+
+
+class World:
+    """A service's pools. The agents of machines that a pool gives join at once."""
+
+    def __init__(self, store: Store, clock: FakeClock) -> None:
+        self.store, self.clock, self.pool = store, clock, FakePool()
+        self.limits = ManagedPool("ray", self.pool, SHAPE, "2 GPUs", max_nodes=3, idle_seconds=60, join_seconds=100)
+        self.joins = True
+        self.wakes = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.pools = Pools(self.store, [self.limits], self.remove, self.wake, self.clock)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def remove(self, name: str) -> None:
+        if any(place.startswith(f"{name}/") for place in self.store.holders()):
+            raise JobConflict(name)
+        self.store.nodes.remove(name)
+
+    def nodes(self) -> list[Node]:
+        modes = {record.name: record.mode for record in self.store.nodes.all()}
+        whys = {name: self.pools.why_closed(name) or mode.removeprefix("open") for name, mode in modes.items()}
+        return [HEAD, *(replace(SHAPE, name=name, machine=name, why_closed=why) for name, why in whys.items())]
+
+    def round(self, seconds: float = 5.0) -> None:
+        """A decision, and what the pool's thread does after it."""
+        self.clock.advance(seconds)
+        self.pools.tend(self.nodes)
+        self.pools.work("ray")
+        if self.joins:
+            known = {record.name for record in self.store.nodes.all()}
+            for order in self.pool.given.values():
+                for name in set(order.names) - known:
+                    self.store.nodes.join(name, name, "boot", "{}")
+
+    def submit(self, name: str = "job", nodes: int = 2) -> None:
+        resources = ResourcesSpec(nodes=nodes, min_nodes=nodes)
+        self.store.add_job(job_spec(name, device="cuda", ranks=2 * nodes, resources=resources), "digest")
+
+    def states(self) -> list[str]:
+        return [one.state for one in self.store.allocations.all(since=0.0)]
+
+    def note(self) -> str:
+        (note,) = self.pools.notes.values()
+        return note
+
+
+@pytest.fixture
+def world(store: Store, clock: FakeClock) -> World:
+    return World(store, clock)
+
+
+def test_machines_are_recorded_asked_for_given_used_and_given_back(world: World) -> None:
+    world.submit()
+    world.joins = False
+    world.pools.tend(world.nodes)
+    assert (world.states(), world.pool.requests) == (["wanted"], [])
+    assert "asked ray for 2 x 2 GPUs at" in world.note()
+    world.pool.pending = "no machine is free"
+    for _ in range(3):
+        world.round()
+    assert world.states() == ["asked"]
+    assert world.note().endswith("UTC: no machine is free")
+    world.pool.pending = ""
+    world.round()
+    assert world.states() == ["granted"]
+    world.joins = True
+    world.round()
+    world.round()
+    assert not world.pools.notes
+    (one,) = world.store.allocations.all()
+    assert (one.handle, one.asked_for, [record.name for record in world.store.nodes.all()]) == (
+        *("handle-0", "job"),
+        node_names(one),
+    )
+    # The job has ended: after a minute all of it goes back.
+    world.store.transition("job", 0, JobState.scheduled, JobState.cancelled)
+    world.round()
+    world.round(50)
+    assert world.states() == ["granted"]
+    world.round(10)
+    assert world.states() == ["ended"]
+    world.round()
+    assert (world.pool.given, world.store.nodes.all(), len(world.pool.requests)) == ({}, [], 1)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_after_a_crash_at_any_step_nothing_is_asked_for_twice_and_nothing_is_left(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
+    (tmp_path / point).write_text("error")
+    world.submit()
+    crashed = False
+    for _ in range(12):
+        if len(world.store.nodes.all()) == 2:
+            world.store.transition("job", 0, JobState.scheduled, JobState.cancelled)
+        try:
+            world.round(31)
+        except RuntimeError as error:
+            assert point in str(error)
+        if not crashed and (crashed := (tmp_path / f"{point}.taken").exists()):
+            world.restart()
+    assert (tmp_path / f"{point}.taken").exists()
+    assert (world.states(), world.pool.given, list(world.store.nodes.all())) == (["ended"], {}, [])
+    assert len(set(world.pool.requests)) == 1  # where it was asked again, then with the same id
+
+
+def test_nodes_get_no_jobs_while_they_are_given_back(world: World) -> None:
+    world.submit()
+    for _ in range(3):
+        world.round()
+    (one,) = world.store.allocations.all()
+    assert world.store.allocations.move(one, AllocationState.returning)
+    world.restart()
+    world.pools._closed = {}
+    world.pools.tend(world.nodes)
+    assert [node.why_closed for node in world.nodes()[1:]] == ["being given back to ray"] * 2
+
+
+def test_a_pool_that_refuses_is_named_and_asked_again_later_and_later(world: World) -> None:
+    world.submit()
+    world.pool.error = PoolRefusal("partition gpu does not exist")
+    world.round()
+    assert world.states() == ["ended"]
+    for _ in range(5):
+        world.round()
+    assert world.states() == ["ended"]
+    assert "no pool serves it: ray: partition gpu does not exist; asked again after" in world.note()
+    world.round(FIRST_WAIT)
+    assert world.states() == ["ended", "ended"]
+    world.round(FIRST_WAIT)
+    assert len(world.states()) == 2  # the second wait is twice as long
+    world.pool.error = None
+    world.round(FIRST_WAIT)
+    assert world.states()[2:] == ["asked"]
+
+
+def test_a_pool_that_does_not_answer_is_asked_again_for_the_same(world: World) -> None:
+    world.submit()
+    world.pool.error = PoolUnavailable("10.0.0.1:8265 does not answer")
+    for _ in range(3):
+        world.round()
+    assert world.states() == ["wanted"]
+    assert world.note().endswith("10.0.0.1:8265 does not answer")
+    world.pool.error = None
+    world.round()
+    assert (world.states(), len(world.pool.requests)) == (["asked"], 1)
+
+
+def test_machines_that_a_pool_takes_away_are_forgotten_and_asked_for_again(world: World) -> None:
+    world.submit()
+    for _ in range(3):
+        world.round()
+    world.pool.given.clear()
+    world.round()
+    assert world.states() == ["ended"]
+    (one,) = world.store.allocations.all(since=0.0)
+    assert one.message == "it was cancelled"
+    world.round()
+    assert world.states() == ["ended", "asked"]
+    assert len(world.pool.requests) == 2
+    assert not {record.name for record in world.store.nodes.all()} & set(node_names(one))
+
+
+def test_an_allocation_whose_agents_do_not_join_is_given_back(world: World) -> None:
+    world.submit()
+    world.joins = False
+    for _ in range(4):
+        world.round()
+    assert "whose agents have not all joined yet" in world.note()
+    world.round(100)
+    world.round()
+    world.round()
+    (one,) = world.store.allocations.all(since=0.0)
+    assert (one.state, world.pool.given) == ("ended", {})
+    assert "did not join within 100 s" in one.message
+
+
+def test_a_budget_that_is_used_up_empties_the_nodes(world: World) -> None:
+    world.limits = replace(world.limits, node_hours=1.0)
+    world.restart()
+    world.submit()
+    for _ in range(4):
+        world.round()
+    (one,) = world.store.allocations.all()
+    assert world.store.launch("job", 1, ",".join(f"{name}/cuda:0" for name in node_names(one)), Path("/runs/1"))
+    world.round(1700)
+    assert {record.mode for record in world.store.nodes.all()} == {"open"}
+    world.round(200)
+    assert {record.mode for record in world.store.nodes.all()} == {"draining"}
+    assert world.states() == ["granted"]
+    world.store.transition("job", 1, JobState.launching, JobState.failed, Reason.internal)
+    world.submit("next")
+    world.round()
+    world.round()
+    assert (world.states(), world.pool.given) == (["ended"], {})
+    assert "its 1 node-hours of 30 days are used up" in world.note()
