@@ -229,6 +229,8 @@ class Poll(_Message):
     """None: it cannot be measured, or the agent is of an earlier build."""
     log: LogEntries | None = None
     """None: there is nothing new, or the agent is of an earlier build."""
+    leaving: bool = False
+    """Whether its machine is about to be taken away: its jobs are to save, and to continue elsewhere."""
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 

@@ -1,7 +1,7 @@
 """Decides which machines to ask of pools for waiting jobs, and which to give back. Pure functions, as `placement`.
 
-A pool owns machines: a Ray cluster, Slurm, a rack that is reached by SSH. What is asked of it at once, for one job, is an
-allocation; its nodes join like any others, under names that follow from it (`node_names`).
+A pool owns machines: a Slurm cluster, for example. What is asked of it at once, for one job, is an allocation; its
+nodes join like any others, under names that follow from it (`node_names`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from .attempts import Attempts
 from .database import private_data_dir
 from .housekeeping import INTERVAL, remove_unused_rows
 from .placement import Node, Queued, is_remote, place, why_waits
+from .pooling import Kind, kind_of_job
 from .records import JobRecord
 from .retries import Retries
 from .states import ACTIVE, TERMINAL, JobState
@@ -57,6 +58,7 @@ class Supervisor:
         blob_retention: seconds for which unused rows are kept; None: forever.
         nodes: returns the machines at every pass, this one first; None: this one only.
         beside: called after every pass, by the process that supervises.
+        notes: returns what was asked of pools for each kind of waiting jobs.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Supervisor:
         blob_retention: float | None = None,
         nodes: Callable[[], Sequence[Node]] | None = None,
         beside: Callable[[], None] | None = None,
+        notes: Callable[[], Mapping[Kind, str]] | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -80,13 +83,14 @@ class Supervisor:
         self._devices = tuple(devices)
         self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
         self._beside = beside or (lambda: None)
+        self._notes = notes or dict
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
         self._retries = Retries(store, self._nodes)
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
-        self._last_without_start: tuple[Sequence[Node], Mapping[str, str], Sequence[Queued]] | None = None
+        self._last_without_start: tuple[object, ...] | None = None
         self._failed_passes: dict[str, int] = {}
         self._last_error = ""
         self._given_up: dict[str, str] = {}
@@ -317,16 +321,17 @@ class Supervisor:
         holders, nodes = self._store.holders(), self._nodes()
         everything = {node.place(device) for node in nodes if not node.why_closed for device in node.devices}
         some_free = not holders.keys() >= everything
-        seen = nodes, holders, self._store.queue() if some_free else self._store.kinds_waiting()
+        queue, notes = self._store.queue() if some_free else self._store.kinds_waiting(), self._notes()
+        seen = nodes, holders, queue, notes
         if seen == self._last_without_start:
             return
-        placed = place(seen[2], nodes, holders, time.time()) if some_free else {}
+        placed = place(queue, nodes, holders, time.time()) if some_free else {}
         for job_uuid, places in placed.items():
             job = self._store.get(job_uuid)
             self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
         if placed:
             holders = self._store.holders()
-        waiting = [(kind, why_waits(kind, holders, nodes)) for kind in self._store.kinds_waiting()]
+        waiting = [(kind, _why(kind, holders, nodes, notes)) for kind in self._store.kinds_waiting()]
         if changed := [(kind, why) for kind, why in waiting if why != kind.detail]:
             self._store.set_waiting_details(changed)
         self._last_without_start = None if placed else seen
@@ -361,3 +366,8 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
+
+
+def _why(kind: Queued, holders: Mapping[str, str], nodes: Sequence[Node], notes: Mapping[Kind, str]) -> str:
+    """Why jobs of a kind wait, and what was asked of pools for them."""
+    return "; ".join(text for text in (why_waits(kind, holders, nodes), notes.get(kind_of_job(kind))) if text)

@@ -143,6 +143,29 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
+async def list_pools(client: ServiceClient, options: Namespace) -> int:
+    found = (await client.get("/v1/pools"))["data"]
+    limits = [
+        (
+            pool["pool"],
+            f"{pool['nodes']} of {pool['max_nodes']} x {pool['what']}",
+            f"{pool['node_hours_used']:.1f} of {pool['node_hours'] or 'any number'}",
+            pool["state"],
+        )
+        for pool in found
+    ]
+    asked = [
+        (one["request_id"], pool["pool"], len(one["nodes"]), one["state"], one["asked_for"], one["message"])
+        for pool in found
+        for one in pool["allocations"]
+    ]
+    text = table(("pool", "nodes", "node-hours in 30 days", "state"), limits)
+    if asked:
+        text += "\n\n" + table(("asked for", "pool", "nodes", "state", "for job", "message"), asked)
+    emit(options, found, text if found else "the service has no pools: `pools` in its configuration adds them")
+    return 0
+
+
 async def show_node(client: ServiceClient, options: Namespace) -> int:
     print(json.dumps(await client.get(_node(options)), indent=2))
     return 0
@@ -230,6 +253,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
     ("nodes", "show"): show_node,
+    ("nodes", "pools"): list_pools,
     ("nodes", "cordon"): change_node,
     ("nodes", "uncordon"): change_node,
     ("nodes", "drain"): change_node,

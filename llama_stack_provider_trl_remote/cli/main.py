@@ -258,6 +258,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("list", "machines, their devices, and which job has them"),
         ("show", "everything that the service knows of a machine, as JSON"),
+        ("pools", "pools of machines, and what they were asked for"),
         ("cordon", "give a machine no further jobs"),
         ("uncordon", "give it jobs again"),
         ("drain", "give it no further jobs; those that train there save, and continue elsewhere"),
@@ -267,7 +268,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
         # No default of its own: it would replace a value given before the command.
         command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
         command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
-        if name != "list":
+        if name not in ("list", "pools"):
             command.add_argument("node", metavar="NODE")
 
 

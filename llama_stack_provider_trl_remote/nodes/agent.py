@@ -120,9 +120,17 @@ class Agent:
         self._credential: str | None = None
         """The last report of this machine; None: it has not joined this service under this name yet."""
         self._trouble = ""
+        self._leaving = self._told = False
+        """Whether this machine is about to be taken away, and whether the service knows."""
+
+    def leave(self) -> None:
+        """Have the jobs here saved, to continue elsewhere; `run` returns then."""
+        log.info("this machine is about to be taken away: its jobs save, and continue elsewhere")
+        self._leaving = True
+        self._news.set()
 
     async def run(self) -> None:
-        """Serve until cancelled; trainings continue then.
+        """Serve until cancelled, when trainings continue, or until everything here has ended after `leave`.
 
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
@@ -149,7 +157,7 @@ class Agent:
                 if not kept.begun:  # else it was ended: the service was away for too long
                     kept.begin()
             try:
-                while True:
+                while not (self._told and not self._tasks):
                     await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
@@ -252,6 +260,7 @@ class Agent:
             tasks=self._reports(),
             load=load,
             log=log_entries,
+            leaving=self._leaving,
             seen=seen,
         )
         kept = await asyncio.to_thread(self._kept)
@@ -274,6 +283,7 @@ class Agent:
             self._interrupted = orders is None
             if orders is not None:
                 self._note_answer()
+                self._told = body.leaving
                 if self._unsent is not None and log_entries is not None:
                     self._unsent.sent(log_entries.number + len(log_entries.lines) - 1)
                 await self._follow(orders)

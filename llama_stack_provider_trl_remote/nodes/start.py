@@ -8,7 +8,6 @@ import signal
 import ssl
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -186,7 +185,8 @@ def _switch(name: str, text: str) -> bool:
 
 
 def serve(settings: NodeSettings) -> int:
-    """Run a worker node until SIGTERM or SIGINT; trainings continue then. Raises the errors of `Agent.run`."""
+    """Run a worker node until SIGTERM or SIGINT, when trainings continue; or after SIGUSR1, which a batch system sends
+    before it takes the machine away, until its jobs have saved. Raises the errors of `Agent.run`."""
     path = settings.data_dir / DIRECTORY / AGENT_LOG
     start_logging(path, settings.log_level, [settings.token or ""], settings.unsent)
     lines = {
@@ -200,14 +200,21 @@ def serve(settings: NodeSettings) -> int:
     }
     for name, value in lines.items():
         print(f"{name:>8}  {value}", flush=True)
-    asyncio.run(_until_signal(make_agent(settings)))
-    print("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
+    if asyncio.run(_until_signal(make_agent(settings))):
+        print("the agent has left: its jobs have saved, and continue on other nodes", flush=True)
+    else:
+        print("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
     return 0
 
 
-async def _until_signal(agent: Agent) -> None:
+async def _until_signal(agent: Agent) -> bool:
+    """Returns whether the agent has ended by itself."""
     running = asyncio.create_task(agent.run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    with suppress(asyncio.CancelledError):
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, agent.leave)
+    try:
         await running
+    except asyncio.CancelledError:
+        return False
+    return True

@@ -17,7 +17,7 @@ from .context import Service
 from .http.errors import handle_errors
 from .metrics.registry import Latency
 from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
-from .routes import agents, datasets, job_files, jobs, live, nodes, tokens
+from .routes import agents, datasets, job_files, jobs, live, nodes, pools, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
@@ -48,6 +48,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, datasets.blobs, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
     _include(app, agents.router, "/v1", dependencies=token)
+    _include(app, pools.router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
     _include(app, tokens.logs, "/v1", dependencies=token)

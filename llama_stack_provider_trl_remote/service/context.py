@@ -16,6 +16,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
@@ -39,18 +40,22 @@ from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
 from ..nodes.identity import machine_id, usable_cpus, versions
+from ..nodes.pools.slurm import AgentStart, SlurmPool
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
-from .cluster.membership import Cluster
+from .cluster.membership import Cluster, incarnation
+from .cluster.pools import ManagedPool, Pools
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
+from .http.errors import Conflict, NotFound
 from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
 from .metrics.registry import Metrics
+from .pool_settings import SlurmPoolSettings
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
@@ -96,6 +101,7 @@ class Service(StoredJobs):
         """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
+        self.pools = Pools(self.store, [_managed(pool) for pool in settings.pools], self.remove_node, self.wake)
         self.removed: dict[str, str] = {}
         """Nodes that were removed, with the run of their agent: these agents are to end."""
         self.cluster = Cluster(
@@ -106,6 +112,7 @@ class Service(StoredJobs):
             self.devices,
             usable_cpus(),
             slices_of(self.devices, os.environ),
+            self.pools.why_closed,
         )
         self.loads = Loads(self.store)
         self.logs = ServiceLogs(settings.data_dir)
@@ -126,7 +133,8 @@ class Service(StoredJobs):
             ports=PortRange(*ports),
             blob_retention=settings.blob_retention,
             nodes=self.cluster.nodes,
-            beside=self.exporter.tend,
+            beside=self._beside,
+            notes=lambda: self.pools.notes,
         )
 
     def start(self) -> None:
@@ -137,6 +145,7 @@ class Service(StoredJobs):
         self.blobs.prepare()
         self.datasets.prepare()
         self.preflights.prepare()
+        self.pools.start()
         self.supervisor.start()
         if self.supervisor.supervising:
             self.local.warm_up(self.python)
@@ -144,6 +153,7 @@ class Service(StoredJobs):
     def stop(self) -> None:
         """Stop supervising; trainings continue."""
         self.supervisor.stop()
+        self.pools.stop()
         self.exporter.stop()
         self.local.close()
         self.close()
@@ -158,6 +168,33 @@ class Service(StoredJobs):
     def wake(self) -> None:
         """Have the supervisor check the jobs now."""
         self.supervisor.wake()
+
+    def _beside(self) -> None:
+        self.exporter.tend()
+        self.pools.tend(self.cluster.nodes)
+
+    def known_node(self, name: str) -> NodeRecord:
+        """The record of a node. Raises NotFound."""
+        record = self.store.nodes.get(name)
+        if record is None:
+            raise NotFound(f"there is no node {name!r} here: join first (POST /v1/nodes)")
+        return record
+
+    def remove_node(self, name: str) -> None:
+        """Remove a node. Raises NotFound; Conflict: it is the service's own, or it calls and has jobs."""
+        record = self.known_node(name)
+        if name == self.node_name:
+            raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
+        jobs = sorted({task.job_uuid for task in self.store.tasks.of_node(name)})
+        # Not `agents._is_live`: after the service was away for long no node has called yet, and the job trains on.
+        if jobs and not self.presence.is_absent(name):
+            raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
+        self.removed[name] = incarnation(record)
+        self.store.nodes.remove(name)
+        self.presence.forget(name)
+        self.loads.forget(name)
+        self.logs.forget(name)
+        log.info("node %s was removed", name)
 
     def versions(self) -> dict[str, str]:
         """See `identity.versions`. Read at the first join."""
@@ -244,6 +281,27 @@ class Service(StoredJobs):
         if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
             training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
         return {**requested, "training_config": training}
+
+
+def _managed(settings: SlurmPoolSettings) -> ManagedPool:
+    """A pool as it is configured."""
+    agent = AgentStart(
+        settings.service_url,
+        str(settings.token_file),
+        settings.command,
+        str(settings.data_dir),
+        settings.node.labels,
+    )
+    return ManagedPool(
+        settings.name,
+        SlurmPool(agent, settings.options, settings.warning_seconds),
+        settings.node.node(),
+        settings.node.words(),
+        settings.max_nodes,
+        settings.node_hours,
+        settings.idle_seconds,
+        settings.join_seconds,
+    )
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread

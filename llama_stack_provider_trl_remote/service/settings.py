@@ -23,6 +23,7 @@ from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingS
 from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
+from .pool_settings import SlurmPoolSettings
 
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
 OPERATOR, NODES, LOCAL = "operator", "nodes", "local"
@@ -183,6 +184,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Recompute activations in the backward pass where a job does not set it."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
+    pools: tuple[SlurmPoolSettings, ...] = ()
+    """Machines that are asked for when jobs wait, and given back: see docs/clusters.md."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
     max_body_mb: int = Field(32, gt=0)
@@ -243,6 +246,15 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
                 raise ValueError(f"the name {name!r} is reserved: give the token another name, or none")
             if names.count(name) > 1:
                 raise ValueError(f"two tokens have the name {name!r}: give each a name of its own")
+        return value
+
+    @field_validator("pools")
+    @classmethod
+    def _distinct_pools(cls, value: tuple[SlurmPoolSettings, ...]) -> tuple[SlurmPoolSettings, ...]:
+        names = [pool.name for pool in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two pools have the name {name!r}: give each a name of its own")
         return value
 
     @field_validator("tls_cert", "tls_key")
@@ -359,6 +371,11 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             raise SettingsError(
                 f"torch_run_config.nnodes={self.torch_run_config.nnodes}: no other machine can reach host="
                 f"{self.host!r}; set TRL_SERVICE_HOST to an address of this machine and TRL_SERVICE_TOKEN"
+            )
+        if self.on_loopback and self.pools:
+            raise SettingsError(
+                f"pools.0.name={self.pools[0].name!r}: its nodes cannot reach host={self.host!r}; set TRL_SERVICE_HOST "
+                "to an address of this machine, and TRL_SERVICE_TOKEN and TRL_SERVICE_NODE_TOKEN"
             )
         if self.on_loopback:
             return

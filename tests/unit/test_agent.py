@@ -193,6 +193,29 @@ def test_a_task_runs_with_this_nodes_paths_and_all_its_events_reach_the_service(
     assert world.launcher.tasks["job-1"].cancels == 0
 
 
+def test_an_agent_whose_machine_is_taken_away_ends_once_its_jobs_have_saved(world: World) -> None:
+    agents_: list[Agent] = []
+    made = world.agent
+    world.agent = lambda: agents_.append(made()) or agents_[-1]  # type: ignore[func-returns-value, method-assign]
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: world.launcher.started)
+        agents_[0].leave()
+        await head.until(lambda: head.polls[-1].leaving)
+        head.release()
+        await head.until(lambda: len(head.polls) > 3)
+        head.order(world.order(Stage.stop))  # the service has paused the job
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
+        head.order()
+        await asyncio.sleep(20)
+
+    world.run(play)  # ends with the agent
+    assert not world.head.polls[0].leaving
+    assert world.launcher.started == ["job-1"]
+
+
 def test_files_of_a_job_are_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())

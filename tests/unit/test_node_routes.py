@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCred
 from llama_stack_provider_trl_remote.service.cluster.loads import Loads
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
+from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
@@ -70,6 +72,8 @@ class World:
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
             uploads=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
         )
+        self.service.known_node = partial(Service.known_node, self.service)
+        self.service.remove_node = partial(Service.remove_node, self.service)
 
     def current(self, task_id: str, node: str) -> None:
         if self.store.tasks.current(task_id, node) is None:
@@ -112,6 +116,10 @@ class World:
     def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
         asyncio.run(routes_agents.poll(self.service, caller, name, body))
+
+    def leave(self, name: str = "a") -> None:
+        body = Poll(boot_id="1", agent_id="one", leaving=True, seen=-1)
+        asyncio.run(routes_agents.poll(self.service, JOINS, name, body))
 
     def report_load(self, cpu_percent: float, name: str = "a") -> None:
         load = Load(
@@ -160,6 +168,16 @@ def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> N
     world.store.request_cancel("cancelled")
     assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
     assert "over" not in world.over()
+
+
+def test_a_node_that_reports_that_its_machine_is_taken_away_is_drained(world: World) -> None:
+    world.join("a")
+    world.join("b")
+    world.leave("a")
+    assert {record.name: record.mode for record in world.store.nodes.all()} == {"a": "draining", "b": "open"}
+    world.store.nodes.set_mode("a", "cordoned")
+    world.leave("a")  # an operator's order stays
+    assert {record.name: record.mode for record in world.store.nodes.all()} == {"a": "cordoned", "b": "open"}
 
 
 def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and_the_others_beside_it(

@@ -25,6 +25,7 @@ from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.pool_settings import NodeShape, SlurmPoolSettings
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -42,6 +43,7 @@ INNER: dict[str, type[BaseModel]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
     **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
+    **{"pools": SlurmPoolSettings, "pools.node": NodeShape},
 }
 
 
@@ -317,6 +319,47 @@ def test_several_machines_need_an_address_that_they_can_reach(tmp_path: Path) ->
     jobs = settings.for_jobs(("cpu",))
     assert (jobs.nodes, jobs.max_nodes > 2) == (2, True)
     assert load(tmp_path).for_jobs(("cpu",)).max_nodes == 1
+
+
+SLURM = {
+    **{"name": "slurm", "kind": "slurm", "max_nodes": 2, "service_url": "http://10.0.0.1:8322/"},
+    **{"token_file": "/etc/trl/token", "node": {"gpus": 8, "gpu_memory_gb": 80}},
+}
+OPEN = {"host": "0.0.0.0", "api_token": "t", "insecure": True}
+
+
+def test_pools_need_an_address_that_their_nodes_can_reach(tmp_path: Path) -> None:
+    settings = load(tmp_path, pools=[SLURM], **OPEN)
+    settings.check_exposure()
+    (pool,) = settings.pools
+    assert (pool.service_url, pool.node.words(), pool.node.node().devices[7]) == (
+        *("http://10.0.0.1:8322", "8 GPUs"),
+        "cuda:7",
+    )
+    with pytest.raises(SettingsError, match=r"'slurm'.* cannot reach host='127.0.0.1'; set TRL_SERVICE_HOST"):
+        load(tmp_path, pools=[SLURM]).check_exposure()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_nodes": -1}, r"pools\.0\.max_nodes=-1"),
+        ({"kind": "ray"}, r"pools\.0\.kind='ray': Input should be 'slurm'"),
+        ({"service_url": "http://localhost:8322"}, "other machines cannot reach it"),
+        ({"service_url": "10.0.0.1"}, "expected an address such as https://"),
+        ({"options": ["--nodes=9"]}, "except --job-name, --nodes"),
+        ({"options": ["-p gpu"]}, "that begin with --"),
+        ({"name": "Slurm!"}, r"pools\.0\.name"),
+        ({"nodes": 3}, r"pools\.0\.nodes is not a setting"),
+    ],
+)
+def test_a_pool_that_cannot_be_right_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(tmp_path, pools=[{**SLURM, **changes}], **OPEN)
+    with pytest.raises(SettingsError, match="two pools have the name 'slurm'"):
+        load(tmp_path, pools=[SLURM, SLURM], **OPEN)
 
 
 def test_agents_have_a_token_and_machines_a_name(tmp_path: Path) -> None:

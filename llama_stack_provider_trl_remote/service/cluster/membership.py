@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,13 +12,19 @@ from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 
-from ...wire import SPECS, NodeReport
+from ...wire import SPECS, NodeReport, Poll
 from .presence import Presence, silent_since
 
 log = logging.getLogger(__name__)
-NodeCondition = Literal["open", "cordoned", "draining", "absent", "awaited", "other_build", "unreadable"]
-"""Whether a node takes jobs, and if not, why: by an operator's order, or since it does not call (`absent`), has not
-called since the service was started (`awaited`), is of another build, or its stored report cannot be read."""
+NodeCondition = Literal["open", "cordoned", "draining", "leaving", "absent", "awaited", "other_build", "unreadable"]
+"""Whether a node takes jobs, and if not, why: by an operator's order, or since it goes back to its pool (`leaving`),
+does not call (`absent`), has not called since the service was started (`awaited`), is of another build, or its stored
+report cannot be read."""
+
+
+def incarnation(node: NodeReport | Poll | NodeRecord) -> str:
+    """Identifies one boot of a node's machine together with its agent's data directory: a node's tasks end with it."""
+    return node.boot_id if isinstance(node, NodeRecord) else f"{node.boot_id} {node.agent_id}".strip()
 
 
 class Cluster:
@@ -29,6 +35,7 @@ class Cluster:
         machine_id: of this machine.
         cpus: of this machine, until its agent has reported them.
         slices: those of its devices that are MIG slices.
+        closed: the reason for which a pool lets a node take no jobs; empty: it does.
     """
 
     def __init__(
@@ -40,10 +47,12 @@ class Cluster:
         devices: Sequence[str],
         cpus: int,
         slices: Collection[str] = (),
+        closed: Callable[[str], str] = lambda name: "",
     ) -> None:
         self._store = store
         self.presence = presence
         self.head = head
+        self._closed = closed
         self._unreadable: set[str] = set()
         self._refused: dict[str, dict[str, str]] = {}
         """Node -> job that it cannot start -> reason."""
@@ -98,6 +107,8 @@ class Cluster:
     def why_closed(self, record: NodeRecord, report: NodeReport) -> str:
         """The reason for which a node takes no jobs; empty: it takes jobs."""
         match self._condition(record, report):
+            case "leaving":
+                return self._closed(record.name)
             case "absent":
                 return silent_since(self.presence.silence(record.name))
             case "awaited":
@@ -119,6 +130,8 @@ class Cluster:
         return found
 
     def _condition(self, record: NodeRecord, report: NodeReport) -> NodeCondition:
+        if self._closed(record.name):
+            return "leaving"
         if self.presence.is_absent(record.name):
             return "absent"
         if not self.presence.has_called(record.name):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import StoreError, TrlError
@@ -40,6 +41,8 @@ OBSERVATION = 3.0
 """Seconds between two observations of an allocation."""
 FIRST_WAIT, LONGEST_WAIT = 30.0, 1800.0
 """Seconds for which a pool is asked for nothing after an allocation has failed: twice as many after each."""
+_SHOWN = 20
+"""Allocations of a pool that are shown after their end."""
 BUDGET_SECONDS = 30 * 24 * 3600.0
 """Seconds before now that a budget counts."""
 
@@ -60,6 +63,18 @@ class ManagedPool:
     idle_seconds: float = 300.0
     join_seconds: float = 600.0
     """Seconds from the grant within which every node joins."""
+
+
+class PoolReport(NamedTuple):
+    """A pool as operators see it."""
+
+    pool: ManagedPool
+    closed: str
+    """The reason for which it is asked for nothing at the moment; empty: it may be asked."""
+    hours_used: float
+    """Hours of its nodes in 30 days."""
+    allocations: Sequence[Allocation]
+    """Those that have not ended, and the last ones that have; the oldest first."""
 
 
 @dataclass
@@ -118,6 +133,19 @@ class Pools:
         self._tended.set()
         for thread in self._threads:
             thread.join(5.0)
+
+    def reports(self) -> list[PoolReport]:
+        """Every pool, in the order in which they are asked."""
+        now = self._clock()
+        known = self._store.allocations.all(now - BUDGET_SECONDS)
+        reports = []
+        for pool in self.pools.values():
+            own = [one for one in known if one.pool == pool.name]
+            ended = [one for one in own if one.state is AllocationState.ended]
+            shown = [one for one in own if one not in ended[:-_SHOWN]]
+            used = self.hours_used(pool.name, known, now)
+            reports.append(PoolReport(pool, self._state(pool, known, now).closed, used, shown))
+        return reports
 
     def tend(self, nodes: Callable[[], Sequence[Node]]) -> None:
         """Decide, and record what was decided; in the supervisor's thread, after it has placed jobs.
@@ -293,7 +321,9 @@ class Pools:
 def _closed(allocations: Sequence[Allocation]) -> dict[str, str]:
     """Node -> the reason for which it takes no jobs."""
     whys = {AllocationState.returning: "being given back to", AllocationState.ended: "no longer of"}
-    return {name: f"{whys[one.state]} {one.pool}" for one in allocations if one.state in whys for name in node_names(one)}
+    return {
+        name: f"{whys[one.state]} {one.pool}" for one in allocations if one.state in whys for name in node_names(one)
+    }
 
 
 def _at(seconds: float) -> str:

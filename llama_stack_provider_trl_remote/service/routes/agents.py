@@ -41,7 +41,7 @@ from ...wire import (
     TaskReport,
 )
 from ..cluster.credentials import new_credential, removed
-from ..cluster.membership import has_other_build
+from ..cluster.membership import has_other_build, incarnation
 from ..cluster.reports import observation
 from ..context import Context, Service
 from ..http.bodies import Sha256
@@ -59,7 +59,7 @@ from ..security.access import (
     Refused,
 )
 from .jobs import as_json
-from .nodes import Name, incarnation, known_node
+from .nodes import Name
 
 log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
@@ -305,7 +305,7 @@ def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
     """
     if service.removed.get(name) == incarnation(body):
         raise Gone(removed(name))
-    record = known_node(service, name)
+    record = service.known_node(name)
     if record.boot_id != incarnation(body):
         raise Conflict(f"node {name!r} has joined as another agent, or before this machine was started: join again")
     return record
@@ -322,6 +322,9 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
         service.loads.note(name, body.load)
     if body.log is not None:
         service.logs.add(name, body.log)
+    if body.leaving and record.mode == "open":
+        service.store.nodes.set_mode(name, "draining")
+        log.info("node %s is draining: its machine is about to be taken away", name)
     if time.time() - record.seen_at.timestamp() > SILENCE / 3:
         service.store.nodes.record_heartbeat(name)
     reports = {report.task_id: report for report in body.tasks}

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import psutil
 from fastapi import APIRouter, Path, Query, Response
 
-from llama_stack_provider_trl.jobs.records import NodeMode, NodeRecord
+from llama_stack_provider_trl.jobs.records import NodeMode
 from llama_stack_provider_trl.specs.bounded import LAST_TIME
 from llama_stack_provider_trl.system.files import free_bytes
 
-from ...wire import NAME, NodeReport, Poll
+from ...wire import NAME
 from ..context import Context, Service
 from ..http.errors import Conflict, NotFound, declared
 from ..http.node_bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
@@ -74,19 +74,6 @@ async def remove(service: Context, name: Name) -> Response:
     return await remove_node(service, name)
 
 
-def known_node(service: Service, name: str) -> NodeRecord:
-    """The record of a node. Raises NotFound."""
-    record = service.store.nodes.get(name)
-    if record is None:
-        raise NotFound(f"there is no node {name!r} here: join first (POST /v1/nodes)")
-    return record
-
-
-def incarnation(node: NodeReport | Poll | NodeRecord) -> str:
-    """Identifies one boot of a node's machine together with its agent's data directory: a node's tasks end with it."""
-    return node.boot_id if isinstance(node, NodeRecord) else f"{node.boot_id} {node.agent_id}".strip()
-
-
 async def set_mode(service: Service, name: str, mode: NodeMode) -> Response:
     """Change which jobs a node gets. Raises NotFound, Conflict."""
     if not await asyncio.to_thread(service.store.nodes.set_mode, name, mode):
@@ -103,30 +90,14 @@ async def set_mode(service: Service, name: str, mode: NodeMode) -> Response:
 
 async def remove_node(service: Service, name: str) -> Response:
     """Remove a node. Raises NotFound; Conflict: it is the service's own, or it calls and has jobs."""
-    await asyncio.to_thread(_remove, service, name)
+    await asyncio.to_thread(service.remove_node, name)
     service.supervisor.wake()
     return Response(status_code=204)
 
 
-def _remove(service: Service, name: str) -> None:
-    record = known_node(service, name)
-    if name == service.node_name:
-        raise Conflict(f"node {name!r} is the service's own machine: cordon or drain it")
-    jobs = sorted({task.job_uuid for task in service.store.tasks.of_node(name)})
-    # Not `agents._is_live`: after the service was away for long no node has called yet, and the job trains on.
-    if jobs and not service.presence.is_absent(name):
-        raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
-    service.removed[name] = incarnation(record)
-    service.store.nodes.remove(name)
-    service.presence.forget(name)
-    service.loads.forget(name)
-    service.logs.forget(name)
-    log.info("node %s was removed", name)
-
-
 def _load(service: Service, name: str, since: float) -> NodeLoadResponse:
     if name != service.node_name:
-        known_node(service, name)
+        service.known_node(name)
     found = service.loads.of(name, since)
     loads = [load for _, load in found]
     of_devices = [{device.name: device for device in load.devices} for load in loads]

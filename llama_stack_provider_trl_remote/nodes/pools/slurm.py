@@ -1,0 +1,159 @@
+"""Machines of a Slurm cluster: `sbatch` asks for them, `squeue` shows what was given, `scancel` gives them back.
+
+A batch job of N nodes runs an agent on each. Its name has the id of the order, by which it is found again: the service
+stores no number of Slurm's. https://slurm.schedmd.com/sbatch.html
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .base import Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
+
+_TIMEOUT = 60.0
+"""Seconds that a command of Slurm may take; its own timeout for its controller is 10 s by default."""
+_AWAY = ("unable to contact", "connection refused", "socket timed out", "connection timed out", "communication")
+"""Parts of messages of Slurm's commands while its controller does not answer."""
+_WAITS = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"})
+_RUNS = frozenset({"RUNNING", "SIGNALING"})
+
+
+class Ran(NamedTuple):
+    """How a command has ended."""
+
+    status: int
+    output: str
+    errors: str
+
+
+Run = Callable[[Sequence[str], str], Ran]
+"""Runs a command with a text as its standard input. Raises PoolUnavailable: it is not there, or takes too long."""
+
+
+def run_command(argv: Sequence[str], text: str) -> Ran:
+    """See `Run`."""
+    try:
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except FileNotFoundError as error:
+        raise PoolUnavailable(
+            f"there is no {argv[0]} here: install Slurm's commands on the service's machine"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise PoolUnavailable(f"{argv[0]} has not ended within {_TIMEOUT:g} s") from error
+    except OSError as error:
+        raise PoolUnavailable(f"{argv[0]} cannot be run: {error}") from error
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@dataclass(frozen=True)
+class AgentStart:
+    """How an agent is started on a node of a pool."""
+
+    service_url: str
+    """Address at which the nodes reach the service."""
+    token_file: str
+    """File on the nodes with a token of the role node; only its owner may read it."""
+    command: str = "trl-remote"
+    """`trl-remote` of an installation on the nodes."""
+    data_dir: str = "/tmp/trl-node"
+    """Directory on the nodes. Each agent has one of its own in it, which is removed with the order."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class SlurmPool:
+    """A partition of a Slurm cluster, through the commands on the service's machine.
+
+    Args:
+        options: of `sbatch`, such as `--partition=gpu`.
+        warning_seconds: before the time limit of the batch job, at which the agents have their jobs saved.
+    """
+
+    def __init__(
+        self,
+        agent: AgentStart,
+        options: Sequence[str] = (),
+        warning_seconds: int = 120,
+        run: Run = run_command,
+    ) -> None:
+        self._agent, self._options, self._warning, self._run = agent, tuple(options), warning_seconds, run
+
+    def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
+        return f"trl-{request_id}"
+
+    def request(self, order: PoolOrder) -> None:
+        if self._jobs(order):
+            return
+        self._call("sbatch", "--parsable", *self._options, text=self.script(order))
+
+    def observe(self, order: PoolOrder) -> Seen:
+        jobs = self._jobs(order)
+        for number, state, reason in jobs:
+            if state in _RUNS:
+                return Seen(Given.all, f"Slurm job {number}")
+            if state in _WAITS:
+                return Seen(Given.pending, f"Slurm job {number} is {state} ({reason})")
+        if any(state == "COMPLETING" for _, state, _ in jobs):
+            return Seen(Given.pending, "Slurm ends its processes")
+        return Seen(Given.nothing, "; ".join(f"Slurm job {number}: {state}" for number, state, _ in jobs))
+
+    def release(self, order: PoolOrder) -> None:
+        for number, state, _ in self._jobs(order):
+            if state in _RUNS | _WAITS:
+                self._call("scancel", number)
+
+    def _jobs(self, order: PoolOrder) -> list[tuple[str, str, str]]:
+        """Number, state and reason of the batch jobs of an order; those that ended some minutes ago among them."""
+        listed = self._call("squeue", "--noheader", "--states=all", f"--name={order.handle}", "--format=%i|%T|%r")
+        rows = [line.strip().split("|", 2) for line in listed.splitlines() if line.count("|") >= 2]
+        return [(number, state, reason) for number, state, reason in rows]
+
+    def _call(self, *argv: str, text: str = "") -> str:
+        """The output of a command. Raises PoolUnavailable, PoolRefusal."""
+        ran = self._run(argv, text)
+        if ran.status == 0:
+            return ran.output
+        said = " ".join(ran.errors.split())[:500] or f"exit status {ran.status}"
+        if any(part in said.lower() for part in _AWAY):
+            raise PoolUnavailable(f"{argv[0]}: {said}")
+        raise PoolRefusal(f"{argv[0]}: {said}")
+
+    def script(self, order: PoolOrder) -> str:
+        """The batch job of an order.
+
+        Slurm sends a signal to every process of a step, trainings included. So the batch shell gets it, and starts
+        another step that signals the agents alone.
+        """
+        agent = self._agent
+        prefix = order.names[0].rpartition("-")[0]
+        home = f"{shlex.quote(agent.data_dir)}/{prefix}-$SLURM_PROCID"
+        start = (
+            f"umask 077; mkdir -p {home}; echo $$ > {home}/pid; "
+            f'TRL_SERVICE_NODE_TOKEN="$(cat {shlex.quote(agent.token_file)})"; export TRL_SERVICE_NODE_TOKEN; '
+            f"exec {shlex.quote(agent.command)} agent --service {shlex.quote(agent.service_url)} "
+            f"--name {prefix}-$SLURM_PROCID --data-dir {home}/agent"
+            + "".join(f" --label {shlex.quote(f'{name}={value}')}" for name, value in agent.labels.items())
+        )
+        leave = f"kill -USR1 $(cat {home}/pid)"
+        remove = f"rm -rf {home}"
+        each = "srun --overlap --ntasks-per-node=1"
+        return f"""#!/bin/bash
+#SBATCH --job-name={order.handle}
+#SBATCH --nodes={len(order.names)}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --no-requeue
+#SBATCH --signal=B:USR1@{self._warning}
+leave() {{
+    {each} bash -c {shlex.quote(leave)}
+}}
+trap leave USR1
+srun --kill-on-bad-exit=0 --ntasks-per-node=1 bash -c {shlex.quote(start)} &
+agents=$!
+# A signal ends the wait, not the agents.
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done
+{each} bash -c {shlex.quote(remove)}
+"""

@@ -1,0 +1,44 @@
+"""Answer models of `/pools`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import BaseModel
+
+
+class AllocationRow(BaseModel):
+    """Nodes that a pool was asked for at once."""
+
+    request_id: str
+    nodes: list[str]
+    """Names under which they join."""
+    state: str
+    """wanted, asked, granted, returning or ended."""
+    asked_for: str
+    """The job that lacked them."""
+    recorded_at: datetime
+    granted_at: datetime | None
+    ended_at: datetime | None
+    message: str
+    """Why it waits, or has ended."""
+
+
+class PoolRow(BaseModel):
+    pool: str
+    what: str
+    """What each of its nodes has, such as `8 GPUs`."""
+    max_nodes: int
+    nodes: int
+    """That it was asked for and that have not been given back."""
+    node_hours: float | None
+    """Hours that its nodes may be used in 30 days; null: any number."""
+    node_hours_used: float
+    state: str
+    """open, or the reason for which it is asked for nothing at the moment."""
+    allocations: list[AllocationRow]
+    """Those that have not ended, and the last ones that have."""
+
+
+class ListPoolsResponse(BaseModel):
+    data: list[PoolRow]

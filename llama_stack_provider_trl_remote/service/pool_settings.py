@@ -1,0 +1,96 @@
+"""The pools of a service: what each may be asked for, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import ConfigDict, Field, field_validator
+
+from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.jobs.placement import Node
+
+_GIB = 1 << 30
+_OURS = ("--job-name", "--nodes", "--ntasks-per-node", "--ntasks", "--requeue", "--signal", "--array", "--wrap")
+"""Options of sbatch that a pool sets."""
+
+
+class _PoolBlock(Documented):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class NodeShape(_PoolBlock):
+    """What each node of a pool has. Jobs that require more do not wait for it."""
+
+    cpus: int = Field(1, gt=0)
+    """Cores."""
+    memory_gb: float = Field(1.0, gt=0)
+    """GiB of memory."""
+    gpus: int = Field(0, ge=0, le=64)
+    """GPUs; 0: jobs train on its CPU."""
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    """GiB of each GPU."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that its agents have."""
+
+    def node(self) -> Node:
+        devices = tuple(f"cuda:{number}" for number in range(self.gpus)) or ("cpu",)
+        memory = dict.fromkeys(devices, int(self.gpu_memory_gb * _GIB)) if self.gpu_memory_gb else None
+        return Node(
+            "", devices, memory=memory, cpus=self.cpus, memory_bytes=int(self.memory_gb * _GIB), labels=self.labels
+        )
+
+    def words(self) -> str:
+        """Such as `8 GPUs`."""
+        count, what = (self.gpus, "GPU") if self.gpus else (self.cpus, "core")
+        return f"{count} {what}{'s' if count > 1 else ''}"
+
+
+class SlurmPoolSettings(_PoolBlock):
+    """Nodes of a Slurm cluster, whose commands (sbatch, squeue, scancel) are on the service's machine."""
+
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
+    """Its nodes join as NAME-ID-NUMBER."""
+    kind: Literal["slurm"]
+    """slurm."""
+    max_nodes: int = Field(ge=0, le=10_000)
+    """Nodes that it is asked for at a time; 0: none."""
+    node_hours: float | None = Field(None, gt=0)
+    """Hours of its nodes in 30 days; once they are used up its jobs are saved and its nodes given back. null: any."""
+    idle_seconds: float = Field(300.0, ge=1)
+    """Seconds after which nodes that no job needs are given back."""
+    join_seconds: float = Field(600.0, ge=10)
+    """Seconds from their start within which agents join, else their nodes are given back."""
+    node: NodeShape = NodeShape()
+    """What each of its nodes has."""
+    service_url: str
+    """Address at which its nodes reach this service."""
+    token_file: Path
+    """File on its nodes with a token of the role node (node_token), which only its owner may read."""
+    command: str = "trl-remote"
+    """`trl-remote` of an installation on its nodes."""
+    data_dir: Path = Path("/tmp/trl-node")
+    """Directory on its nodes for the files of agents."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch, such as --partition=gpu, --gpus-per-node=8, --time=12:00:00."""
+    warning_seconds: int = Field(120, ge=10, le=3600)
+    """Seconds before the time limit at which jobs save, to continue on other nodes."""
+
+    @field_validator("service_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected an address such as https://10.0.0.1:8322")
+        if parts.hostname == "localhost" or parts.hostname.startswith("127."):
+            raise ValueError("other machines cannot reach it: use this machine's address in their network")
+        return value.rstrip("/")
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            if not option.startswith("--") or option.split("=")[0] in _OURS:
+                raise ValueError(f"{option!r}: use options of sbatch that begin with --, except {', '.join(_OURS)}")
+        return value

@@ -1,0 +1,56 @@
+"""The route that shows the pools of machines."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+from fastapi import APIRouter, Response
+
+from llama_stack_provider_trl.jobs.pooling import Allocation, node_names
+
+from ..cluster.pools import PoolReport
+from ..context import Context, Service
+from ..http.errors import declared
+from ..http.pool_bodies import AllocationRow, ListPoolsResponse, PoolRow
+from ..security.access import USERS, GuardedRoute
+from .jobs import as_json
+
+router = APIRouter(route_class=GuardedRoute, prefix="/pools", tags=["nodes"])
+
+
+@router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
+async def pools(service: Context) -> Response:
+    """The pools of machines, what they were asked for, and what is left of their limits."""
+    return as_json(await asyncio.to_thread(_pools, service))
+
+
+def _pools(service: Service) -> ListPoolsResponse:
+    return ListPoolsResponse(data=[_row(report) for report in service.pools.reports()])
+
+
+def _row(report: PoolReport) -> PoolRow:
+    pool = report.pool
+    return PoolRow(
+        pool=pool.name,
+        what=pool.what,
+        max_nodes=pool.max_nodes,
+        nodes=sum(one.nodes for one in report.allocations if one.ended_at is None),
+        node_hours=pool.node_hours,
+        node_hours_used=round(report.hours_used, 3),
+        state=report.closed or "open",
+        allocations=[_allocation(one) for one in report.allocations],
+    )
+
+
+def _allocation(one: Allocation) -> AllocationRow:
+    return AllocationRow(
+        request_id=one.request_id,
+        nodes=node_names(one),
+        state=one.state,
+        asked_for=one.asked_for,
+        recorded_at=datetime.fromtimestamp(one.recorded_at, UTC),
+        granted_at=None if one.granted_at is None else datetime.fromtimestamp(one.granted_at, UTC),
+        ended_at=None if one.ended_at is None else datetime.fromtimestamp(one.ended_at, UTC),
+        message=one.message,
+    )
