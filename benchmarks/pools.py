@@ -113,7 +113,7 @@ class Simulation:
                 self.running.pop(name, None)
         self._lose()
         for name, one in self.allocations.items():
-            if one.state is AllocationState.asked and self.ready_at[name] <= self.now:
+            if one.state is AllocationState.requested and self.ready_at[name] <= self.now:
                 self.allocations[name] = one._replace(state=AllocationState.granted, granted_at=self.now)
                 self.lost_at[name] = self.now + self.rng.expovariate(one.nodes / (LOST_HOURS * 3600))
         nodes = self.nodes()
@@ -131,7 +131,7 @@ class Simulation:
         for ask in plan.asks:
             name = f"{next(self.names):06d}"
             self.allocations[name] = Allocation(
-                name, ask.pool, ask.nodes, AllocationState.asked, ask.job_uuid, self.now
+                name, ask.pool, ask.nodes, AllocationState.requested, ask.job_uuid, self.now
             )
             self.ready_at[name] = self.now + self.rng.uniform(*GRANT)
         for pool, most in MOST_NODES.items():

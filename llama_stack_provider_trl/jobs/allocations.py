@@ -1,4 +1,4 @@
-"""The machines that pools were asked for. What is asked for is recorded here before."""
+"""The machines that were requested of pools. A request is recorded here before it is sent."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Allocations:
         """Allocations that have not ended, and those that ended after `since`; the oldest first."""
         return [_allocation(row) for row in self._database.select("select_allocations", {"since": since})]
 
-    def record(self, request_id: str, pool: str, nodes: int, asked_for: str, handle: str = "") -> Allocation:
-        """Record what a pool is to be asked for, in the state `wanted`."""
+    def record(self, request_id: str, pool: str, nodes: int, requested_for: str, handle: str = "") -> Allocation:
+        """Record what is to be requested of a pool, in the state `wanted`."""
         now = self._clock()
-        row = {"request_id": request_id, "pool": pool, "nodes": nodes, "asked_for": asked_for, "handle": handle}
+        row = {"request_id": request_id, "pool": pool, "nodes": nodes, "requested_for": requested_for, "handle": handle}
         with self._database.transaction() as execute:
             execute("insert_allocation", {**row, "now": now})
             execute("delete_old_allocations", {"oldest": now - KEPT_SECONDS})
-        return Allocation(request_id, pool, nodes, AllocationState.wanted, asked_for, now, handle=handle)
+        return Allocation(request_id, pool, nodes, AllocationState.wanted, requested_for, now, handle=handle)
 
     def move(self, one: Allocation, state: AllocationState, message: str = "") -> bool:
         """Change the state of an allocation. Returns whether it was still the one that it has here."""

@@ -1,7 +1,7 @@
-"""Decides which machines to ask of pools for waiting jobs, and which to give back. Pure functions, as `placement`.
+"""Decides which machines to request of pools for waiting jobs, and which to give back. Pure functions, as `placement`.
 
-A pool owns machines: a Slurm cluster, for example. What is asked of it at once, for one job, is an allocation; its
-nodes join like any others, under names that follow from it (`node_names`).
+A pool owns machines: a Slurm cluster, for example. What is requested of it at once, for one job, is an allocation;
+its nodes join like any others, under names that follow from it (`node_names`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AllocationState(StrEnum):
 
     wanted = "wanted"
     """It is recorded. The pool may know of it or not."""
-    asked = "asked"
+    requested = "requested"
     """The pool has accepted it."""
     granted = "granted"
     """The pool has given its machines; their agents join."""
@@ -29,19 +29,19 @@ class AllocationState(StrEnum):
     """The pool has nothing left of it."""
 
 
-OPEN = frozenset({AllocationState.wanted, AllocationState.asked, AllocationState.granted})
+OPEN = frozenset({AllocationState.wanted, AllocationState.requested, AllocationState.granted})
 """States of an allocation whose nodes get jobs, or will."""
 
 
 class Allocation(NamedTuple):
-    """Machines of a pool that were asked for at once, as they are stored."""
+    """Machines of a pool that were requested at once, as they are stored."""
 
     request_id: str
     pool: str
     nodes: int
     state: AllocationState
-    asked_for: str
-    """Name of the job that it was asked for."""
+    requested_for: str
+    """Name of the job that it was requested for."""
     recorded_at: float
     """Seconds since the epoch, as all times here."""
     granted_at: float | None = None
@@ -64,12 +64,12 @@ class PoolState:
 
     name: str
     shape: Node
-    """What each of its nodes has, as far as its configuration says."""
+    """What each of its nodes has, as configured."""
     max_nodes: int
     idle_seconds: float
     """Seconds for which an allocation that no job needs is kept."""
     closed: str = ""
-    """The reason for which it is asked for nothing at the moment; empty: it may be asked."""
+    """The reason for which nothing is requested of it at the moment; empty: requests are sent."""
     overdrawn: bool = False
     """Whether its budget is used up: its nodes are to be emptied and given back."""
 
@@ -101,7 +101,7 @@ class Plan:
     unused_since: dict[str, float] = field(default_factory=dict)
     """Allocation -> time since which no job has needed it; for the next decision."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Job that lacks nodes and for which no pool is asked -> why, for each pool."""
+    """Job that lacks nodes and for which nothing is requested -> why, for each pool."""
 
 
 def node_names(allocation: Allocation) -> list[str]:
@@ -120,8 +120,8 @@ def decide(
 ) -> Plan:
     """Ask pools for what waiting jobs lack, and give back what none needs.
 
-    The jobs are placed on the nodes that exist and on those that were asked for. For each job that finds no place, in
-    the order of the queue, the first pools that could serve it and have room are asked for the nodes that it lacks;
+    The jobs are placed on the nodes that exist and on those that were requested. For each job that finds no place, in
+    the order of the queue, the nodes that it lacks are requested of the first pools that could serve it and have room;
     devices that it leaves on them serve the next jobs. A pool has room up to its `max_nodes`; what it is giving back
     counts until it has ended. An allocation is given back as a whole, once no job
     has run on its nodes, and none would be placed there, for `idle_seconds`.
@@ -132,7 +132,7 @@ def decide(
         nodes: those of allocations among them; the service's own machine first.
         holders: place -> job that has it.
         allocations: that have not ended.
-        pools: the first one is asked first.
+        pools: in the order in which they are tried.
         unused_since: of the last decision.
         now: seconds since the epoch.
     """
@@ -228,7 +228,7 @@ def _ask(
 
 
 def _why_not(job: Queued, head: Node, pool: PoolState) -> str:
-    """The reason for which a pool cannot be asked for nodes for a job; empty: it can."""
+    """The reason for which a pool gets no request for a job; empty: it can serve it."""
     if pool.closed:
         return pool.closed
     own, kind = (devices[0].partition(":")[0] for devices in (head.devices, pool.shape.devices))
@@ -240,5 +240,5 @@ def _why_no_room(wanted: int, room: int, pool: PoolState) -> str:
     if pool.max_nodes == 0:
         return "its max_nodes is 0"
     if room == 0:
-        return f"all of max_nodes {pool.max_nodes} are asked for"
+        return f"all of max_nodes {pool.max_nodes} are requested"
     return f"{wanted} more nodes would be more than max_nodes {pool.max_nodes}"

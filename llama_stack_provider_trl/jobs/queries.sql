@@ -541,8 +541,8 @@ UPDATE exports SET error = :error
 WHERE job_uuid = :job_uuid AND tracker = :tracker AND key = :key AND generation = :generation AND step = :step;
 
 -- name: insert_allocation
-INSERT INTO allocations (request_id, pool, nodes, state, asked_for, recorded_at, handle)
-VALUES (:request_id, :pool, :nodes, 'wanted', :asked_for, :now, :handle);
+INSERT INTO allocations (request_id, pool, nodes, state, requested_for, recorded_at, handle)
+VALUES (:request_id, :pool, :nodes, 'wanted', :requested_for, :now, :handle);
 
 -- name: select_allocations
 -- Those that have not ended, and those that ended after a time; the oldest first.

@@ -177,13 +177,13 @@ CREATE TABLE IF NOT EXISTS loads (
     PRIMARY KEY (node, minute)
 ) STRICT, WITHOUT ROWID;
 
--- Machines that pools were asked for. A row is written before its pool is asked.
+-- Machines that were requested of pools. A row is written before the request is sent.
 CREATE TABLE IF NOT EXISTS allocations (
     request_id TEXT PRIMARY KEY,
     pool TEXT NOT NULL,
     nodes INTEGER NOT NULL,
     state TEXT NOT NULL,                    -- pooling.AllocationState
-    asked_for TEXT NOT NULL,                -- the job that lacked them; it may have been deleted since
+    requested_for TEXT NOT NULL,                -- the job that lacked them; it may have been deleted since
     recorded_at REAL NOT NULL,
     granted_at REAL,
     ended_at REAL,

@@ -58,7 +58,7 @@ class Supervisor:
         blob_retention: seconds for which unused rows are kept; None: forever.
         nodes: returns the machines at every pass, this one first; None: this one only.
         beside: called after every pass, by the process that supervises.
-        notes: returns what was asked of pools for each kind of waiting jobs.
+        notes: returns what was requested of pools for each kind of waiting jobs.
     """
 
     def __init__(
@@ -369,5 +369,5 @@ class Supervisor:
 
 
 def _why(kind: Queued, holders: Mapping[str, str], nodes: Sequence[Node], notes: Mapping[Kind, str]) -> str:
-    """Why jobs of a kind wait, and what was asked of pools for them."""
+    """Why jobs of a kind wait, and what was requested of pools for them."""
     return "; ".join(text for text in (why_waits(kind, holders, nodes), notes.get(kind_of_job(kind))) if text)

@@ -154,14 +154,14 @@ async def list_pools(client: ServiceClient, options: Namespace) -> int:
         )
         for pool in found
     ]
-    asked = [
-        (one["request_id"], pool["pool"], len(one["nodes"]), one["state"], one["asked_for"], one["message"])
+    requests = [
+        (one["request_id"], pool["pool"], len(one["nodes"]), one["state"], one["requested_for"], one["message"])
         for pool in found
         for one in pool["allocations"]
     ]
     text = table(("pool", "nodes", "node-hours in 30 days", "state"), limits)
-    if asked:
-        text += "\n\n" + table(("asked for", "pool", "nodes", "state", "for job", "message"), asked)
+    if requests:
+        text += "\n\n" + table(("request", "pool", "nodes", "state", "for job", "message"), requests)
     emit(options, found, text if found else "the service has no pools: `pools` in its configuration adds them")
     return 0
 

@@ -258,7 +258,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("list", "machines, their devices, and which job has them"),
         ("show", "everything that the service knows of a machine, as JSON"),
-        ("pools", "pools of machines, and what they were asked for"),
+        ("pools", "pools of machines, and what was requested of them"),
         ("cordon", "give a machine no further jobs"),
         ("uncordon", "give it jobs again"),
         ("drain", "give it no further jobs; those that train there save, and continue elsewhere"),

@@ -120,7 +120,7 @@ class Agent:
         self._credential: str | None = None
         """The last report of this machine; None: it has not joined this service under this name yet."""
         self._trouble = ""
-        self._leaving = self._told = False
+        self._leaving = self._reported_leaving = False
         """Whether this machine is about to be taken away, and whether the service knows."""
 
     def leave(self) -> None:
@@ -157,7 +157,7 @@ class Agent:
                 if not kept.begun:  # else it was ended: the service was away for too long
                     kept.begin()
             try:
-                while not (self._told and not self._tasks):
+                while not (self._reported_leaving and not self._tasks):
                     await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
@@ -283,7 +283,7 @@ class Agent:
             self._interrupted = orders is None
             if orders is not None:
                 self._note_answer()
-                self._told = body.leaving
+                self._reported_leaving = body.leaving
                 if self._unsent is not None and log_entries is not None:
                     self._unsent.sent(log_entries.number + len(log_entries.lines) - 1)
                 await self._follow(orders)

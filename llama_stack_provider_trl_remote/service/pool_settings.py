@@ -1,4 +1,4 @@
-"""The pools of a service: what each may be asked for, and how."""
+"""The pools of a service: how many machines may be requested of each, and how."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SlurmPoolSettings(_PoolBlock):
     kind: Literal["slurm"]
     """slurm."""
     max_nodes: int = Field(ge=0, le=10_000)
-    """Nodes that it is asked for at a time; 0: none."""
+    """Nodes at a time; 0: none."""
     node_hours: float | None = Field(None, gt=0)
     """Hours of its nodes in 30 days; once they are used up its jobs are saved and its nodes given back. null: any."""
     idle_seconds: float = Field(300.0, ge=1)

@@ -185,7 +185,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
     pools: tuple[SlurmPoolSettings, ...] = ()
-    """Machines that are asked for when jobs wait, and given back: see docs/clusters.md."""
+    """Machines that are requested when jobs wait, and given back: see docs/clusters.md."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
     max_body_mb: int = Field(32, gt=0)

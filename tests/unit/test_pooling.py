@@ -1,4 +1,4 @@
-"""What pools are asked for, and what is given back."""
+"""What is requested of pools, and what is given back."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def decided(
     return decide(queued, [HEAD, *(nodes or [])], holders or {}, allocations, pools, unused_since or {}, now)
 
 
-def test_a_job_that_finds_no_place_has_as_many_nodes_asked_for_as_it_lacks() -> None:
+def test_a_job_that_finds_no_place_has_as_many_nodes_requested_as_it_lacks() -> None:
     assert decided([job(gpus=4, nodes=2)]).asks == [Ask("ray", 2, "job-1")]
     # A free node that is there counts.
     there = allocation(1)
     assert decided([job(2, gpus=4, nodes=2)], there, nodes=joined(there)).asks == [Ask("ray", 1, "job-2")]
 
 
-def test_small_jobs_share_a_node_and_nothing_is_asked_for_twice() -> None:
+def test_small_jobs_share_a_node_and_nothing_is_requested_twice() -> None:
     jobs = [job(age, gpus=2) for age in (1, 2, 3)]
     asks = decided(jobs).asks
     assert [(ask.nodes, ask.job_uuid) for ask in asks] == [(1, "job-1"), (1, "job-3")]
-    for state in ("wanted", "asked", "granted"):
+    for state in ("wanted", "requested", "granted"):
         assert not decided(jobs, allocation(2, state)).asks
     assert decided(jobs, allocation(2, "returning")).asks == asks  # its nodes get no jobs
 
@@ -62,18 +62,18 @@ def test_jobs_that_are_placed_or_stay_on_the_services_machine_need_no_pool() -> 
     assert (plan.asks, plan.refused) == ([], {})
 
 
-def test_a_pool_is_asked_for_no_more_than_its_limit_and_the_jobs_say_so() -> None:
+def test_no_more_than_its_limit_is_requested_of_a_pool_and_the_jobs_have_the_reason() -> None:
     jobs = [job(age, gpus=4) for age in range(1, 7)]
     plan = decided(jobs, allocation(1, "returning"))
     assert [ask.job_uuid for ask in plan.asks] == ["job-1", "job-2", "job-3"]
-    assert plan.refused == dict.fromkeys(("job-4", "job-5", "job-6"), "ray: all of max_nodes 4 are asked for")
+    assert plan.refused == dict.fromkeys(("job-4", "job-5", "job-6"), "ray: all of max_nodes 4 are requested")
     gang = decided([job(gpus=4, nodes=5)])
     assert (gang.asks, gang.refused) == ([], {"job-1": "ray: 5 more nodes would be more than max_nodes 4"})
     none = decided([job()], pools=(replace(RAY, max_nodes=0),))
     assert (none.asks, none.refused) == ([], {"job-1": "ray: its max_nodes is 0"})
 
 
-def test_each_pool_that_cannot_serve_a_job_says_why() -> None:
+def test_each_pool_that_cannot_serve_a_job_has_its_reason() -> None:
     slurm = replace(RAY, name="slurm", closed="partition gpu does not exist")
     plan = decided([job(resources={"labels": {"zone": "b"}})], pools=(RAY, slurm))
     assert plan.refused == {
@@ -88,7 +88,7 @@ def test_several_pools_serve_a_job_together_where_no_single_one_has_room() -> No
     assert not decided([job(gpus=4, nodes=4)], pools=pools).asks
 
 
-def test_an_urgent_job_is_asked_for_first() -> None:
+def test_an_urgent_job_comes_first() -> None:
     jobs = [job(1, gpus=4), job(2, gpus=4, priority=1)]
     assert [ask.job_uuid for ask in decided(jobs, pools=(replace(RAY, max_nodes=1),)).asks] == ["job-2"]
 
@@ -103,8 +103,8 @@ def test_what_no_job_has_needed_for_a_while_is_given_back_as_a_whole() -> None:
     busy = decided([], one, nodes=joined(one), holders={"ray-a-1/cuda:0": "x"}, unused_since={"a": 0.0})
     assert (busy.returns, busy.unused_since) == ([], {})
     assert not decided([job()], one, nodes=joined(one), unused_since={"a": 0.0}).returns
-    # What was asked for and is no longer needed, too.
-    assert decided([], allocation(1, "asked"), unused_since={"a": 0.0}).returns == ["a"]
+    # What was requested and is no longer needed, too.
+    assert decided([], allocation(1, "requested"), unused_since={"a": 0.0}).returns == ["a"]
 
 
 def test_a_pool_whose_budget_is_used_up_is_emptied_and_given_back_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The service's pools: what is recorded, asked and given back, over crashes at every step."""
+"""The service's pools: what is recorded, requested and given back, over crashes at every step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.fakes import FakeClock, job_spec
 
 HEAD = Node("head", ("cpu",), "m", head=True, cpus=2)
 SHAPE = Node("", ("cuda:0", "cuda:1"), cpus=8)
-POINTS = ("pool-recorded", "pool-asked", "pool-returning", "pool-released")
+POINTS = ("pool-recorded", "pool-requested", "pool-returning", "pool-released")
 
 
 class FakePool:
-    """Machines that are given as soon as they are asked for."""
+    """Machines that are given as soon as they are requested."""
 
     def __init__(self) -> None:
         self.given: dict[str, PoolOrder] = {}
@@ -107,16 +107,16 @@ def world(store: Store, clock: FakeClock) -> World:
     return World(store, clock)
 
 
-def test_machines_are_recorded_asked_for_given_used_and_given_back(world: World) -> None:
+def test_machines_are_recorded_requested_given_used_and_given_back(world: World) -> None:
     world.submit()
     world.joins = False
     world.pools.tend(world.nodes)
     assert (world.states(), world.pool.requests) == (["wanted"], [])
-    assert "asked ray for 2 x 2 GPUs at" in world.note()
+    assert "requested 2 x 2 GPUs from ray at" in world.note()
     world.pool.pending = "no machine is free"
     for _ in range(3):
         world.round()
-    assert world.states() == ["asked"]
+    assert world.states() == ["requested"]
     assert world.note().endswith("UTC: no machine is free")
     world.pool.pending = ""
     world.round()
@@ -126,7 +126,7 @@ def test_machines_are_recorded_asked_for_given_used_and_given_back(world: World)
     world.round()
     assert not world.pools.notes
     (one,) = world.store.allocations.all()
-    assert (one.handle, one.asked_for, [record.name for record in world.store.nodes.all()]) == (
+    assert (one.handle, one.requested_for, [record.name for record in world.store.nodes.all()]) == (
         *("handle-0", "job"),
         node_names(one),
     )
@@ -142,7 +142,7 @@ def test_machines_are_recorded_asked_for_given_used_and_given_back(world: World)
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_after_a_crash_at_any_step_nothing_is_asked_for_twice_and_nothing_is_left(
+def test_after_a_crash_at_any_step_nothing_is_requested_twice_and_nothing_is_left(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
@@ -158,7 +158,7 @@ def test_after_a_crash_at_any_step_nothing_is_asked_for_twice_and_nothing_is_lef
             world.restart()
     assert (tmp_path / f"{point}.taken").exists()
     assert (world.states(), world.pool.given, list(world.store.nodes.all())) == (["ended"], {}, [])
-    assert len(set(world.pool.requests)) == 1  # where it was asked again, then with the same id
+    assert len(set(world.pool.requests)) == 1  # where it was requested again, then with the same id
 
 
 def test_nodes_get_no_jobs_while_they_are_given_back(world: World) -> None:
@@ -173,7 +173,7 @@ def test_nodes_get_no_jobs_while_they_are_given_back(world: World) -> None:
     assert [node.why_closed for node in world.nodes()[1:]] == ["being given back to ray"] * 2
 
 
-def test_a_pool_that_refuses_is_named_and_asked_again_later_and_later(world: World) -> None:
+def test_a_pool_that_refuses_is_named_and_tried_again_later_and_later(world: World) -> None:
     world.submit()
     world.pool.error = PoolRefusal("partition gpu does not exist")
     world.round()
@@ -181,17 +181,17 @@ def test_a_pool_that_refuses_is_named_and_asked_again_later_and_later(world: Wor
     for _ in range(5):
         world.round()
     assert world.states() == ["ended"]
-    assert "no pool serves it: ray: partition gpu does not exist; asked again after" in world.note()
+    assert "no pool serves it: ray: partition gpu does not exist; requested again after" in world.note()
     world.round(FIRST_WAIT)
     assert world.states() == ["ended", "ended"]
     world.round(FIRST_WAIT)
     assert len(world.states()) == 2  # the second wait is twice as long
     world.pool.error = None
     world.round(FIRST_WAIT)
-    assert world.states()[2:] == ["asked"]
+    assert world.states()[2:] == ["requested"]
 
 
-def test_a_pool_that_does_not_answer_is_asked_again_for_the_same(world: World) -> None:
+def test_a_pool_that_does_not_answer_gets_the_same_request_again(world: World) -> None:
     world.submit()
     world.pool.error = PoolUnavailable("10.0.0.1:8265 does not answer")
     for _ in range(3):
@@ -200,10 +200,10 @@ def test_a_pool_that_does_not_answer_is_asked_again_for_the_same(world: World) -
     assert world.note().endswith("10.0.0.1:8265 does not answer")
     world.pool.error = None
     world.round()
-    assert (world.states(), len(world.pool.requests)) == (["asked"], 1)
+    assert (world.states(), len(world.pool.requests)) == (["requested"], 1)
 
 
-def test_machines_that_a_pool_takes_away_are_forgotten_and_asked_for_again(world: World) -> None:
+def test_machines_that_a_pool_takes_away_are_forgotten_and_requested_again(world: World) -> None:
     world.submit()
     for _ in range(3):
         world.round()
@@ -213,7 +213,7 @@ def test_machines_that_a_pool_takes_away_are_forgotten_and_asked_for_again(world
     (one,) = world.store.allocations.all(since=0.0)
     assert one.message == "it was cancelled"
     world.round()
-    assert world.states() == ["ended", "asked"]
+    assert world.states() == ["ended", "requested"]
     assert len(world.pool.requests) == 2
     assert not {record.name for record in world.store.nodes.all()} & set(node_names(one))
 

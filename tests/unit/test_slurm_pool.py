@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and what its answers mean; its commands are played."""
+"""What is requested of Slurm, and what its answers mean; its commands are played."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_only_what_has_not_ended_is_cancelled(pool: SlurmPool, slurm: Commands) 
     assert len([call for call in slurm.called if call.startswith("scancel")]) == 1
 
 
-def test_a_controller_that_is_away_is_told_from_a_request_that_it_refuses(pool: SlurmPool, slurm: Commands) -> None:
+def test_a_controller_that_is_away_x_from_a_request_that_it_refuses(pool: SlurmPool, slurm: Commands) -> None:
     slurm.fails["sbatch"] = (
         "sbatch: error: invalid partition specified: gpu\nsbatch: error: Batch job submission failed"
     )

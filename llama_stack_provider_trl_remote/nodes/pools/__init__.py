@@ -1,1 +1,1 @@
-"""Pools of machines: who owns them, and how they are asked for."""
+"""Pools of machines: who owns them, and how they are requested."""

@@ -10,11 +10,11 @@ from llama_stack_provider_trl.errors import TrlError
 
 
 class PoolUnavailable(TrlError):
-    """Raised when a pool does not answer. It is asked again later."""
+    """Raised when a pool does not answer. The request is sent again later."""
 
 
 class PoolRefusal(TrlError):
-    """Raised when a pool does not give what it was asked for. The allocation ends; another one is asked for later."""
+    """Raised when a pool does not give what was requested. The allocation ends; another one is requested later."""
 
 
 class PoolOrder(NamedTuple):
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class Pool(Protocol):
-    """Machines that somebody else owns. Every method may take seconds; `request`, `release` and `observe` are repeated
+    """Machines that another system owns. Every method may take seconds; `request`, `release` and `observe` are repeated
     after a crash, with the same order.
 
     Raises:
@@ -55,7 +55,7 @@ class Pool(Protocol):
     """
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
-        """What the pool will find an order by, before anything is asked of it. It is stored first.
+        """What the pool will find an order by, before anything is requested. It is stored first.
 
         Args:
             taken: answers for the orders that have not ended.

@@ -116,10 +116,10 @@ class SlurmPool:
         ran = self._run(argv, text)
         if ran.status == 0:
             return ran.output
-        said = " ".join(ran.errors.split())[:500] or f"exit status {ran.status}"
-        if any(part in said.lower() for part in _AWAY):
-            raise PoolUnavailable(f"{argv[0]}: {said}")
-        raise PoolRefusal(f"{argv[0]}: {said}")
+        reason = " ".join(ran.errors.split())[:500] or f"exit status {ran.status}"
+        if any(part in reason.lower() for part in _AWAY):
+            raise PoolUnavailable(f"{argv[0]}: {reason}")
+        raise PoolRefusal(f"{argv[0]}: {reason}")
 
     def script(self, order: PoolOrder) -> str:
         """The batch job of an order.

@@ -1,8 +1,8 @@
 """Asks pools for what waiting jobs lack, and gives back what none needs.
 
 Decisions are made in the supervisor's thread, right after it has placed jobs: nothing is placed between a decision and
-its record. Pools are asked in threads of their own, one for each, since they may take minutes. An allocation is
-recorded before its pool is asked, and its pool is asked again after a crash, with the same id.
+its record. Requests are sent in threads, one for each pool, since they may take minutes. An allocation is
+recorded before its request is sent; after a crash it is sent again, with the same id.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DECISION = 1.0
 OBSERVATION = 3.0
 """Seconds between two observations of an allocation."""
 FIRST_WAIT, LONGEST_WAIT = 30.0, 1800.0
-"""Seconds for which a pool is asked for nothing after an allocation has failed: twice as many after each."""
+"""Seconds without requests to a pool after an allocation has failed: twice as many after each."""
 _SHOWN = 20
 """Allocations of a pool that are shown after their end."""
 BUDGET_SECONDS = 30 * 24 * 3600.0
@@ -70,7 +70,7 @@ class PoolReport(NamedTuple):
 
     pool: ManagedPool
     closed: str
-    """The reason for which it is asked for nothing at the moment; empty: it may be asked."""
+    """The reason for which nothing is requested of it at the moment; empty: requests are sent."""
     hours_used: float
     """Hours of its nodes in 30 days."""
     allocations: Sequence[Allocation]
@@ -79,7 +79,7 @@ class PoolReport(NamedTuple):
 
 @dataclass
 class _Trouble:
-    """Why a pool is asked for nothing at the moment."""
+    """Why nothing is requested of a pool at the moment."""
 
     failures: int = 0
     until: float = 0.0
@@ -106,7 +106,7 @@ class Pools:
         self._store, self._remove, self._wake, self._clock = store, remove, wake, clock
         self.pools = {pool.name: pool for pool in pools}
         self.notes: Mapping[Kind, str] = {}
-        """Kind of waiting jobs -> what was asked of pools for them; replaced where it changes."""
+        """Kind of waiting jobs -> what was requested of pools for them; replaced where it changes."""
         self._closed: Mapping[str, str] = {}
         self._unused_since: dict[str, float] = {}
         self._trouble = {name: _Trouble() for name in self.pools}
@@ -128,14 +128,14 @@ class Pools:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Ask no more. What was asked for stays: the next service continues with it."""
+        """Send no more requests. Allocations stay: the next service continues with them."""
         self._stopping.set()
         self._tended.set()
         for thread in self._threads:
             thread.join(5.0)
 
     def reports(self) -> list[PoolReport]:
-        """Every pool, in the order in which they are asked."""
+        """Every pool, in the order in which they are tried."""
         now = self._clock()
         known = self._store.allocations.all(now - BUDGET_SECONDS)
         reports = []
@@ -180,8 +180,8 @@ class Pools:
         joined = {node.name for node in there}
         notes = {kinds[job]: f"no pool serves it: {why}" for job, why in plan.refused.items() if self.pools}
         for one in current:
-            if one.state in OPEN and one.asked_for in kinds and not joined.issuperset(node_names(one)):
-                notes[kinds[one.asked_for]] = self._asked(one)
+            if one.state in OPEN and one.requested_for in kinds and not joined.issuperset(node_names(one)):
+                notes[kinds[one.requested_for]] = self._requested(one)
         if notes != self.notes:
             self.notes = notes
             self._wake()
@@ -191,7 +191,7 @@ class Pools:
 
     def _state(self, pool: ManagedPool, known: Sequence[Allocation], now: float) -> PoolState:
         trouble = self._trouble[pool.name]
-        closed = f"{trouble.message}; asked again after {_at(trouble.until)}" if now < trouble.until else ""
+        closed = f"{trouble.message}; requested again after {_at(trouble.until)}" if now < trouble.until else ""
         over = self.over(pool, known, now)
         return PoolState(pool.name, pool.shape, pool.max_nodes, pool.idle_seconds, over or closed, bool(over))
 
@@ -205,9 +205,9 @@ class Pools:
         """Hours of a pool's nodes in the last 30 days."""
         return sum(one.seconds_used(now - BUDGET_SECONDS, now) for one in known if one.pool == pool) / 3600
 
-    def _asked(self, one: Allocation) -> str:
+    def _requested(self, one: Allocation) -> str:
         what = self.pools[one.pool].what if one.pool in self.pools else "nodes"
-        text = f"asked {one.pool} for {one.nodes} x {what} at {_at(one.recorded_at)}"
+        text = f"requested {one.nodes} x {what} from {one.pool} at {_at(one.recorded_at)}"
         if one.state is AllocationState.granted:
             text = f"{one.pool} has given {one.nodes} x {what}, whose agents have not all joined yet"
         return f"{text}: {one.message}" if one.message else text
@@ -270,9 +270,9 @@ class Pools:
                 except PoolRefusal as error:
                     self._end(one, str(error), failed=True)
                     return
-                faults.reach("pool-asked")
-                self._store.allocations.move(one, AllocationState.asked)
-            case AllocationState.asked | AllocationState.granted:
+                faults.reach("pool-requested")
+                self._store.allocations.move(one, AllocationState.requested)
+            case AllocationState.requested | AllocationState.granted:
                 self._observe(pool, one, pool.pool.observe(order))
             case AllocationState.returning:
                 pool.pool.release(order)
@@ -283,11 +283,11 @@ class Pools:
 
     def _observe(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
         if seen.given is Given.nothing:
-            early = one.state is AllocationState.asked
+            early = one.state is AllocationState.requested
             self._end(one, seen.message or f"{one.pool} has nothing left of it", failed=early)
         elif seen.given is Given.pending:
             self._store.allocations.note(one, seen.message)
-        elif one.state is AllocationState.asked:
+        elif one.state is AllocationState.requested:
             if self._store.allocations.move(one, AllocationState.granted):
                 log.info("pool %s: %s is given: %s", one.pool, one.request_id, ", ".join(node_names(one)))
         else:
@@ -315,7 +315,7 @@ class Pools:
         before = self._trouble[name]
         wait = min(FIRST_WAIT * 2**before.failures, LONGEST_WAIT)
         self._trouble[name] = _Trouble(before.failures + 1, self._clock() + wait, message)
-        log.warning("pool %s: %s; it is asked again in %.0f s", name, message, wait)
+        log.warning("pool %s: %s; the next request follows in %.0f s or later", name, message, wait)
 
 
 def _closed(allocations: Sequence[Allocation]) -> dict[str, str]:

@@ -8,14 +8,14 @@ from pydantic import BaseModel
 
 
 class AllocationRow(BaseModel):
-    """Nodes that a pool was asked for at once."""
+    """Nodes that were requested of a pool at once."""
 
     request_id: str
     nodes: list[str]
     """Names under which they join."""
     state: str
-    """wanted, asked, granted, returning or ended."""
-    asked_for: str
+    """wanted, requested, granted, returning or ended."""
+    requested_for: str
     """The job that lacked them."""
     recorded_at: datetime
     granted_at: datetime | None
@@ -30,12 +30,12 @@ class PoolRow(BaseModel):
     """What each of its nodes has, such as `8 GPUs`."""
     max_nodes: int
     nodes: int
-    """That it was asked for and that have not been given back."""
+    """That were requested and not given back."""
     node_hours: float | None
     """Hours that its nodes may be used in 30 days; null: any number."""
     node_hours_used: float
     state: str
-    """open, or the reason for which it is asked for nothing at the moment."""
+    """open, or the reason for which nothing is requested of it at the moment."""
     allocations: list[AllocationRow]
     """Those that have not ended, and the last ones that have."""
 

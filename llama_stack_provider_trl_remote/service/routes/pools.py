@@ -21,7 +21,7 @@ router = APIRouter(route_class=GuardedRoute, prefix="/pools", tags=["nodes"])
 
 @router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
 async def pools(service: Context) -> Response:
-    """The pools of machines, what they were asked for, and what is left of their limits."""
+    """The pools of machines, what was requested of them, and what is left of their limits."""
     return as_json(await asyncio.to_thread(_pools, service))
 
 
@@ -48,7 +48,7 @@ def _allocation(one: Allocation) -> AllocationRow:
         request_id=one.request_id,
         nodes=node_names(one),
         state=one.state,
-        asked_for=one.asked_for,
+        requested_for=one.requested_for,
         recorded_at=datetime.fromtimestamp(one.recorded_at, UTC),
         granted_at=None if one.granted_at is None else datetime.fromtimestamp(one.granted_at, UTC),
         ended_at=None if one.ended_at is None else datetime.fromtimestamp(one.ended_at, UTC),
