@@ -10,6 +10,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable
 from llama_stack_provider_trl_remote.nodes.pools.slurm import AgentStart, Ran, SlurmPool, run_command
+from tests.fakes import FakeClock
 
 ORDER = PoolOrder("abc", ("gpu-abc-0", "gpu-abc-1"), "trl-abc")
 
@@ -22,6 +23,7 @@ class Commands:
         self.called: list[str] = []
         self.script = ""
         self.fails: dict[str, str] = {}
+        self.clock = FakeClock()
 
     def __call__(self, argv: Sequence[str], text: str) -> Ran:
         self.called.append(" ".join(argv))
@@ -30,7 +32,7 @@ class Commands:
         if argv[0] == "sbatch":
             self.script = text
             self.jobs.append("7|PENDING|Resources")
-        if argv[0] == "scancel":
+        if argv[0] == "scancel" and "--signal=USR1" not in argv:
             self.jobs = [job for job in self.jobs if not job.startswith(argv[1])]
         return Ran(0, "\n".join(self.jobs), "")
 
@@ -43,7 +45,7 @@ def slurm() -> Commands:
 @pytest.fixture
 def pool(slurm: Commands) -> SlurmPool:
     agent = AgentStart("http://10.0.0.1:8322", "/etc/trl token", labels={"pool": "gpu's"})
-    return SlurmPool(agent, ["--partition=gpu"], 90, slurm)
+    return SlurmPool(agent, ["--partition=gpu"], 90, slurm, slurm.clock)
 
 
 def test_an_order_is_one_batch_job_however_often_it_is_requested(pool: SlurmPool, slurm: Commands) -> None:
@@ -78,7 +80,7 @@ def test_the_batch_job_starts_an_agent_on_each_node_and_warns_it(pool: SlurmPool
     )
     assert "http://10.0.0.1:8322" in started
     assert "--name gpu-abc-$SLURM_PROCID" in started
-    assert "kill -USR1 $(cat /tmp/trl-node/gpu-abc-$SLURM_PROCID/pid)" in script
+    assert "read -r host pid < /tmp/trl-node/gpu-abc-$SLURM_PROCID/pid && kill -USR1 $pid" in script
 
 
 @pytest.mark.parametrize(
@@ -101,19 +103,28 @@ def test_states_of_batch_jobs(pool: SlurmPool, slurm: Commands, listed: list[str
     assert message in seen.message
 
 
-def test_only_what_has_not_ended_is_cancelled(pool: SlurmPool, slurm: Commands) -> None:
+def test_agents_leave_before_their_batch_job_is_cancelled_and_what_has_ended_stays(
+    pool: SlurmPool, slurm: Commands
+) -> None:
     slurm.jobs = ["6|TIMEOUT|TimeLimit", "7|RUNNING|None"]
+    leave = "scancel --batch --signal=USR1 7"
+    for seconds, expected in ((0, [leave]), (25, [leave]), (10, [leave, "scancel 7"]), (10, [leave, "scancel 7"])):
+        slurm.clock.advance(seconds)
+        pool.release(ORDER)
+        assert [call for call in slurm.called if call.startswith("scancel")] == expected
+
+
+def test_what_waits_is_cancelled_at_once(pool: SlurmPool, slurm: Commands) -> None:
+    pool.request(ORDER)
     pool.release(ORDER)
-    assert [call for call in slurm.called if call.startswith("scancel")] == ["scancel 7"]
-    pool.release(ORDER)
-    assert len([call for call in slurm.called if call.startswith("scancel")]) == 1
+    assert slurm.called[-1] == "scancel 7"
 
 
 def test_a_controller_that_is_away_x_from_a_request_that_it_refuses(pool: SlurmPool, slurm: Commands) -> None:
     slurm.fails["sbatch"] = (
         "sbatch: error: invalid partition specified: gpu\nsbatch: error: Batch job submission failed"
     )
-    with pytest.raises(PoolRefusal, match="sbatch: sbatch: error: invalid partition specified: gpu"):
+    with pytest.raises(PoolRefusal, match=r"^sbatch: invalid partition specified: gpu; Batch job submission failed$"):
         pool.request(ORDER)
     slurm.fails["squeue"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     for call in (pool.request, pool.observe, pool.release):

@@ -6,8 +6,10 @@ stores no number of Slurm's. https://slurm.schedmd.com/sbatch.html
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,8 +18,12 @@ from .base import Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
 
 _TIMEOUT = 60.0
 """Seconds that a command of Slurm may take; its own timeout for its controller is 10 s by default."""
+_LEAVE = 30.0
+"""Seconds within which the agents of a batch job end; then it is cancelled."""
 _AWAY = ("unable to contact", "connection refused", "socket timed out", "connection timed out", "communication")
 """Parts of messages of Slurm's commands while its controller does not answer."""
+_SENT = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG"})
+"""Variables of the service that its commands get. `--export=ALL,NAME=VALUE` among the options adds others."""
 _WAITS = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"})
 _RUNS = frozenset({"RUNNING", "SIGNALING"})
 
@@ -36,8 +42,12 @@ Run = Callable[[Sequence[str], str], Ran]
 
 def run_command(argv: Sequence[str], text: str) -> Ran:
     """See `Run`."""
+    # sbatch sends its environment along. The service's has tokens.
+    environ = {name: value for name, value in os.environ.items() if name in _SENT or name.startswith(("LC_", "SLURM_"))}
     try:
-        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        done = subprocess.run(
+            argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT, check=False, env=environ
+        )
     except FileNotFoundError as error:
         raise PoolUnavailable(
             f"there is no {argv[0]} here: install Slurm's commands on the service's machine"
@@ -78,8 +88,12 @@ class SlurmPool:
         options: Sequence[str] = (),
         warning_seconds: int = 120,
         run: Run = run_command,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent, self._options, self._warning, self._run = agent, tuple(options), warning_seconds, run
+        self._clock = clock
+        self._ending: dict[str, float] = {}
+        """Batch job -> time since which its agents are to leave."""
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
         return f"trl-{request_id}"
@@ -102,8 +116,14 @@ class SlurmPool:
 
     def release(self, order: PoolOrder) -> None:
         for number, state, _ in self._jobs(order):
-            if state in _RUNS | _WAITS:
+            if state in _RUNS and number not in self._ending:
+                # The agents leave, and remove their files; so a cancelled batch job could not.
+                self._ending[number] = self._clock()
+                self._call("scancel", "--batch", "--signal=USR1", number)
+            elif state in _WAITS or (state in _RUNS and self._clock() - self._ending[number] > _LEAVE):
                 self._call("scancel", number)
+            elif state not in _RUNS:
+                self._ending.pop(number, None)
 
     def _jobs(self, order: PoolOrder) -> list[tuple[str, str, str]]:
         """Number, state and reason of the batch jobs of an order; those that ended some minutes ago among them."""
@@ -116,7 +136,8 @@ class SlurmPool:
         ran = self._run(argv, text)
         if ran.status == 0:
             return ran.output
-        reason = " ".join(ran.errors.split())[:500] or f"exit status {ran.status}"
+        lines = [line.strip().removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in ran.errors.splitlines()]
+        reason = "; ".join(line for line in lines if line)[:500] or f"exit status {ran.status}"
         if any(part in reason.lower() for part in _AWAY):
             raise PoolUnavailable(f"{argv[0]}: {reason}")
         raise PoolRefusal(f"{argv[0]}: {reason}")
@@ -130,14 +151,20 @@ class SlurmPool:
         agent = self._agent
         prefix = order.names[0].rpartition("-")[0]
         home = f"{shlex.quote(agent.data_dir)}/{prefix}-$SLURM_PROCID"
+        # A batch job that another program has cancelled leaves its agents' files, on a disk that others may share.
+        clean = (
+            f"for old in {shlex.quote(agent.data_dir)}/*/pid; do "
+            '[ -f "$old" ] && read -r host pid < "$old" && [ "$host" = "$(hostname)" ] && '
+            '! kill -0 "$pid" 2>/dev/null && rm -rf "${old%/pid}"; done; '
+        )
         start = (
-            f"umask 077; mkdir -p {home}; echo $$ > {home}/pid; "
+            f'{clean}umask 077; mkdir -p {home}; echo "$(hostname) $$" > {home}/pid; '
             f'TRL_SERVICE_NODE_TOKEN="$(cat {shlex.quote(agent.token_file)})"; export TRL_SERVICE_NODE_TOKEN; '
             f"exec {shlex.quote(agent.command)} agent --service {shlex.quote(agent.service_url)} "
             f"--name {prefix}-$SLURM_PROCID --data-dir {home}/agent"
             + "".join(f" --label {shlex.quote(f'{name}={value}')}" for name, value in agent.labels.items())
         )
-        leave = f"kill -USR1 $(cat {home}/pid)"
+        leave = f"read -r host pid < {home}/pid && kill -USR1 $pid"
         remove = f"rm -rf {home}"
         each = "srun --overlap --ntasks-per-node=1"
         return f"""#!/bin/bash
