@@ -102,6 +102,11 @@ def _run(options: argparse.Namespace) -> int:
             return 2
 
     if is_agent:
+        token_file = options.token_file or os.environ.get("TRL_SERVICE_NODE_TOKEN_FILE")
+        if token_file:
+            from ..nodes.token_file import read_token
+
+            tokens["TRL_SERVICE_NODE_TOKEN"] = read_token(token_file)
         return _agent(url, options, {**os.environ, **tokens})
     start_logging(None, "debug" if options.verbose else options.log_level or "warning", tokens.values())
     timeouts = PREFLIGHT_TIMEOUTS if options.command in ("preflight", "preview") else Timeouts()
@@ -137,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))
     node_commands.nodes(
-        groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines")
+        groups.add_parser("nodes", help="list (the default), show, commands, cordon, uncordon, drain, remove machines")
     )
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))

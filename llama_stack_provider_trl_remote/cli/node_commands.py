@@ -26,12 +26,25 @@ def nodes(group: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
         if name != "list":
             command.add_argument("node", metavar="NODE")
+    lines = commands.add_parser("commands", help="what to run on each machine; calls no service")
+    lines.add_argument("--url", default=argparse.SUPPRESS, help="address of the service, as the others reach it")
+    lines.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
+    lines.add_argument("--nodes", type=int, default=2, metavar="N", help="machines, the service's among them (2)")
+    lines.add_argument(
+        "--token-file", default="~/.trl-node-token", metavar="FILE", help="on each machine (~/.trl-node-token)"
+    )
+    lines.add_argument("--certificate", metavar="FILE", help="on each machine: a copy of the service's tls_cert")
 
 
 def agent(command: argparse.ArgumentParser) -> None:
     default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
     command.add_argument(
         "--service", dest="url", default=default, metavar="URL", help="address of the service (TRL_SERVICE_URL)"
+    )
+    command.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="a token of the service, in a file of mode 600 (TRL_SERVICE_NODE_TOKEN_FILE)",
     )
     command.add_argument("--name", help="of this node (TRL_NODE_NAME; the host name)")
     command.add_argument("--data-dir", metavar="DIR", help="its own directory (TRL_NODE_DATA_DIR; ~/.llama/trl-node)")
