@@ -12,6 +12,8 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
+from . import nodes_ssh
+
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
 AGENT = "be a worker node of a training service on another machine"
 
@@ -133,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))
-    _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
+    _nodes(
+        groups.add_parser("nodes", help="list (the default), show, cordon, drain, remove machines; up, down over SSH")
+    )
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
     _service_logs(groups.add_parser("logs", help="what the service, or a node's agent, has logged"))
@@ -241,13 +245,8 @@ def _plot(command: argparse.ArgumentParser) -> None:
 
 
 def _dashboard_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--data-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the data_dir of an inline provider",
-    )
+    help_ = "the data_dir of an inline provider"
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help=help_)
     command.add_argument("--port", type=_port, default=8323, metavar="N", help="on 127.0.0.1; 0: any free one (8323)")
 
 
@@ -269,6 +268,7 @@ def _nodes(group: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
         if name != "list":
             command.add_argument("node", metavar="NODE")
+    nodes_ssh.add_parsers(commands)
 
 
 def _agent_options(command: argparse.ArgumentParser) -> None:
