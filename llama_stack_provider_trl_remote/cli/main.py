@@ -142,7 +142,10 @@ def parser() -> argparse.ArgumentParser:
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))
     node_commands.nodes(
-        groups.add_parser("nodes", help="list (the default), show, commands, cordon, uncordon, drain, remove machines")
+        groups.add_parser(
+            "nodes",
+            help="list (the default), show, commands, cordon, drain, remove machines; up, down over SSH",
+        )
     )
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
@@ -251,13 +254,8 @@ def _plot(command: argparse.ArgumentParser) -> None:
 
 
 def _dashboard_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--data-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the data_dir of an inline provider",
-    )
+    help_ = "the data_dir of an inline provider"
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help=help_)
     command.add_argument("--port", type=_port, default=8323, metavar="N", help="on 127.0.0.1; 0: any free one (8323)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from . import nodes_ssh
 from .shared_options import at_service, logged
 
 
@@ -34,6 +35,7 @@ def nodes(group: argparse.ArgumentParser) -> None:
         "--token-file", default="~/.trl-node-token", metavar="FILE", help="on each machine (~/.trl-node-token)"
     )
     lines.add_argument("--certificate", metavar="FILE", help="on each machine: a copy of the service's tls_cert")
+    nodes_ssh.add_parsers(commands)
 
 
 def agent(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""Where nodes come from: machines that are reached over SSH."""
