@@ -52,6 +52,9 @@ def wheel_of_this_installation() -> Wheel:
         ) from error
     information = f"{DISTRIBUTION}-{found.version}.dist-info"
     texts = {f"{information}/{name}": text.encode() for name in _METADATA if (text := found.read_text(name))}
+    if not found.read_text("METADATA"):
+        # In a checkout that was built once, the metadata found first are those of setuptools, under another name.
+        texts[f"{information}/METADATA"] = (found.read_text("PKG-INFO") or "").encode()
     texts[f"{information}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: trl-remote\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
