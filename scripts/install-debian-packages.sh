@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Installs what the tests need of Debian, where that needs no question: as root on Linux with apt-get. They walk through the
-# dashboard with chromium, and check /metrics with promtool of the package prometheus. Does nothing for what is there, and
-# elsewhere, where these tests are skipped.
+# dashboard with chromium, check /metrics with promtool of the package prometheus, and make machines nodes over SSH with
+# sshd. Does nothing for what is there, and elsewhere, where these tests are skipped.
 #
 #   ./scripts/install-debian-packages.sh
 set -euo pipefail
 
+PATH="$PATH:/usr/sbin"
 missing=()
-for program in chromium promtool; do
+for program in chromium promtool sshd; do
     command -v "$program" >/dev/null || missing+=("$program")
 done
 [ "${#missing[@]}" -gt 0 ] || exit 0
@@ -33,6 +34,24 @@ get_promtool() {
         install -D -m 755 "$work/usr/bin/promtool" /usr/local/bin/promtool
 }
 
+# Neither started now nor at the next boot.
+get_sshd() {
+    local policy=/usr/sbin/policy-rc.d
+    [ -e "$policy" ] && policy="$work/unused"
+    printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy"
+    "${apt[@]}" --no-install-recommends install openssh-server
+    local status=$?
+    rm -f "$policy" /etc/systemd/system/multi-user.target.wants/ssh.service /etc/systemd/system/sshd.service
+    return "$status"
+}
+
+version_of() {
+    case "$1" in
+        sshd) dpkg-query --show openssh-server ;;
+        *) "$1" --version 2>&1 | head -n 1 ;;
+    esac
+}
+
 for step in get_lists "${missing[@]/#/get_}"; do
     if ! "$step" >"$work/log" 2>&1 </dev/null; then
         tail -n 15 "$work/log" >&2
@@ -41,5 +60,5 @@ for step in get_lists "${missing[@]/#/get_}"; do
     fi
 done
 for program in "${missing[@]}"; do
-    echo "install-debian-packages: $("$program" --version 2>&1 | head -n 1)"
+    echo "install-debian-packages: $(version_of "$program")"
 done

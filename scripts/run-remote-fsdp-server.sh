@@ -20,6 +20,7 @@
 #   TRL_SERVICE_PORT        its port (default 8322); TRL_SERVICE_URL in place of both, for https
 #   SSL_CERT_FILE           the service's certificate, where no authority has signed it
 #   TRL_SERVICE_NODE_TOKEN  a token of the service with the role node (or TRL_SERVICE_TOKEN)
+#   TRL_SERVICE_NODE_TOKEN_FILE  in its place: a file of mode 600 that holds the token
 #   TRL_NODE_NAME           this machine's name among the nodes (default: its host name)
 #   TRL_NODE_ADDRESS        its address for the others (default: the one from which it reaches the service)
 #   TRL_NODE_DATA_DIR       where its jobs go (default ~/.llama/trl-node)
@@ -29,6 +30,11 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # Given from where the user stands, and read from here.
 case "${SSL_CERT_FILE:-/}" in /*) ;; *) export SSL_CERT_FILE="$here/$SSL_CERT_FILE" ;; esac
+
+case "${TRL_SERVICE_NODE_TOKEN_FILE:-/}" in
+    /* | '~'*) ;;
+    *) export TRL_SERVICE_NODE_TOKEN_FILE="$here/$TRL_SERVICE_NODE_TOKEN_FILE" ;;
+esac
 
 case "${NODE_RANK:-0}" in
     *[!0-9]*)

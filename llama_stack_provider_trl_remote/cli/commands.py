@@ -21,7 +21,7 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
-from . import one_line
+from . import node_lines, nodes_ssh, one_line
 from .preview import preview
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
@@ -252,12 +252,16 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("datasets", "list"): list_datasets,
     ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
+    ("nodes", "commands"): node_lines.print_commands,
     ("nodes", "show"): show_node,
     ("nodes", "pools"): list_pools,
     ("nodes", "cordon"): change_node,
     ("nodes", "uncordon"): change_node,
     ("nodes", "drain"): change_node,
     ("nodes", "remove"): remove_node,
+    ("nodes", "up"): nodes_ssh.up,
+    ("nodes", "down"): nodes_ssh.down,
+    ("nodes", "status"): nodes_ssh.status,
     ("tokens", "create"): create_token,
     ("tokens", "list"): list_tokens,
     ("tokens", "revoke"): revoke_token,

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
+from . import node_commands
+from .shared_options import at_service
+
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
 AGENT = "be a worker node of a training service on another machine"
 
@@ -99,6 +102,11 @@ def _run(options: argparse.Namespace) -> int:
             return 2
 
     if is_agent:
+        token_file = options.token_file or os.environ.get("TRL_SERVICE_NODE_TOKEN_FILE")
+        if token_file:
+            from ..nodes.token_file import read_token
+
+            tokens["TRL_SERVICE_NODE_TOKEN"] = read_token(token_file)
         return _agent(url, options, {**os.environ, **tokens})
     start_logging(None, "debug" if options.verbose else options.log_level or "warning", tokens.values())
     timeouts = PREFLIGHT_TIMEOUTS if options.command in ("preflight", "preview") else Timeouts()
@@ -133,11 +141,16 @@ def parser() -> argparse.ArgumentParser:
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))
-    _nodes(groups.add_parser("nodes", help="list (the default), show, cordon, uncordon, drain, remove machines"))
+    node_commands.nodes(
+        groups.add_parser(
+            "nodes",
+            help="list (the default), show, commands, cordon, drain, remove machines; up, down over SSH",
+        )
+    )
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
     _service_logs(groups.add_parser("logs", help="what the service, or a node's agent, has logged"))
-    _agent_options(groups.add_parser("agent", help=AGENT))
+    node_commands.agent(groups.add_parser("agent", help=AGENT))
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
     doctor.add_argument("--json", action="store_true", help="the findings as a list")
@@ -202,7 +215,7 @@ def _following(command: argparse.ArgumentParser, *, detach: bool = True) -> None
     command.add_argument("--pull", metavar="DIR", help="download the result into this new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     if detach:
-        _at_service(command)
+        at_service(command)
         command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
 
 
@@ -237,96 +250,33 @@ def _plot(command: argparse.ArgumentParser) -> None:
         help="weight of earlier points, 0 to less than 1 (0.8)",
     )
     command.add_argument("--data-dir", type=Path, metavar="DIR", help="read this data directory; no service is needed")
-    _at_service(command)
+    at_service(command)
 
 
 def _dashboard_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--data-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the data_dir of an inline provider",
-    )
+    help_ = "the data_dir of an inline provider"
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help=help_)
     command.add_argument("--port", type=_port, default=8323, metavar="N", help="on 127.0.0.1; 0: any free one (8323)")
-
-
-def _nodes(group: argparse.ArgumentParser) -> None:
-    _at_service(group)
-    commands = group.add_subparsers(dest="command", metavar="COMMAND")
-    commands.default = "list"
-    for name, meaning in (
-        ("list", "machines, their devices, and which job has them"),
-        ("show", "everything that the service knows of a machine, as JSON"),
-        ("pools", "pools of machines, and what was requested of them"),
-        ("cordon", "give a machine no further jobs"),
-        ("uncordon", "give it jobs again"),
-        ("drain", "give it no further jobs; those that train there save, and continue elsewhere"),
-        ("remove", "remove a machine without jobs, or one that is gone"),
-    ):
-        command = commands.add_parser(name, help=meaning)
-        # No default of its own: it would replace a value given before the command.
-        command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
-        command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
-        if name not in ("list", "pools"):
-            command.add_argument("node", metavar="NODE")
-
-
-def _agent_options(command: argparse.ArgumentParser) -> None:
-    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
-    command.add_argument(
-        "--service", dest="url", default=default, metavar="URL", help="address of the service (TRL_SERVICE_URL)"
-    )
-    command.add_argument("--name", help="of this node (TRL_NODE_NAME; the host name)")
-    command.add_argument("--data-dir", metavar="DIR", help="its own directory (TRL_NODE_DATA_DIR; ~/.llama/trl-node)")
-    command.add_argument("--device", help="auto, cpu, cuda, cuda:N or mps (TRL_NODE_DEVICE; auto)")
-    command.add_argument(
-        "--isolation",
-        choices=("auto", "off", "required"),
-        help="whether trainings are kept apart from the agent and its files (TRL_NODE_ISOLATION; auto)",
-    )
-    command.add_argument(
-        "--warm-start",
-        choices=("on", "off"),
-        help="whether trainings are forked from a process that has imported torch (TRL_NODE_WARM_START; on)",
-    )
-    command.add_argument(
-        "--label",
-        action="append",
-        type=_label,
-        default=[],
-        metavar="NAME=VALUE",
-        help="for `labels` of a job; repeat it",
-    )
-    command.add_argument(
-        "--heartbeat-interval",
-        metavar="SECONDS",
-        help="seconds between two calls of the service, 0.5 to 5 (TRL_NODE_HEARTBEAT_INTERVAL; 5)",
-    )
-    command.add_argument(
-        "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
-    )
-    _logged(command)
 
 
 def _jobs(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    submit = _at_service(commands.add_parser("submit", help="queue a job; the same file again is the same job"))
+    submit = at_service(commands.add_parser("submit", help="queue a job; the same file again is the same job"))
     submit.add_argument(
         "file", metavar="FILE", help="the request as JSON, YAML or TOML, as Llama Stack takes it; - reads stdin"
     )
     submit.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
-    preflight = _at_service(
+    preflight = at_service(
         commands.add_parser("preflight", help="what a job would do and whether it fits; exit status 0 it fits, 1 not")
     )
     preflight.add_argument("file", metavar="FILE", help="the request as JSON, YAML or TOML; - reads standard input")
     preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
-    listing = _at_service(commands.add_parser("list", help="one line per job, oldest first"))
+    listing = at_service(commands.add_parser("list", help="one line per job, oldest first"))
     listing.add_argument(
         "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
     )
     _job(commands.add_parser("show", help="the whole status as JSON"))
-    watch = _at_service(
+    watch = at_service(
         commands.add_parser("watch", help="follow jobs to their end; exit status 0 completed, 1 failed, 2 cancelled")
     )
     watch.add_argument("job_uuids", nargs="+", metavar="JOB")
@@ -348,11 +298,11 @@ def _jobs(group: argparse.ArgumentParser) -> None:
 
 def _datasets(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = _at_service(commands.add_parser("add", help="upload rows and register them under an id"))
+    add = at_service(commands.add_parser("add", help="upload rows and register them under an id"))
     add.add_argument("file", metavar="FILE", help=".jsonl, .json (a list of objects) or .csv")
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
-    _at_service(commands.add_parser("list", help="one line per dataset"))
-    preview = _at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
+    at_service(commands.add_parser("list", help="one line per dataset"))
+    preview = at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
     preview.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")
     preview.add_argument("--method", choices=("sft", "dpo"), default="sft", help="(sft)")
@@ -368,20 +318,20 @@ def _datasets(group: argparse.ArgumentParser) -> None:
 
 def _tokens(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    create = _at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
+    create = at_service(commands.add_parser("create", help="print a new token, which cannot be read again"))
     create.add_argument("name", type=_token_name, metavar="NAME", help="for records: created_by of jobs, the audit log")
     create.add_argument("--role", choices=("submit", "admin", "node", "metrics"), default="submit", help="(submit)")
     create.add_argument("--expires", type=_span, metavar="TIME", help="such as 12h, 30d (never)")
     create.add_argument("--max-queued-jobs", type=int, metavar="N", help="jobs that may wait at once (any number)")
     create.add_argument("--requests-per-second", type=float, metavar="R", help="on average (any number)")
     create.add_argument("--priorities", type=_words, metavar="P,P", help="of low, normal, high, critical (all)")
-    _at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
-    revoke = _at_service(commands.add_parser("revoke", help="refuse a token from now on"))
+    at_service(commands.add_parser("list", help="one line per token, without the tokens themselves"))
+    revoke = at_service(commands.add_parser("revoke", help="refuse a token from now on"))
     revoke.add_argument("name", type=_token_name, metavar="NAME")
 
 
 def _audit(command: argparse.ArgumentParser) -> None:
-    _at_service(command)
+    at_service(command)
     command.set_defaults(command="show")
     command.add_argument("--after", type=_number, metavar="N", help="lines behind number N (the last 100)")
     command.add_argument("--caller", metavar="NAME", help="only of this token")
@@ -390,7 +340,7 @@ def _audit(command: argparse.ArgumentParser) -> None:
 
 
 def _service_logs(command: argparse.ArgumentParser) -> None:
-    _at_service(command)
+    at_service(command)
     command.set_defaults(command="show")
     command.add_argument("node", nargs="?", metavar="NODE", help="whose agent (the service)")
     command.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
@@ -398,23 +348,7 @@ def _service_logs(command: argparse.ArgumentParser) -> None:
 
 def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     command.add_argument("job_uuid", metavar="JOB")
-    return _at_service(command)
-
-
-def _at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
-    command.add_argument("--url", default=default, help=f"address of the service (TRL_SERVICE_URL; now {default})")
-    command.add_argument(
-        "--json", action="store_true", help="the answer as JSON; while a job runs, one object per line"
-    )
-    return _logged(command)
-
-
-def _logged(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    help_ = "lowest level that is logged to standard error (warning; of an agent TRL_NODE_LOG_LEVEL, info)"
-    command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help=help_)
-    command.add_argument("--verbose", action="store_true", help="as --log-level debug: log each call of the service")
-    return command
+    return at_service(command)
 
 
 def _seconds(text: str) -> float:
@@ -448,20 +382,6 @@ def _number(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def _label(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 MiB per second")
     return value
 
 

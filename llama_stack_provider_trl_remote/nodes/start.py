@@ -123,7 +123,8 @@ def worker_settings(
     token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
     if not token:
         raise NodeError(
-            "a worker needs a token of the service: set TRL_SERVICE_NODE_TOKEN (role node), or TRL_SERVICE_TOKEN"
+            "a worker needs a token of the service: set TRL_SERVICE_NODE_TOKEN_FILE or TRL_SERVICE_NODE_TOKEN (role "
+            "node), or TRL_SERVICE_TOKEN"
         )
     certificate = environ.get("SSL_CERT_FILE")
     if (

@@ -32,7 +32,7 @@ from tests.contract.stack import Json, poll
 from tests.tiny import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "run-remote-fsdp-server.sh"
-TOKEN, NODE_TOKEN = "operator", "node"
+TOKEN, NODE_TOKEN = "operator", "token-of-nodes"
 PORT = 8322
 MOST = 4
 """Machines of a bed."""
@@ -75,7 +75,11 @@ class Machine:
         return self.root / "data"
 
     def start(self, *arguments: str, **environ: str) -> None:
-        """Run the shipped script there, without access to other directories."""
+        """Run the shipped script there."""
+        self.run(str(SCRIPT), *arguments, **environ)
+
+    def run(self, *program: str, **environ: str) -> None:
+        """Run a program there, without access to other directories."""
         alone = (
             f"mount --bind {self.root} /mnt && mount -t tmpfs none {self.bed.root} && mkdir {self.root} && "
             f"mount --move /mnt {self.root} && mount --bind {self.root}/machine-id /etc/machine-id && "
@@ -96,7 +100,7 @@ class Machine:
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-c", alone, "sh"]
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                [*command, str(SCRIPT), *arguments],
+                [*command, *program],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -127,6 +131,37 @@ class Machine:
         """As a worker node."""
         given = {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN, **environ}
         self.start("--data-dir", str(self.data_dir), "--device", "cpu", *arguments, **given)
+
+    def serve_ssh(self, keys: Path) -> str:
+        """As a machine that is reached over SSH: root logs in with the public key `keys`. Returns its host key."""
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        host_key = self.root / "host_key"
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", str(host_key))
+        lines = (
+            f"ListenAddress {self.address}",
+            f"HostKey {host_key}",
+            f"AuthorizedKeysFile {keys}",
+            f"PidFile {self.root}/sshd.pid",
+            f"SetEnv TRL_LOCK_DIR={self.root}/locks",
+            "PasswordAuthentication no",
+            "PermitRootLogin yes",
+            "StrictModes no",
+            "UsePAM no",
+        )
+        (self.root / "sshd_config").write_text("".join(f"{line}\n" for line in lines))
+        self.run("/usr/sbin/sshd", "-D", "-e", "-f", str(self.root / "sshd_config"))
+        deadline = time.monotonic() + 10
+        while not (self.root / "sshd.pid").exists():
+            assert time.monotonic() < deadline, self.log_tail()
+            time.sleep(0.05)
+        return host_key.with_suffix(".pub").read_text().strip()
+
+    def connections(self) -> list[str]:
+        """Established TCP connections there, as lines of /proc/net/tcp."""
+        listed = subprocess.run(
+            ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True
+        )
+        return [line for line in listed.stdout.splitlines()[1:] if line.split()[3] == "01"]
 
     def pids(self) -> list[int]:
         """Every process there."""
@@ -285,6 +320,16 @@ class Bed:
         _ip("-n", namespace, "link", "set", "eth0", "up")
         _ip("-n", namespace, "link", "set", "lo", "up")
         return machine
+
+    def certificate(self) -> tuple[Path, Json]:
+        """A certificate of the service, which this process trusts from then on, and the settings that name it."""
+        head = self.machines[0] if self.machines else self.machine("head")
+        certificate, key = self.root.parent / "cert.pem", self.root.parent / "key.pem"
+        subject = ("-subj", "/CN=head", "-addext", f"subjectAltName=IP:{head.address}")
+        made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject)
+        subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+        self.scheme, self.session.verify, self.session.trust_env = "https", str(certificate), False
+        return certificate, {"tls_cert": str(certificate), "tls_key": str(key)}
 
     @property
     def url(self) -> str:

@@ -6,9 +6,7 @@ They take minutes: `TRL_CLUSTER=full ./scripts/test.sh tests/cluster` runs them.
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -98,15 +96,11 @@ def test_a_slow_node_is_waited_for(bed: Bed) -> None:
     bed.nothing_is_left()
 
 
-def test_a_service_with_tls_takes_part_itself(bed: Bed, tmp_path: Path) -> None:
+def test_a_service_with_tls_takes_part_itself(bed: Bed) -> None:
     """Its own agent trusts its certificate; a worker trusts what its system does."""
     head = bed.machine("head")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ("-subj", "/CN=head", "-addext", f"subjectAltName=IP:{head.address}")
-    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject)
-    subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    head.serve({"tls_cert": str(certificate), "tls_key": str(key)})
-    bed.scheme, bed.session.verify, bed.session.trust_env = "https", str(certificate), False
+    certificate, settings = bed.certificate()
+    head.serve(settings)
     url = f"https://{head.address}:8322"
     stranger = bed.machine("stranger")
     stranger.join(head, TRL_SERVICE_URL=url)

@@ -94,11 +94,12 @@ def test_a_time_limit_is_survived_by_a_checkpoint_and_another_allocation(bed: Be
 
 def test_an_allocation_that_is_cancelled_is_a_lost_node(bed: Bed, slurm: SlurmCluster) -> None:
     serve(bed, slurm)
-    bed.hold("step-12")
+    release = bed.hold("step-12")
     submit(bed, dpo("pair", 20, resources=TWO))
     bed.wait(lambda: has_saved(bed, "pair", 8), "the job has a checkpoint", 240)
     (first,) = slurm.jobs()
     slurm.run("scancel", first)
+    release()
     status = bed.wait_for_end("pair", 600)
     assert status["status"] == "completed", (status, slurm.logs())
     before, after = status["resources_allocated"]["attempts"]

@@ -97,8 +97,11 @@ class World:
     def state(self, name: str) -> JobState:
         return self.store.get(name).state
 
+    def ended(self, name: str) -> bool:
+        return self.state(name) in (JobState.completed, JobState.failed)
+
     def finish(self, name: str) -> None:
-        self.until(lambda: self.state(name) in (JobState.completed, JobState.failed))
+        self.until(lambda: self.ended(name))
         assert self.state(name) is JobState.completed, self.store.get(name).message
 
     def spec(self, name: str) -> JobSpec:
@@ -179,7 +182,9 @@ def test_a_training_killed_at_random_moments_ends_with_the_weights_of_one_that_w
         forked.add(name, kind)
         for attempt in itertools.count(1):
             task = f"{name}-{attempt}"
-            forked.until(lambda task=task: task in zygote.processes)
+            forked.until(lambda task=task, name=name: task in zygote.processes or forked.ended(name))
+            if task not in zygote.processes:
+                break  # the signal met a process that had reported its end
             _wait_for_a_random_moment(forked, name, partial(zygote.running, task), rng, undisturbed[kind])
             if attempt > 4 or not zygote.kill(task, number):
                 break

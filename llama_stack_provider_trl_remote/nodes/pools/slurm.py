@@ -159,9 +159,8 @@ class SlurmPool:
         )
         start = (
             f'{clean}umask 077; mkdir -p {home}; echo "$(hostname) $$" > {home}/pid; '
-            f'TRL_SERVICE_NODE_TOKEN="$(cat {shlex.quote(agent.token_file)})"; export TRL_SERVICE_NODE_TOKEN; '
             f"exec {shlex.quote(agent.command)} agent --service {shlex.quote(agent.service_url)} "
-            f"--name {prefix}-$SLURM_PROCID --data-dir {home}/agent"
+            f"--token-file {shlex.quote(agent.token_file)} --name {prefix}-$SLURM_PROCID --data-dir {home}/agent"
             + "".join(f" --label {shlex.quote(f'{name}={value}')}" for name, value in agent.labels.items())
         )
         leave = f"read -r host pid < {home}/pid && kill -USR1 $pid"
