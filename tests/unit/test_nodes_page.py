@@ -1,13 +1,18 @@
-"""docs/reference/nodes.md has every state of a node and every stage of an attempt."""
+"""docs/reference/nodes.md has every state of a node and every stage of an attempt; the dashboard's page has pools."""
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from llama_stack_provider_trl.jobs.records import NodeMode
 from llama_stack_provider_trl_remote.service.cluster import membership, presence
+from llama_stack_provider_trl_remote.service.http.pool_bodies import AllocationRow, PoolRow
+from llama_stack_provider_trl_remote.service.pages import rendering
 from llama_stack_provider_trl_remote.wire import Stage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,3 +35,34 @@ def test_the_table_of_states_has_each_mode_and_what_the_service_finds_out_itself
     assert re.fullmatch(silent.replace("HH:MM:SS", r"\d\d:\d\d:\d\d"), presence.silent_since(1.0))
     assert f'"{unheard}"' in Path(membership.__file__).read_text()
     assert f'"{other_build}"' in Path(membership.__file__).read_text()
+
+
+def test_the_page_shows_pools_and_what_was_requested_of_them() -> None:
+    pytest.importorskip("jinja2", reason="the extra `dashboard` is not installed")
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    requests = [
+        AllocationRow(
+            request_id=name,
+            nodes=[f"slurm-{name}-0", f"slurm-{name}-1"],
+            state="requested",
+            requested_for="my job/1",
+            recorded_at=now,
+            granted_at=None,
+            ended_at=None,
+            message="<PENDING>",
+        )
+        for name in ("first", "last")
+    ]
+    limits = {"what": "8 GPUs", "max_nodes": 4, "nodes": 2, "allocations": requests}
+    pools = [
+        PoolRow(pool="slurm", node_hours=500.0, node_hours_used=1.25, state="sbatch: no partition", **limits),
+        PoolRow(pool="other", node_hours=None, node_hours_used=0.0, state="open", **{**limits, "allocations": []}),
+    ]
+    text = " ".join(rendering._environment().get_template("pools.html").render(pools=pools).split())
+    assert text.index("last") < text.index("first")
+    assert "slurm-first-0, slurm-first-1" in text
+    assert 'href="/jobs/my%20job/1"' in text or 'href="/jobs/my%20job%2F1"' in text
+    assert "&lt;PENDING&gt;" in text
+    assert "no</span>: sbatch: no partition" in text
+    assert "1.2 of 500" in text
+    assert "2 of 4" in text

@@ -13,6 +13,7 @@ from ...nodes.joining import how_to_add_a_node
 from ..context import Context, Service
 from ..http.node_bodies import NodeRow
 from ..routes.nodes import Name, node_rows, remove_node, set_mode
+from ..routes.pools import pool_rows
 from ..security.access import ADMINS_FORM, USERS, CurrentCaller
 from .login import checked_form, see_other
 from .rendering import page
@@ -32,6 +33,7 @@ async def nodes_page(request: Request, service: Context, caller: CurrentCaller) 
         request,
         "nodes.html",
         nodes=nodes,
+        pools=await asyncio.to_thread(pool_rows, service),
         removable={node.node for node in nodes if _is_removable(service, node)},
         is_admin=caller.role == "admin",
         how_to_add=how_to_add_a_node(str(request.base_url).rstrip("/")),

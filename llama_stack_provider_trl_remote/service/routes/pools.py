@@ -22,11 +22,12 @@ router = APIRouter(route_class=GuardedRoute, prefix="/pools", tags=["nodes"])
 @router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
 async def pools(service: Context) -> Response:
     """The pools of machines, what was requested of them, and what is left of their limits."""
-    return as_json(await asyncio.to_thread(_pools, service))
+    return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, service)))
 
 
-def _pools(service: Service) -> ListPoolsResponse:
-    return ListPoolsResponse(data=[_row(report) for report in service.pools.reports()])
+def pool_rows(service: Service) -> list[PoolRow]:
+    """The pools, in the order in which they are tried."""
+    return [_row(report) for report in service.pools.reports()]
 
 
 def _row(report: PoolReport) -> PoolRow:
