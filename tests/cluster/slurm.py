@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.cluster.bed import Bed, Machine
+from tests.cluster.bed import NODE_TOKEN, Bed, Machine
 from tests.contract.stack import poll
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -103,7 +103,7 @@ class SlurmCluster:
     def pool(self, **changes: object) -> dict[str, object]:
         """Its settings for a service on the head."""
         token = self.root / "token"
-        token.write_text("node\n")
+        token.write_text(f"{NODE_TOKEN}\n")
         token.chmod(0o600)
         sent = {
             "HF_HUB_OFFLINE": "1",

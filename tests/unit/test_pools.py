@@ -232,6 +232,24 @@ def test_an_allocation_whose_agents_do_not_join_is_given_back(world: World) -> N
     assert "did not join within 100 s" in one.message
 
 
+def test_agents_that_end_before_they_join_are_a_failure_of_the_pool(world: World) -> None:
+    world.submit()
+    world.joins = False
+    for _ in range(3):
+        world.round()
+    assert world.states() == ["granted"]
+    world.pool.given.clear()  # the service refused their token, say
+    world.round()
+    (one,) = world.store.allocations.all(since=0.0)
+    assert one.message.startswith(f"{one.pool}-{one.request_id}-0, ")
+    assert "did not join: it was cancelled; see the agent's output there" in one.message
+    for _ in range(3):
+        world.round()
+    assert world.states() == ["ended"]
+    world.round(FIRST_WAIT)
+    assert world.states() == ["ended", "requested"]
+
+
 def test_a_budget_that_is_used_up_empties_the_nodes(world: World) -> None:
     world.limits = replace(world.limits, node_hours=1.0)
     world.restart()

@@ -283,8 +283,11 @@ class Pools:
 
     def _observe(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
         if seen.given is Given.nothing:
-            early = one.state is AllocationState.requested
-            self._end(one, seen.message or f"{one.pool} has nothing left of it", failed=early)
+            message = seen.message or f"{one.pool} has nothing left of it"
+            missing = self._missing(one)
+            if missing and one.state is AllocationState.granted:
+                message = f"{', '.join(missing)} did not join: {message}; see the agent's output there"
+            self._end(one, message, failed=bool(missing))
         elif seen.given is Given.pending:
             self._store.allocations.note(one, seen.message)
         elif one.state is AllocationState.requested:
@@ -295,7 +298,7 @@ class Pools:
 
     def _expect(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
         """Give a granted allocation back whose agents do not all join."""
-        missing = [name for name in node_names(one) if self._store.nodes.get(name) is None]
+        missing = self._missing(one)
         if not missing:
             self._trouble[one.pool] = _Trouble()
         elif self._clock() - (one.granted_at or 0.0) > pool.join_seconds:
@@ -303,6 +306,10 @@ class Pools:
             message = f"{why}: {seen.message}" if seen.message else f"{why}: see the agent's log there"
             if self._return(one, message):
                 self._fail(one.pool, message)
+
+    def _missing(self, one: Allocation) -> list[str]:
+        """Those of its nodes that have not joined."""
+        return [name for name in node_names(one) if self._store.nodes.get(name) is None]
 
     def _end(self, one: Allocation, message: str, *, failed: bool = False) -> None:
         if self._store.allocations.move(one, AllocationState.ended, message):
