@@ -87,7 +87,7 @@ def test_a_time_limit_is_survived_by_a_checkpoint_and_another_allocation(bed: Be
     assert sorted(bed.losses("pair")) == list(range(1, 61))
     before, after = status["resources_allocated"]["attempts"]
     assert "its node is being drained" in before["message"]
-    assert after["start_step"] in (30, 31)  # nothing is done twice
+    assert after["start_step"] == before["step"] >= 30  # nothing is done twice
     assert before["device"] != after["device"]
     all_is_given_back(bed, slurm)
 
