@@ -40,7 +40,9 @@ from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
 from ..nodes.identity import machine_id, usable_cpus, versions
-from ..nodes.pools.slurm import AgentStart, SlurmPool
+from ..nodes.pools.base import AgentStart, Pool
+from ..nodes.pools.ray_pool import RayPool, sender
+from ..nodes.pools.slurm import SlurmPool
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
@@ -55,7 +57,7 @@ from .http.errors import Conflict, NotFound
 from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
 from .metrics.registry import Metrics
-from .pool_settings import SlurmPoolSettings
+from .pool_settings import PoolSettings, SlurmPoolSettings
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
@@ -283,18 +285,21 @@ class Service(StoredJobs):
         return {**requested, "training_config": training}
 
 
-def _managed(settings: SlurmPoolSettings) -> ManagedPool:
+def _managed(settings: PoolSettings) -> ManagedPool:
     """A pool as it is configured."""
+    command = settings.command if isinstance(settings, SlurmPoolSettings) else ""
     agent = AgentStart(
-        settings.service_url,
-        str(settings.token_file),
-        settings.command,
-        str(settings.data_dir),
-        settings.node.labels,
+        settings.service_url, str(settings.token_file), command, str(settings.data_dir), settings.node.labels
     )
+    pool: Pool
+    if isinstance(settings, SlurmPoolSettings):
+        pool = SlurmPool(agent, settings.options, settings.warning_seconds)
+    else:
+        send = sender(settings.address, settings.auth_token_file)
+        pool = RayPool(settings.address, agent, settings.python, settings.bundle(), send)
     return ManagedPool(
         settings.name,
-        SlurmPool(agent, settings.options, settings.warning_seconds),
+        pool,
         settings.node.node(),
         settings.node.words(),
         settings.max_nodes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator
@@ -47,13 +47,13 @@ class NodeShape(_PoolBlock):
         return f"{count} {what}{'s' if count > 1 else ''}"
 
 
-class SlurmPoolSettings(_PoolBlock):
-    """Nodes of a Slurm cluster, whose commands (sbatch, squeue, scancel) are on the service's machine."""
+class _PoolSettings(_PoolBlock):
+    """What every pool has."""
 
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
     """Its nodes join as NAME-ID-NUMBER."""
-    kind: Literal["slurm"]
-    """slurm."""
+    kind: str
+    """slurm or ray."""
     max_nodes: int = Field(ge=0, le=10_000)
     """Nodes at a time; 0: none."""
     node_hours: float | None = Field(None, gt=0)
@@ -68,14 +68,8 @@ class SlurmPoolSettings(_PoolBlock):
     """Address at which its nodes reach this service."""
     token_file: Path
     """File on its nodes with a token of the role node (node_token), which only its owner may read."""
-    command: str = "trl-remote"
-    """`trl-remote` of an installation on its nodes."""
     data_dir: Path = Path("/tmp/trl-node")
     """Directory on its nodes for the files of agents."""
-    options: tuple[str, ...] = ()
-    """Options of sbatch, such as --partition=gpu, --gpus-per-node=8, --time=12:00:00."""
-    warning_seconds: int = Field(120, ge=10, le=3600)
-    """Seconds before the time limit at which jobs save, to continue on other nodes."""
 
     @field_validator("service_url")
     @classmethod
@@ -87,6 +81,18 @@ class SlurmPoolSettings(_PoolBlock):
             raise ValueError("other machines cannot reach it: use this machine's address in their network")
         return value.rstrip("/")
 
+
+class SlurmPoolSettings(_PoolSettings):
+    """Nodes of a Slurm cluster, whose commands (sbatch, squeue, scancel) are on the service's machine."""
+
+    kind: Literal["slurm"]
+    command: str = "trl-remote"
+    """slurm: `trl-remote` of an installation on its nodes."""
+    options: tuple[str, ...] = ()
+    """slurm: options of sbatch, such as --partition=gpu, --gpus-per-node=8, --time=12:00:00."""
+    warning_seconds: int = Field(120, ge=10, le=3600)
+    """slurm: seconds before the time limit at which jobs save, to continue on other nodes."""
+
     @field_validator("options")
     @classmethod
     def _are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,3 +100,41 @@ class SlurmPoolSettings(_PoolBlock):
             if not option.startswith("--") or option.split("=")[0] in _OURS:
                 raise ValueError(f"{option!r}: use options of sbatch that begin with --, except {', '.join(_OURS)}")
         return value
+
+
+class RayPoolSettings(_PoolSettings):
+    """Nodes of a Ray cluster that exists, through its Jobs API."""
+
+    kind: Literal["ray"]
+    address: str
+    """ray: address of the cluster's dashboard, such as http://10.0.0.5:8265."""
+    auth_token_file: Path | None = None
+    """ray: file on this machine with the cluster's token, where its RAY_AUTH_MODE is token."""
+    python: str = "python3"
+    """ray: interpreter on its nodes, which has ray and this package: Ray's own."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """ray: resources of each machine that are reserved beside `node.cpus` and `node.gpus`, such as memory in bytes."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected the address of Ray's dashboard, such as http://10.0.0.5:8265")
+        return value.rstrip("/")
+
+    @field_validator("resources")
+    @classmethod
+    def _are_others(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, amount in value.items():
+            if name in ("CPU", "GPU") or not amount > 0:
+                raise ValueError(f"{name}: {amount:g}: use node.cpus and node.gpus for CPU and GPU, and more than 0")
+        return value
+
+    def bundle(self) -> dict[str, float]:
+        """Resources of each machine, as Ray names them."""
+        gpus = {"GPU": float(self.node.gpus)} if self.node.gpus else {}
+        return {"CPU": float(self.node.cpus), **gpus, **self.resources}
+
+
+PoolSettings = Annotated[SlurmPoolSettings | RayPoolSettings, Field(discriminator="kind")]

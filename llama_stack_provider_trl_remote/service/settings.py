@@ -23,7 +23,7 @@ from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingS
 from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
-from .pool_settings import SlurmPoolSettings
+from .pool_settings import PoolSettings
 
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
 OPERATOR, NODES, LOCAL = "operator", "nodes", "local"
@@ -184,7 +184,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Recompute activations in the backward pass where a job does not set it."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
-    pools: tuple[SlurmPoolSettings, ...] = ()
+    pools: tuple[PoolSettings, ...] = ()
     """Machines that are requested when jobs wait, and given back: see docs/clusters.md."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
@@ -250,7 +250,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
 
     @field_validator("pools")
     @classmethod
-    def _distinct_pools(cls, value: tuple[SlurmPoolSettings, ...]) -> tuple[SlurmPoolSettings, ...]:
+    def _distinct_pools(cls, value: tuple[PoolSettings, ...]) -> tuple[PoolSettings, ...]:
         names = [pool.name for pool in value]
         for name in names:
             if names.count(name) > 1:

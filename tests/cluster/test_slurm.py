@@ -10,13 +10,14 @@ import pytest
 
 from tests.cluster import slurm as clusters
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import dpo, has_saved, ready, resources_of, submit
+from tests.cluster.jobs import IN_FULL, dpo, has_saved, ready, resources_of, submit
 from tests.cluster.slurm import SlurmCluster
 from tests.tiny import tiny_model
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(900),
+    IN_FULL,
     pytest.mark.skipif(bool(clusters.why_not()), reason=clusters.why_not()),
 ]
 TWO = {"nodes": 2, "labels": {"rack": "7"}}

@@ -238,7 +238,7 @@ def test_agents_that_end_before_they_join_are_a_failure_of_the_pool(world: World
     for _ in range(3):
         world.round()
     assert world.states() == ["granted"]
-    world.pool.given.clear()  # the service refused their token, say
+    world.pool.given.clear()  # as where the service refuses their token
     world.round()
     (one,) = world.store.allocations.all(since=0.0)
     assert one.message.startswith(f"{one.pool}-{one.request_id}-0, ")

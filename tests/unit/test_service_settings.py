@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.loading import load_settings
-from llama_stack_provider_trl_remote.service.pool_settings import NodeShape, SlurmPoolSettings
+from llama_stack_provider_trl_remote.service.pool_settings import NodeShape, RayPoolSettings, SlurmPoolSettings
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -39,11 +39,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "trl", "transformers", "datasets", "pyarrow", "pandas", "llama_stack", "ray")
 
 
-INNER: dict[str, type[BaseModel]] = {
+INNER: dict[str, type[BaseModel] | tuple[type[BaseModel], ...]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
     **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
-    **{"pools": SlurmPoolSettings, "pools.node": NodeShape},
+    **{"pools": (SlurmPoolSettings, RayPoolSettings), "pools.node": NodeShape},
 }
 
 
@@ -306,7 +306,9 @@ def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for name in model.model_fields:
         inner = INNER.get(prefix + name)
-        names += _names(inner, f"{prefix}{name}.") if inner else [prefix + name]
+        models = inner if isinstance(inner, tuple) else (inner,) if inner else ()
+        found = [one for model in models for one in _names(model, f"{prefix}{name}.")]
+        names += list(dict.fromkeys(found)) if models else [prefix + name]
     return names
 
 
@@ -343,14 +345,14 @@ def test_pools_need_an_address_that_their_nodes_can_reach(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_nodes": -1}, r"pools\.0\.max_nodes=-1"),
-        ({"kind": "ray"}, r"pools\.0\.kind='ray': Input should be 'slurm'"),
+        ({"max_nodes": -1}, r"pools\.0\.slurm\.max_nodes=-1"),
+        ({"kind": "ray"}, r"pools\.0.*'ray'"),
         ({"service_url": "http://localhost:8322"}, "other machines cannot reach it"),
         ({"service_url": "10.0.0.1"}, "expected an address such as https://"),
         ({"options": ["--nodes=9"]}, "except --job-name, --nodes"),
         ({"options": ["-p gpu"]}, "that begin with --"),
-        ({"name": "Slurm!"}, r"pools\.0\.name"),
-        ({"nodes": 3}, r"pools\.0\.nodes is not a setting"),
+        ({"name": "Slurm!"}, r"pools\.0\.slurm\.name"),
+        ({"nodes": 3}, r"pools\.0\.slurm\.nodes is not a setting"),
     ],
 )
 def test_a_pool_that_cannot_be_right_is_refused_by_name(

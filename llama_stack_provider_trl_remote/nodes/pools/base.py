@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,21 @@ class PoolUnavailable(TrlError):
 
 class PoolRefusal(TrlError):
     """Raised when a pool does not give what was requested. The allocation ends; another one is requested later."""
+
+
+@dataclass(frozen=True)
+class AgentStart:
+    """How an agent is started on a node of a pool."""
+
+    service_url: str
+    """Address at which the nodes reach the service."""
+    token_file: str
+    """File on the nodes with a token of the role node; only its owner may read it."""
+    command: str = "trl-remote"
+    """`trl-remote` of an installation on the nodes."""
+    data_dir: str = "/tmp/trl-node"
+    """Directory on the nodes. Each agent has one of its own in it, which is removed with the order."""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class PoolOrder(NamedTuple):

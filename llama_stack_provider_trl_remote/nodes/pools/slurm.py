@@ -10,11 +10,10 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .base import Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
+from .base import AgentStart, Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
 
 _TIMEOUT = 60.0
 """Seconds that a command of Slurm may take; its own timeout for its controller is 10 s by default."""
@@ -57,21 +56,6 @@ def run_command(argv: Sequence[str], text: str) -> Ran:
     except OSError as error:
         raise PoolUnavailable(f"{argv[0]} cannot be run: {error}") from error
     return Ran(done.returncode, done.stdout, done.stderr)
-
-
-@dataclass(frozen=True)
-class AgentStart:
-    """How an agent is started on a node of a pool."""
-
-    service_url: str
-    """Address at which the nodes reach the service."""
-    token_file: str
-    """File on the nodes with a token of the role node; only its owner may read it."""
-    command: str = "trl-remote"
-    """`trl-remote` of an installation on the nodes."""
-    data_dir: str = "/tmp/trl-node"
-    """Directory on the nodes. Each agent has one of its own in it, which is removed with the order."""
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class SlurmPool:
