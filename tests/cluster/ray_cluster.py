@@ -1,4 +1,4 @@
-"""A real Ray cluster on machines of a bed: its head, with the Jobs API, on the service's machine; raylets on the others."""
+"""A real Ray cluster on machines of a bed: its head, with the Jobs API, on the service's machine; raylets elsewhere."""
 
 from __future__ import annotations
 
