@@ -33,6 +33,7 @@ class FakePool:
         self.given: dict[str, PoolOrder] = {}
         self.requests: list[str] = []
         self.error: Exception | None = None
+        self.unreachable: Exception | None = None
         self.pending = ""
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
@@ -45,6 +46,8 @@ class FakePool:
         self.given[order.request_id] = order
 
     def observe(self, order: PoolOrder) -> Seen:
+        if self.unreachable:
+            raise self.unreachable
         if order.request_id not in self.given:
             return Seen(Given.nothing, "it was cancelled")
         return Seen(Given.pending, self.pending) if self.pending else Seen(Given.all)
@@ -201,6 +204,21 @@ def test_a_pool_that_does_not_answer_gets_the_same_request_again(world: World) -
     world.pool.error = None
     world.round()
     assert (world.states(), len(world.pool.requests)) == (["requested"], 1)
+
+
+def test_a_job_waits_with_the_reason_while_the_pool_that_has_its_nodes_does_not_answer(world: World) -> None:
+    world.submit()
+    for _ in range(4):
+        world.round()
+    assert (world.states(), world.pools.notes) == (["granted"], {})
+    world.pool.unreachable = PoolUnavailable("10.0.0.1:8265 does not answer")
+    world.round()
+    world.round()
+    assert (world.states(), world.note()) == (["granted"], "ray: 10.0.0.1:8265 does not answer")
+    world.pool.unreachable = None
+    world.round()
+    world.round()
+    assert world.pools.notes == {}
 
 
 def test_machines_that_a_pool_takes_away_are_forgotten_and_requested_again(world: World) -> None:

@@ -180,8 +180,12 @@ class Pools:
         joined = {node.name for node in there}
         notes = {kinds[job]: f"no pool serves it: {why}" for job, why in plan.refused.items() if self.pools}
         for one in current:
-            if one.state in OPEN and one.requested_for in kinds and not joined.issuperset(node_names(one)):
+            if one.state not in OPEN or one.requested_for not in kinds:
+                continue
+            if not joined.issuperset(node_names(one)):
                 notes[kinds[one.requested_for]] = self._requested(one)
+            elif one.message:  # its nodes have joined, and the pool has not answered since
+                notes[kinds[one.requested_for]] = f"{one.pool}: {one.message}"
         if notes != self.notes:
             self.notes = notes
             self._wake()
@@ -294,6 +298,7 @@ class Pools:
             if self._store.allocations.move(one, AllocationState.granted):
                 log.info("pool %s: %s is given: %s", one.pool, one.request_id, ", ".join(node_names(one)))
         else:
+            self._store.allocations.note(one, "")  # it answers again
             self._expect(pool, one, seen)
 
     def _expect(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
