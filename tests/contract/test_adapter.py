@@ -76,7 +76,9 @@ def test_rows_are_uploaded_once_per_content(stack: RemoteStack, done: Json) -> N
     before = blobs()
     for name in ("questions", "the-same-questions"):
         stack.register(name, QUESTIONS)
-        stack.submit(SFT, sft(f"on-{name}", name))
+        body = sft(f"on-{name}", name)
+        body["training_config"]["n_epochs"] = 1000  # it does not complete before it is cancelled
+        stack.submit(SFT, body)
     assert len(blobs() - before) == 1
     for name in ("questions", "the-same-questions"):
         assert stack.cancel(f"on-{name}").status_code == 200

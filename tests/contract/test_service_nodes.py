@@ -254,7 +254,12 @@ def test_repeated_or_unordered_uploads_are_answered_with_the_offset(
     again = a.send_events("twice-1", 0, events)
     assert (again.status_code, again.headers["Upload-Offset"]) == (409, str(len(events)))
     assert "send whole lines" in refusal(a.send_events("twice-1", len(events), b"{"))
-    assert service.get(f"{JOBS}/twice/events").json()["data"][-1]["event"]["type"] == "prepared"
+
+    def types() -> list[str]:
+        return [one["event"]["type"] for one in service.get(f"{JOBS}/twice/events").json()["data"]]
+
+    poll(lambda: types()[-1:] == ["prepared"], "the events are in the job database", timeout=20)
+    assert types().count("prepared") == 1
     refusal(b.send_events("twice-1", len(events), events), 410)
     a.send_log("twice-1", "rank-0.log", 0, b"one\n")
     assert a.send_log("twice-1", "rank-0.log", 0, b"one\n").headers["Upload-Offset"] == "4"
