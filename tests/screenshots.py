@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/how-to/dashboard.md from real trainings: `python -m tests.screenshots [NAME ...]`.
+"""Makes the pictures of docs/dashboard.md from real trainings: `python -m tests.screenshots [NAME ...]`.
 
 Needs playwright and Debian's chromium, as the tests of the dashboard do.
 """
@@ -22,7 +22,7 @@ from tests.contract.stack import DPO, SFT, poll
 from tests.security.guarded import Guarded
 from tests.tiny import REPOSITORY, tiny_model
 
-PICTURES = REPOSITORY / "docs" / "how-to" / "images"
+PICTURES = REPOSITORY / "docs" / "images"
 _SIZE = {"width": 1100, "height": 640}
 _COLORS = 96
 """Of a picture: fewer make it small, and more are not seen."""
@@ -88,6 +88,10 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
         window.fill(model=model, dataset="questions")
         page.wait_for_selector("#answer .state", timeout=60_000)
 
+    def drawn_loads() -> None:
+        page.wait_for_timeout(240_000)  # means of some minutes
+        page.wait_for_selector(".chart .main-svg", timeout=120_000)
+
     window.login("admin")
     pictures: dict[str, tuple[str, Callable[[], object]]] = {
         "jobs": ("/", lambda: page.wait_for_selector("tr[data-job=sft-long] progress", timeout=60_000)),
@@ -96,6 +100,7 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
         "samples": ("/jobs/sft-samples/samples", lambda: page.wait_for_selector("table.samples")),
         "data": ("/data", filled),
         "new-job": ("/new", checked),
+        "nodes": ("/nodes", drawn_loads),
     }
     for name, (path, prepare) in pictures.items():
         if names and name not in names:

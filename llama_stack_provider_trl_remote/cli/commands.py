@@ -23,6 +23,7 @@ from ..row_files import register_rows, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
 from . import node_lines, nodes_ssh, one_line
 from .preview import preview
+from .samples import samples
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
 
@@ -244,6 +245,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "show"): show,
     ("jobs", "watch"): watch_jobs,
     ("jobs", "logs"): logs,
+    ("jobs", "samples"): samples,
     ("jobs", "cancel"): cancel,
     ("jobs", "pause"): pause,
     ("jobs", "resume"): resume,

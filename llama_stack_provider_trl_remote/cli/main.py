@@ -285,6 +285,11 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
     logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")
     logs.add_argument("--follow", action="store_true", help="continue until the job has ended")
+    _job(
+        commands.add_parser(
+            "samples", help="the model's answers to the job's prompts, before, at checkpoints and after"
+        )
+    )
     for name, meaning in (
         ("cancel", "end a job; its checkpoints stay"),
         ("pause", "save a checkpoint, then free the devices"),

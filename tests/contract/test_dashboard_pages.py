@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -196,6 +198,11 @@ def test_samples_of_a_training_are_listed_and_shown_side_by_side(service: Traini
     assert found["prompts"] == [[{"role": "user", "content": "What is 3 times two?"}]]
     kinds = [(one["kind"], one["step"]) for one in found["data"]]
     assert (kinds[0], kinds[-1][0], found["total"]) == (("before", 0), "after", len(kinds))
+    words = [sys.executable, "-m", "llama_stack_provider_trl_remote", "jobs", "samples", "curved", "--url", service.url]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert printed[0] == "prompt user: 'What is 3 times two?'"
+    assert printed[1].startswith(f"  before, step 0: {found['data'][0]['answers'][0]['text']!r}")
+    assert len(printed) == 1 + len(kinds)
     assert all(one["answers"][0]["tokens"] > 0 for one in found["data"])
     part = service.get(f"{JOBS}/curved/samples", limit=1, offset=1).json()
     assert part["data"] == found["data"][1:2]
