@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
+import socket
 import sqlite3
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -29,6 +32,8 @@ from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 SECRET = "secret-of-a-tracker-5f1d"
+MLFLOW = os.environ.get("TRL_MLFLOW", "")
+"""The program of mlflow's whole package, in an environment of its own."""
 STEPS, KILLS = 16, 10
 Values = dict[tuple[str, int], list[float]]
 """Name of a metric and step -> every value that a tracker has for it."""
@@ -150,9 +155,9 @@ def assert_tensorboard(service: TrainingService | LlamaStack, job_uuid: str, run
     assert found == {key: [single(value)] for key, value in stored(service, job_uuid).items()}
 
 
-def assert_mlflow(service: TrainingService, job_uuid: str) -> None:
+def assert_mlflow(service: TrainingService, job_uuid: str, store: Path | None = None) -> None:
     """Of the run that is not deleted: all that a search finds."""
-    with closing(sqlite3.connect(service.data_dir / "trackers" / "mlflow.sqlite3")) as database:
+    with closing(sqlite3.connect(store or service.data_dir / "trackers" / "mlflow.sqlite3")) as database:
         rows = database.execute(
             "SELECT key, step, value, runs.status FROM metrics JOIN runs USING (run_uuid)"
             " WHERE lifecycle_stage = 'active' AND runs.name = ?",
@@ -302,6 +307,44 @@ def test_a_tracker_that_fails_delays_nothing_and_catches_up(
     (other.root / "later").mkdir()
     other.wait_exported("late", "mlflow")
     assert other.trackers("late")["mlflow"]["state"] == "up_to_date"
+
+
+@pytest.mark.skipif(not MLFLOW, reason="TRL_MLFLOW names no mlflow of the whole package: a server is started with it")
+def test_a_server_of_mlflow_that_is_away_and_killed_has_every_point_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = tmp_path / "server.sqlite3"
+
+    @contextmanager
+    def server() -> Iterator[None]:
+        words = [MLFLOW, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+        words += ["--backend-store-uri", f"sqlite:///{store}", "--artifacts-destination", str(tmp_path / "artifacts")]
+        with (tmp_path / "server.log").open("ab") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        try:
+            yield
+        finally:
+            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                one.kill()
+            process.wait(10)
+
+    root = tmp_path / "service"
+    root.mkdir()
+    with tracked(root, {"mlflow": {"uri": f"http://127.0.0.1:{port}"}}) as service:
+        service.arm("step-4", "hold")
+        service.arm("export-mlflow-accepted", "kill")
+        service.submit(SFT, body("served", {"mlflow": True}, steps=8), options={"eval_steps": 2})
+        poll(lambda: service.trackers("served")["mlflow"]["error"], "the error is shown", timeout=60)
+        assert f"API request to http://127.0.0.1:{port}" in service.trackers("served")["mlflow"]["error"]
+        with server():
+            service.wait_taken("step-4", 60)
+            poll(lambda: service.trackers("served")["mlflow"]["step"], "some points are there", timeout=180)
+        service.go("step-4")
+        service.wait("served", "completed", 60)  # the server is away
+        with server():
+            service.wait_exported("served", "mlflow")
+        assert service.taken("export-mlflow-accepted")
+        assert_mlflow(service, "served", store)
 
 
 @pytest.mark.skipif("tensorboard" not in INSTALLED, reason="the extra tensorboard is not installed")
