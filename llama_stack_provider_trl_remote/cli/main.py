@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
-from . import node_commands
+from . import jobspec, node_commands
 from .shared_options import at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
@@ -75,7 +75,19 @@ def _dashboard(options: argparse.Namespace) -> int:
     return 0
 
 
-_LOCAL = {"doctor": _doctor, "completion": _completion, "evaluate": _evaluate, "dashboard": _dashboard}
+def _jobspec(options: argparse.Namespace) -> int:
+    from .jobspec import print_job
+
+    return print_job(options, parser())
+
+
+_LOCAL = {
+    "jobspec": _jobspec,
+    "doctor": _doctor,
+    "completion": _completion,
+    "evaluate": _evaluate,
+    "dashboard": _dashboard,
+}
 """Commands that call no service."""
 
 
@@ -150,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))
     _audit(groups.add_parser("audit", help="who did what, from where, with which result"))
     _service_logs(groups.add_parser("logs", help="what the service, or a node's agent, has logged"))
+    jobspec.add_options(groups.add_parser("jobspec", help="a job for Slurm, Kubernetes, containers or systemd"))
     node_commands.agent(groups.add_parser("agent", help=AGENT))
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")

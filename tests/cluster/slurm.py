@@ -135,7 +135,7 @@ class SlurmCluster:
         """The output of one of its commands, on the head."""
         done = subprocess.run(
             ["ip", "netns", "exec", self.head.namespace, *command],
-            env={"PATH": os.environ["PATH"], "SLURM_CONF": str(self.conf)},
+            env={"PATH": f"{self.root}:{os.environ['PATH']}", "SLURM_CONF": str(self.conf)},
             capture_output=True,
             text=True,
             check=False,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.cluster import slurm as clusters
 from tests.cluster.bed import Bed
 from tests.cluster.jobs import IN_FULL, dpo, has_saved, ready, resources_of, submit
 from tests.cluster.slurm import SlurmCluster
+from tests.contract.payloads import PAIRS
 from tests.tiny import tiny_model
 
 pytestmark = [
@@ -109,6 +113,26 @@ def test_an_allocation_that_is_cancelled_is_a_lost_node(bed: Bed, slurm: SlurmCl
     ended, _ = pool_of(bed)["allocations"]  # type: ignore[misc]
     assert f"Slurm job {first}" in ended["message"]
     all_is_given_back(bed, slurm)
+
+
+def test_a_job_of_jobspec_trains_on_two_nodes_and_leaves_its_result_only(bed: Bed, slurm: SlurmCluster) -> None:
+    slurm.pool()  # writes `trl-remote`, which is on the PATH of batch jobs
+    (slurm.root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    words = ["jobspec", "slurm", "--model", str(tiny_model()), "--dataset", "rows.jsonl", "--nodes", "2"]
+    words.append("--options=--max-steps 2 --batch-size 1 --nproc-per-node 1")
+    written = subprocess.run(
+        [sys.executable, "-m", "llama_stack_provider_trl_remote", *words], capture_output=True, text=True, check=True
+    )
+    (slurm.root / "job.sh").write_text(written.stdout)
+    slurm.run("sbatch", f"--chdir={slurm.root}", str(slurm.root / "job.sh"))
+    (number,) = slurm.jobs()
+    bed.wait(lambda: not slurm.jobs(), "the batch job ends", 240)
+    log = (slurm.root / f"trl-job-{number}.log").read_text()
+    assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", number), log
+    assert (slurm.root / "result" / "model.safetensors").is_file(), log
+    assert "node-1 (" in log  # has joined
+    assert not list(slurm.root.glob(".trl-*"))
+    assert not any(machine.trainings() for machine in bed.machines)
 
 
 def test_what_slurm_refuses_is_one_sentence_and_the_job_waits_with_it(bed: Bed, slurm: SlurmCluster) -> None:

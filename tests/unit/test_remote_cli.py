@@ -286,6 +286,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
         "agent",
         "completion",
         "dashboard",
+        "jobspec",
         "serve",
     }
 

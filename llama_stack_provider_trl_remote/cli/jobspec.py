@@ -1,0 +1,327 @@
+"""`trl-remote jobspec`: a job for another system, which trains one model on one dataset and ends.
+
+Each has the same shell script. On its first machine it runs the service, queues the job with `trl-remote train`, and
+pulls the result; on the others it runs agents. Tokens are made on the machine that submits or starts the job, or are in
+a secret of that system: no output contains one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from pathlib import PurePosixPath
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest
+
+PORT = 8322
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""Names of objects of Kubernetes, with room for the numbers of pods."""
+_SECRETS = "/run/secrets"
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+NODE = """set -eu
+url="http://$TRL_HEAD:{port}"
+if [ "$TRL_RANK" != 0 ]; then
+    exec trl-remote agent --service "$url" --name "node-$TRL_RANK" \\
+        --token-file "$TRL_TOKENS/node-token" --data-dir "$TRL_WORK"
+fi
+TRL_SERVICE_TOKEN="$(cat "$TRL_TOKENS/token")"
+TRL_SERVICE_NODE_TOKEN="$(cat "$TRL_TOKENS/node-token")"
+export TRL_SERVICE_TOKEN TRL_SERVICE_NODE_TOKEN
+{roots}trl-remote serve --host "$TRL_ADDRESS" --port {port} --data-dir "$TRL_WORK" --insecure &
+service=$!
+trap 'kill "$service" 2>/dev/null || true; wait "$service" 2>/dev/null || true' EXIT
+until trl-remote nodes list --url "$url" >/dev/null 2>&1; do
+    kill -0 "$service"  # else it has ended, with the reason above
+    sleep 1
+done
+{train} --url "$url"
+"""
+"""What each machine runs. TRL_RANK: its number, TRL_ADDRESS: its own address, TRL_HEAD: that of machine 0, TRL_TOKENS:
+the directory of the tokens, TRL_WORK: a directory of its own."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("system", choices=sorted(_SYSTEMS), help="what runs the job")
+    command.add_argument("--model", required=True, metavar="M", help="a directory on every machine, or a model id")
+    command.add_argument("--dataset", required=True, metavar="D", help="rows: a .jsonl, .json or .csv file there")
+    command.add_argument("--output", default="result", metavar="DIR", help="new directory for the result (result)")
+    command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train together (1)")
+    command.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each machine (0: its CPU)")
+    command.add_argument("--name", default="trl-job", help="of the job (trl-job)")
+    command.add_argument("--image", help="container image with trl-remote (kubernetes, compose, swarm)")
+    command.add_argument("--claim", metavar="PVC", help="volume that has model, rows and result (kubernetes)")
+    command.add_argument(
+        "--options", default="", metavar="TEXT", help="further options of `trl-remote train`, such as '--epochs 2'"
+    )
+
+
+def print_job(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Write the job to standard output.
+
+    Raises:
+        InvalidRequest: an option is missing or cannot be right.
+    """
+    _check(options)
+    words = ["train", options.dataset, "--model", options.model, "--pull", options.output]
+    words += ["--job", options.name, *(["--nodes", str(options.nodes)] if options.nodes > 1 else [])]
+    try:
+        words += shlex.split(options.options)
+    except ValueError as error:
+        raise InvalidRequest(
+            "--options", options.options, f"expected options as a shell reads them ({error})."
+        ) from error
+    parser.parse_args(words)  # ends with the reason where an option is unknown
+    sys.stdout.write(_SYSTEMS[options.system](options, _script(options, words)))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 0 < options.nodes <= 10_000:
+        raise InvalidRequest("--nodes", options.nodes, "name 1 to 10000 machines.")
+    if not 0 <= options.gpus <= 64:
+        raise InvalidRequest("--gpus", options.gpus, "name 0 to 64 GPUs of each machine.")
+    if not _NAME.fullmatch(options.name):
+        raise InvalidRequest("--name", options.name, "use up to 40 lower-case letters, digits and hyphens.")
+    for option in ("model", "dataset", "output"):
+        if "\n" in getattr(options, option):
+            raise InvalidRequest(f"--{option}", getattr(options, option), "expected one line.")
+    if options.system in ("kubernetes", "compose", "swarm") and not options.image:
+        raise InvalidRequest("--image", options.image, "name the image with trl-remote: deploy/Dockerfile makes one.")
+    if options.system == "kubernetes" and not options.claim:
+        raise InvalidRequest("--claim", options.claim, "name the PersistentVolumeClaim with the model and the rows.")
+    if options.system == "systemd" and options.nodes > 1:
+        raise InvalidRequest("--nodes", options.nodes, "a unit runs on one machine: the others are agents' units.")
+    places = [("--dataset", options.dataset), ("--output", options.output)]
+    for option, place in places if options.system != "slurm" else []:
+        if not PurePosixPath(place).is_absolute():
+            raise InvalidRequest(option, place, "expected a whole path, as the job has it.")
+
+
+def _script(options: argparse.Namespace, words: list[str]) -> str:
+    model = PurePosixPath(options.model)
+    roots = f"export TRL_SERVICE_MODEL_ROOTS={shlex.quote(str(model.parent))}\n" if model.is_absolute() else ""
+    return NODE.format(port=PORT, roots=roots, train=shlex.join(["trl-remote", *words]))
+
+
+def _slurm(options: argparse.Namespace, script: str) -> str:
+    gpus = f"#SBATCH --gpus-per-node={options.gpus}\n" if options.gpus else ""
+    return f"""#!/bin/bash
+#SBATCH --job-name={options.name}
+#SBATCH --nodes={options.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+{gpus}#SBATCH --output={options.name}-%j.log
+# Submit it with sbatch, in a directory that all nodes share, where `trl-remote` is on the PATH of every node.
+set -euo pipefail
+umask 077
+TRL_TOKENS="$PWD/.trl-$SLURM_JOB_ID"
+mkdir "$TRL_TOKENS"
+trap 'rm -rf "$TRL_TOKENS"' EXIT
+for name in token node-token; do od -An -N24 -tx1 /dev/urandom | tr -d ' \\n' > "$TRL_TOKENS/$name"; done
+head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+TRL_HEAD="$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')"
+export TRL_TOKENS TRL_HEAD TRL_ADDRESS="$TRL_HEAD"
+cat > "$TRL_TOKENS/node.sh" <<'EOF_NODE'
+TRL_RANK="$SLURM_PROCID"
+TRL_WORK="${{TMPDIR:-/tmp}}/trl-$SLURM_JOB_ID-$SLURM_PROCID"
+trap 'rm -rf "$TRL_WORK"' EXIT
+job() (
+{script})
+status=0
+job || status=$?
+if [ "$TRL_RANK" = 0 ]; then echo "$status" > "$TRL_TOKENS/status"; fi
+exit "$status"
+EOF_NODE
+# Agents do not end by themselves: they get 30 s after the first machine.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30 bash "$TRL_TOKENS/node.sh" || true
+exit "$(cat "$TRL_TOKENS/status")"
+"""
+
+
+def _kubernetes(options: argparse.Namespace, script: str) -> str:
+    name, labels = options.name, {"app.kubernetes.io/name": options.name}
+    limits = {"resources": {"limits": {"nvidia.com/gpu": options.gpus}}} if options.gpus else {}
+    container = {
+        "name": "trl",
+        "image": options.image,
+        "command": ["/bin/sh", "-c", script],
+        "env": [
+            {"name": "TRL_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            {"name": "TRL_HEAD", "value": f"{name}-0.{name}"},
+            {"name": "TRL_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "TRL_TOKENS", "value": _SECRETS},
+            {"name": "TRL_WORK", "value": "/work"},
+        ],
+        **limits,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "tokens", "mountPath": _SECRETS, "readOnly": True},
+            {"name": "data", "mountPath": str(PurePosixPath(options.output).parent)},
+            {"name": "work", "mountPath": "/work"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod = {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [container],
+        "volumes": [
+            {"name": "tokens", "secret": {"secretName": f"{name}-tokens", "defaultMode": 0o440}},
+            {"name": "data", "persistentVolumeClaim": {"claimName": options.claim}},
+            {"name": "work", "emptyDir": {}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels,
+            "ports": [{"name": "http", "port": PORT}],
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": options.nodes,
+            "parallelism": options.nodes,
+            "backoffLimit": 0,
+            # Agents do not end by themselves: the job is done when its first machine is.
+            "successPolicy": {"rules": [{"succeededIndexes": "0", "succeededCount": 1}]},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    secret = (
+        f"# kubectl create secret generic {name}-tokens \\\n"
+        "#     --from-literal=token=$(openssl rand -hex 24) --from-literal=node-token=$(openssl rand -hex 24)\n"
+        "# kubectl apply -f THIS_FILE    # successPolicy: Kubernetes 1.31 or newer\n"
+    )
+    return secret + _yaml(service) + "---\n" + _yaml(job)
+
+
+def _containers(options: argparse.Namespace, script: str, *, swarm: bool) -> str:
+    """A compose file; of the format that both `docker compose` and `docker stack deploy` read."""
+    mounted = str(PurePosixPath(options.output).parent)
+    devices = [{"driver": "nvidia", "count": options.gpus, "capabilities": ["gpu"]}]
+    reserved = {"resources": {"reservations": {"devices": devices}}} if options.gpus and not swarm else {}
+    if options.gpus and swarm:
+        generic = {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": options.gpus}}
+        reserved = {"resources": {"reservations": {"generic_resources": [generic]}}}
+
+    # Containers of one service have the same environment, and each a host name of its own.
+    start = 'TRL_ADDRESS="$(hostname -i | cut -d" " -f1)"\n' + script.replace("node-$TRL_RANK", "node-$(hostname)")
+
+    def machine(rank: str, **deploy: Any) -> dict[str, Any]:
+        return {
+            "image": options.image,
+            "entrypoint": ["/bin/sh", "-c", start.replace("$", "$$")],
+            "environment": {"TRL_RANK": rank, "TRL_HEAD": "head", "TRL_TOKENS": _SECRETS, "TRL_WORK": "/work"},
+            "secrets": [
+                {"source": name, "target": name, "uid": "1000", "mode": 0o400} for name in ("token", "node-token")
+            ],
+            "volumes": [f"{mounted}:{mounted}"],
+            "tmpfs": ["/work:uid=1000,mode=0700"],
+            "shm_size": "8gb",
+            **({} if swarm else {"restart": "no"}),
+            "deploy": {**reserved, **deploy},
+        }
+
+    never = {"restart_policy": {"condition": "none"}} if swarm else {}
+    services = {"head": machine("0", **never)}
+    if options.nodes > 1:
+        services["node"] = machine("other", replicas=options.nodes - 1, **never)
+    source: dict[str, Any] = {"external": True} if swarm else {}
+    secrets = {name: source or {"file": f"./{options.name}-{name}"} for name in ("token", "node-token")}
+    text = {"services": services, "secrets": secrets}
+    if swarm:
+        how = (
+            "# for name in token node-token; do openssl rand -hex 24 | docker secret create $name -; done\n"
+            f"# docker stack deploy -c THIS_FILE {options.name}    # at its end: docker stack rm {options.name}\n"
+        )
+    else:
+        how = (
+            f"# for name in token node-token; do (umask 077; openssl rand -hex 24 > {options.name}-$name); done\n"
+            "# docker compose -f THIS_FILE up --abort-on-container-exit --exit-code-from head\n"
+        )
+        text = {"name": options.name, **text}
+    return how + _yaml(text)
+
+
+def _compose(options: argparse.Namespace, script: str) -> str:
+    return _containers(options, script, swarm=False)
+
+
+def _swarm(options: argparse.Namespace, script: str) -> str:
+    return _containers(options, script, swarm=True)
+
+
+def _systemd(options: argparse.Namespace, script: str) -> str:
+    tokens = (
+        'umask 077; for name in token node-token; do od -An -N24 -tx1 /dev/urandom | tr -d " \\n" '
+        '> "$RUNTIME_DIRECTORY/$name"; done\n'
+    )
+    start = 'TRL_TOKENS="$RUNTIME_DIRECTORY" TRL_WORK="$STATE_DIRECTORY"\n' + tokens + script
+    return f"""# Install as /etc/systemd/system/{options.name}.service, then: systemctl start --no-block {options.name}
+# Starting it again continues the same job. `trl-remote` is on the PATH of User=.
+[Unit]
+Description=Training {options.name} (llama-stack-provider-trl)
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+Type=oneshot
+User=trl
+StateDirectory={options.name}
+StateDirectoryMode=0700
+RuntimeDirectory={options.name}
+RuntimeDirectoryMode=0700
+Environment=TRL_RANK=0 TRL_HEAD=127.0.0.1 TRL_ADDRESS=127.0.0.1
+ExecStart=/bin/sh -c {_unit_quoted(start)}
+KillMode=control-group
+NoNewPrivileges=yes
+PrivateTmp=yes
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _unit_quoted(text: str) -> str:
+    """One argument of a command line of systemd.service(5), which expands `$` and `%`."""
+    return json.dumps(text).replace("$", "$$").replace("%", "%%")
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    import yaml
+
+    class Literal(yaml.SafeDumper):
+        """Writes scripts as they are."""
+
+    def text(dumper: yaml.SafeDumper, found: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in found else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", found, style=style)
+
+    Literal.add_representer(str, text)
+    return yaml.dump(value, Dumper=Literal, sort_keys=False, width=1000)
+
+
+_SYSTEMS = {
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "compose": _compose,
+    "swarm": _swarm,
+    "systemd": _systemd,
+}
