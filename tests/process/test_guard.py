@@ -100,3 +100,14 @@ def test_directories_of_killed_guards_of_this_machine_are_removed_and_others_sta
     (parent / "foreign").mkdir()
     remove_left(parent)
     assert {path.name for path in parent.iterdir()} == {"a", "elsewhere", "foreign"}
+
+
+def test_an_agent_that_has_just_been_started_leaves_at_once(starter: Starter) -> None:
+    """It dies of the signal for which it has no handler yet, and is not started again."""
+    assert starter.guard.stdin is not None
+    ((first, _),) = starter.agents(1)
+    psutil.Process(first).kill()
+    starter.guard.stdin.write("leave\n" * 3)
+    starter.guard.stdin.flush()
+    assert starter.report()["status"] == 0
+    assert len(starter.agents(1)) == 1

@@ -55,29 +55,32 @@ class Guard:
         self.starter_ended = threading.Event()
         self._leaving = False
         self._agent: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        """Held to start an agent, and to have it leave: none is started after that."""
 
     def read_orders(self) -> None:
         """Follow standard input until its end."""
         for line in sys.stdin:
             if line.strip() == LEAVE:
-                self._leaving = True
-                self._signal_leave()
+                with self._lock:
+                    self._leaving = True
+                    if self._agent is not None:
+                        self._agent.send_signal(signal.SIGUSR1)  # an agent that has just been started ends of it
         self.starter_ended.set()
-
-    def _signal_leave(self) -> None:
-        if self._agent is not None and self._agent.poll() is None:
-            self._agent.send_signal(signal.SIGUSR1)
 
     def run(self) -> int:
         """Returns the exit status of the agent; -15: it was ended since the starter has ended."""
         private_directory(self.home)
         with (self.home / OUTPUT).open("ab") as output:
             while True:
-                self._agent = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-                if self._leaving:
-                    self._signal_leave()
+                with self._lock:
+                    if self._leaving:
+                        return 0
+                    self._agent = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                 status = self._wait()
-                if self.starter_ended.is_set() or status >= 0 or self.starter_ended.wait(_PAUSE):
+                if status == -signal.SIGUSR1:
+                    return 0
+                if status >= 0 or self.starter_ended.wait(_PAUSE):
                     return status
 
     def _wait(self) -> int:
