@@ -268,6 +268,16 @@ def test_agents_that_end_before_they_join_are_a_failure_of_the_pool(world: World
     assert world.states() == ["ended", "requested"]
 
 
+def test_nodes_of_a_pool_that_is_no_longer_configured_are_a_warning(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.submit()
+    for _ in range(3):
+        world.round()
+    Pools(world.store, [], world.remove, world.wake, world.clock).start()
+    assert "pool ray is no longer configured, and has nodes: configure it, with max_nodes 0" in caplog.text
+
+
 def test_a_budget_that_is_used_up_empties_the_nodes(world: World) -> None:
     world.limits = replace(world.limits, node_hours=1.0)
     world.restart()

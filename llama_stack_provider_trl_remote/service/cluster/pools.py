@@ -122,6 +122,12 @@ class Pools:
     def start(self) -> None:
         """Ask pools from now on, in daemon threads; while `tend` is called."""
         self._closed = _closed(self._store.allocations.all(self._clock() - BUDGET_SECONDS))
+        for name in sorted({one.pool for one in self._store.allocations.all()} - self.pools.keys()):
+            log.warning(
+                "pool %s is no longer configured, and has nodes: configure it, with max_nodes 0, until "
+                "`trl-remote nodes pools` shows none; the service cannot give them back without its settings",
+                name,
+            )
         for name in self.pools:
             thread = threading.Thread(target=self._serve, args=(name,), name=f"trl-pool-{name}", daemon=True)
             thread.start()
