@@ -42,6 +42,7 @@ def test_each_command_of_trl_remote_in_a_shell_block_is_one_that_it_takes(page: 
         if (found := re.search(r"(?:^|[\s/])trl-remote (.+)", line)) is None:
             continue
         given = [word for word in shlex.split(found[1]) if word != "..."]
+        given = given[: given.index(">")] if ">" in given else given
         if given[0] == "serve":  # its options are another parser's
             continue
         try:
