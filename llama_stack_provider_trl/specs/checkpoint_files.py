@@ -64,6 +64,11 @@ def is_directory(path: Path, *, or_absent: bool = False) -> bool:
         return or_absent
 
 
+def is_data_name(name: str) -> bool:
+    """Whether a file of this name, a path in its checkpoint, is data: nothing runs when it is read."""
+    return bool(_DATA.fullmatch(name)) and not name.startswith(".")
+
+
 def check_names(names: Iterable[str], field: str, *, code: bool = False, legacy: bool = False) -> None:
     """Return if a checkpoint may hold files of these names.
 
@@ -77,8 +82,7 @@ def check_names(names: Iterable[str], field: str, *, code: bool = False, legacy:
         InvalidRequest: names the first file that is refused.
     """
     for name in names:
-        is_data = _DATA.fullmatch(name) and not name.startswith(".")
-        if not (is_data or (code and _CODE.fullmatch(name)) or (legacy and _LEGACY.fullmatch(name))):
+        if not (is_data_name(name) or (code and _CODE.fullmatch(name)) or (legacy and _LEGACY.fullmatch(name))):
             raise InvalidRequest(field, name, _hint(name))
 
 

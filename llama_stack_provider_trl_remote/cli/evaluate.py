@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.interpreter import check_interpreter
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
@@ -19,10 +15,10 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec
-from llama_stack_provider_trl.system.files import Blob, tail
-from llama_stack_provider_trl.system.process import child_environment
+from llama_stack_provider_trl.system.files import Blob
 
 from ..row_files import has_preferences, stored_rows
+from .recipe_process import run_recipe
 from .terminal import emit, evaluation_lines
 
 _MODULE = "llama_stack_provider_trl.recipes.evaluate"
@@ -36,7 +32,7 @@ def evaluate(options: Namespace) -> int:
             raise InvalidRequest("DATA", options.data, "it has no rows.")
         method = options.method or ("dpo" if has_preferences(blob) else "sft")
         spec = _spec(options, method, blob, Path(directory))
-        found = {"model": spec.model, "method": method, **_run(spec, Path(directory))}
+        found = {"model": spec.model, "method": method, **run_recipe(_MODULE, spec.model_dump_json(), "evaluation")}
     emit(options, found, "\n".join(evaluation_lines(found)))
     return 0
 
@@ -72,23 +68,3 @@ def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSp
     if spec.dpo is not None and spec.dpo.reference.model is None:
         raise InvalidRequest("--reference", options.reference, "it is the model itself: name the one before training.")
     return spec
-
-
-def _run(spec: JobSpec, directory: Path) -> dict[str, Any]:
-    """Evaluate in a child, whose output goes to a log: libraries print progress and warnings of their own."""
-    given, result, log = directory / "spec.json", directory / "result.json", directory / "log"
-    given.write_text(spec.model_dump_json())
-    with open(log, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE, str(given), str(result)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=child_environment(os.environ, {}),
-        )
-    if not result.exists():
-        raise JobFailure("no_result", f"the evaluation ended with {done.returncode}: {' '.join(tail(log, 3).split())}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    if "reason" in found:
-        raise JobFailure(found["reason"], f"{found['reason']}: {' '.join(found['message'].split())}")
-    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
-from . import jobspec, node_commands
+from . import jobspec, merge, node_commands
 from .shared_options import at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
@@ -86,6 +86,7 @@ _LOCAL = {
     "doctor": _doctor,
     "completion": _completion,
     "evaluate": _evaluate,
+    "merge": merge.merge,
     "dashboard": _dashboard,
 }
 """Commands that call no service."""
@@ -150,6 +151,7 @@ def parser() -> argparse.ArgumentParser:
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
+    merge.add_options(groups.add_parser("merge", help="models or adapters of this machine into one; calls no service"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview"))

@@ -106,7 +106,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(
 
     subprocess_run = subprocess.run
     replaced = SimpleNamespace(**{**vars(subprocess), "run": forked_run})
-    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.evaluate.subprocess", replaced)
+    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.recipe_process.subprocess", replaced)
     rows, pairs = written(tmp_path / "rows.jsonl", SFT_ROWS), written(tmp_path / "pairs.jsonl", DPO_ROWS)
     other = written(tmp_path / "other.jsonl", [{"colour": "red"}])
     adapter = tmp_path / "adapter"

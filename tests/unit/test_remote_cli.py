@@ -318,7 +318,7 @@ def test_the_page_of_trl_remote_has_a_row_for_each_command() -> None:
 
 def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
     page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
-    for name in ("train", "run", "resume", "plot", "evaluate"):
+    for name in ("train", "run", "resume", "plot", "evaluate", "merge"):
         missing = {one for one in options_of((name,)) if one.startswith("--") and f"`{one}" not in page}
         assert missing - {"--help"} == set(), name
 

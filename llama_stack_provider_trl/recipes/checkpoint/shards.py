@@ -79,6 +79,22 @@ def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
         os.close(fd)
 
 
+def write(path: Path, tensors: Mapping[str, Outline], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write a whole file, one tensor after the other, and fsync; only one tensor need be in memory.
+
+    Args:
+        tensors: shape and dtype of each.
+        values: the values of each, in any order.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+    starts = _layout(planned).starts
+    reserve(path, planned)
+    fill(path, ((starts[name], tensor.contiguous().reshape(-1).view(torch.uint8)) for name, tensor in values))
+
+
 def parts_of(
     tensors: Mapping[str, torch.Tensor], writer: int | None = 0, writers: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
