@@ -58,7 +58,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, base: Path) -> list[Path]
     for number in range(MODELS):
         torch.manual_seed(number)
         modules = ["q_proj", "v_proj"] if number < 2 else ["q_proj"]
-        config = LoraConfig(r=4, lora_alpha=4 * (number + 1), target_modules=modules, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=4, lora_alpha=4 * (number + 1), target_modules=modules, task_type="CAUSAL_LM", use_rslora=number == 1
+        )
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -184,10 +186,15 @@ def test_the_random_choice_of_dare_follows_the_seed(models: list[Path], base: Pa
         merge(spec(models, [1, 1, 1], output, method="dare_ties", base=str(base), density=0.2, seed=seed))
         found.append((output / "model.safetensors").read_bytes())
     assert found[0] == found[1] != found[2]
+    with seeded(1, "one"):
+        one = torch.rand(4)
+    with seeded(1, "other"):
+        assert not torch.equal(torch.rand(4), one)
 
 
 def test_the_result_has_the_dtype_that_was_chosen(models: list[Path], tmp_path: Path) -> None:
-    merge(spec(models, [1, 1, 1], tmp_path / "merged", dtype="bf16"))
+    first = changed(models[0], tmp_path, "config.json", lambda config: config.update(torch_dtype="float32"))
+    merge(spec([first, *models[1:]], [1, 1, 1], tmp_path / "merged", dtype="bf16"))
     assert {weight.dtype for weight in values(tmp_path / "merged").values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype is torch.bfloat16
 
