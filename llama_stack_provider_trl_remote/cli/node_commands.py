@@ -43,7 +43,38 @@ def nodes(group: argparse.ArgumentParser) -> None:
     )
     _search(lines)
     _lines(lines)
+    _torchrun(lines)
     nodes_ssh.add_parsers(commands)
+
+
+def _torchrun(lines: argparse.ArgumentParser) -> None:
+    lines.add_argument(
+        "--torchrun",
+        metavar="FILE",
+        help="no service: write the job of this request (JSON, YAML, TOML) and print torchrun's line for each machine",
+    )
+    lines.add_argument("--data", metavar="ROWS", help="with --torchrun: a .jsonl, .json or .csv file")
+    lines.add_argument("--validation", metavar="ROWS", help="with --torchrun: rows of its validation_dataset_id")
+    lines.add_argument(
+        "--directory", metavar="DIR", help="with --torchrun: new directory, at the same path on every machine"
+    )
+    lines.add_argument(
+        "--address", action="append", metavar="A", help="with --torchrun: of a machine, rank 0's first; repeat it"
+    )
+    lines.add_argument(
+        "--sharding",
+        choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+        help="with --torchrun: how several ranks hold the model (FULL_SHARD); NO_SHARD: DDP",
+    )
+    lines.add_argument("--port", type=_port, metavar="N", help="with --torchrun: of rank 0's machine (29500)")
+    lines.add_argument("--python", metavar="FILE", help="with --torchrun: interpreter on every machine (python)")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1024 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1024 and 65535")
+    return value
 
 
 def _lines(lines: argparse.ArgumentParser) -> None:

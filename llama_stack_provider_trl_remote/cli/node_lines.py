@@ -18,6 +18,15 @@ SCRIPT = "./scripts/run-remote-fsdp-server.sh"
 
 async def print_commands(client: ServiceClient, options: Namespace) -> int:
     """Print the command of each machine; does not call the service."""
+    if options.torchrun:
+        from .by_hand import print_torchrun
+
+        options.port, options.python = options.port or 29500, options.python or "python"
+        options.sharding = options.sharding or "FULL_SHARD"
+        return await print_torchrun(client, options)
+    for name in ("data", "validation", "directory", "address", "sharding", "port", "python"):
+        if getattr(options, name):
+            raise InvalidRequest(f"--{name}", getattr(options, name), "it belongs to --torchrun: add that.")
     if options.discover:
         from .found_machines import print_found_commands
 
