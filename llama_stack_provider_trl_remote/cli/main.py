@@ -130,9 +130,18 @@ def _run(options: argparse.Namespace) -> int:
 def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from ..nodes.start import serve, worker_settings
 
-    names = ("name", "data_dir", "device", "upload_mb_per_s", "isolation", "warm_start", "heartbeat_interval")
+    names = (
+        "name",
+        "data_dir",
+        "device",
+        "upload_mb_per_s",
+        "isolation",
+        "warm_start",
+        "heartbeat_interval",
+        "announce",
+    )
     given_level = "debug" if options.verbose else options.log_level
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in (*names, "announce")}
     return serve(worker_settings(url, environ, labels=dict(options.label), log_level=given_level, **given))
 
 
@@ -158,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
     node_commands.nodes(
         groups.add_parser(
             "nodes",
-            help="list (the default), show, commands, cordon, drain, remove machines; up, down over SSH",
+            help="list (the default), show, discover, commands, cordon, drain, remove machines; up, down over SSH",
         )
     )
     _tokens(groups.add_parser("tokens", help="create, list, revoke the tokens of callers"))

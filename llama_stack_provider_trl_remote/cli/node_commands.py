@@ -8,6 +8,9 @@ import os
 from . import nodes_ssh
 from .shared_options import at_service, logged
 
+DEFAULT_SECONDS = 4.0
+"""Of a search of the network."""
+
 
 def nodes(group: argparse.ArgumentParser) -> None:
     at_service(group)
@@ -28,15 +31,80 @@ def nodes(group: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
         if name not in ("list", "pools"):
             command.add_argument("node", metavar="NODE")
+    found = commands.add_parser(
+        "discover", help="services, agents and Ollama hosts of the local network; joins nothing"
+    )
+    _search(found)
+    _lines(found)
     lines = commands.add_parser("commands", help="what to run on each machine; calls no service")
+    lines.add_argument("--nodes", type=int, metavar="N", help="machines, the service's among them (2)")
+    lines.add_argument(
+        "--discover", action="store_true", help="the machines are those that `nodes discover` finds, with its options"
+    )
+    _search(lines)
+    _lines(lines)
+    _torchrun(lines)
+    nodes_ssh.add_parsers(commands)
+
+
+def _torchrun(lines: argparse.ArgumentParser) -> None:
+    lines.add_argument(
+        "--torchrun",
+        metavar="FILE",
+        help="no service: write the job of this request (JSON, YAML, TOML) and print torchrun's line for each machine",
+    )
+    lines.add_argument("--data", metavar="ROWS", help="with --torchrun: a .jsonl, .json or .csv file")
+    lines.add_argument("--validation", metavar="ROWS", help="with --torchrun: rows of its validation_dataset_id")
+    lines.add_argument(
+        "--directory", metavar="DIR", help="with --torchrun: new directory, at the same path on every machine"
+    )
+    lines.add_argument(
+        "--address", action="append", metavar="A", help="with --torchrun: of a machine, rank 0's first; repeat it"
+    )
+    lines.add_argument(
+        "--sharding",
+        choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+        help="with --torchrun: how several ranks hold the model (FULL_SHARD); NO_SHARD: DDP",
+    )
+    lines.add_argument("--port", type=_port, metavar="N", help="with --torchrun: of rank 0's machine (29500)")
+    lines.add_argument("--python", metavar="FILE", help="with --torchrun: interpreter on every machine (python)")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1024 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1024 and 65535")
+    return value
+
+
+def _lines(lines: argparse.ArgumentParser) -> None:
     lines.add_argument("--url", default=argparse.SUPPRESS, help="address of the service, as the others reach it")
     lines.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
-    lines.add_argument("--nodes", type=int, default=2, metavar="N", help="machines, the service's among them (2)")
     lines.add_argument(
         "--token-file", default="~/.trl-node-token", metavar="FILE", help="on each machine (~/.trl-node-token)"
     )
     lines.add_argument("--certificate", metavar="FILE", help="on each machine: a copy of the service's tls_cert")
-    nodes_ssh.add_parsers(commands)
+
+
+def _search(command: argparse.ArgumentParser) -> None:
+    """Add the options of a search."""
+    command.add_argument(
+        "--subnet",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="also try ports 8322 and 11434 of each address there, such as 10.0.0.0/24 (1024 at most); repeat it",
+    )
+    command.add_argument(
+        "--seconds", type=_seconds, metavar="N", help=f"search for so long, 1 to 30 ({DEFAULT_SECONDS:g})"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 30:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 30 seconds")
+    return value
 
 
 def agent(command: argparse.ArgumentParser) -> None:
@@ -61,6 +129,12 @@ def agent(command: argparse.ArgumentParser) -> None:
         "--warm-start",
         choices=("on", "off"),
         help="whether trainings are forked from a process that has imported torch (TRL_NODE_WARM_START; on)",
+    )
+    command.add_argument(
+        "--announce",
+        action="store_const",
+        const="on",
+        help="announce this node by mDNS, for `nodes discover` (TRL_NODE_ANNOUNCE=on)",
     )
     command.add_argument(
         "--label",

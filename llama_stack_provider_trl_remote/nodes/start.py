@@ -25,7 +25,9 @@ from llama_stack_provider_trl.system.process import hide_from_other_processes
 from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
-from .identity import NodeError, node_name, node_report, reachable_address
+from .discovery.mdns import announce, require_zeroconf
+from .discovery.sightings import Sighting, machine_hash
+from .identity import NodeError, machine_id, node_name, node_report, reachable_address, usable_cpus
 from .load import LoadMeter
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
@@ -63,6 +65,8 @@ class NodeSettings:
     """Whether it keeps warm processes of its own."""
     warm: WarmProcesses | None = None
     """Warm processes of the service that it belongs to."""
+    announce: bool = False
+    """Whether it is announced on the local network by mDNS."""
     tls: ssl.SSLContext | None = None
     """Trusted certificates for an https address; None: those of the system."""
 
@@ -112,6 +116,7 @@ def worker_settings(
     isolation: str | None = None,
     warm_start: str | None = None,
     heartbeat_interval: str | None = None,
+    announce: str | None = None,
     log_level: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
@@ -147,6 +152,7 @@ def worker_settings(
         unsent=Unsent(),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
         warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
+        announce=_switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         limits=Limits(processes=4096),
     )
 
@@ -187,7 +193,10 @@ def _switch(name: str, text: str) -> bool:
 
 def serve(settings: NodeSettings) -> int:
     """Run a worker node until SIGTERM or SIGINT, when trainings continue; or after SIGUSR1, which a batch system sends
-    before it takes the machine away, until its jobs have saved. Raises the errors of `Agent.run`."""
+    before it takes the machine away, until its jobs have saved. Raises the errors of `Agent.run`; DiscoveryError: it
+    cannot be announced."""
+    if settings.announce:
+        require_zeroconf("--announce")
     path = settings.data_dir / DIRECTORY / AGENT_LOG
     start_logging(path, settings.log_level, [settings.token or ""], settings.unsent)
     lines = {
@@ -201,16 +210,34 @@ def serve(settings: NodeSettings) -> int:
     }
     for name, value in lines.items():
         print(f"{name:>8}  {value}", flush=True)
-    if asyncio.run(_until_signal(make_agent(settings))):
+    if asyncio.run(_until_signal(make_agent(settings), announcement(settings))):
         print("the agent has left: its jobs have saved, and continue on other nodes", flush=True)
     else:
         print("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
     return 0
 
 
-async def _until_signal(agent: Agent) -> bool:
+def announcement(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Sighting | None:
+    """What is announced of a node; None: nothing."""
+    if not settings.announce:
+        return None
+    return Sighting(
+        "agent",
+        (settings.address,),
+        0,
+        name=settings.name,
+        version=__version__,
+        machine=machine_hash(machine_id(environ)),
+        service=settings.url,
+        cpus=usable_cpus(),
+        gpus=sum(device.startswith("cuda") for device in settings.devices),
+    )
+
+
+async def _until_signal(agent: Agent, announced: Sighting | None = None) -> bool:
     """Returns whether the agent has ended by itself."""
     running = asyncio.create_task(agent.run())
+    announcing = None if announced is None else asyncio.create_task(announce(lambda: announced))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, agent.leave)
@@ -218,4 +245,8 @@ async def _until_signal(agent: Agent) -> bool:
         await running
     except asyncio.CancelledError:
         return False
+    finally:
+        if announcing is not None:
+            announcing.cancel()
+            await asyncio.wait([announcing])
     return True

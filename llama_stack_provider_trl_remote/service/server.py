@@ -41,6 +41,10 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status; 1: it could not start, standard error has the reason."""
     try:
         settings.check_exposure()
+        if settings.announce:
+            from ..nodes.discovery.mdns import require_zeroconf
+
+            require_zeroconf("announce=true")
         listener = listen(settings)
         with listener, _claimed(settings.data_dir, address_of(settings, listener)):
             # Only now: another service on this directory would write to the same file.
@@ -145,6 +149,10 @@ class ServiceServer(Server):
             from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
 
             self._tasks.append(asyncio.create_task(run_head_agent(self._service, sockets[0].getsockname()[1])))
+        if self._service.settings.announce:
+            from .announcing import run_announcement  # imports zeroconf
+
+            self._tasks.append(asyncio.create_task(run_announcement(self._service, sockets[0])))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop streams, the node, and the measuring of the machine."""

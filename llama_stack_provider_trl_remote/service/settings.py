@@ -168,6 +168,8 @@ class _ListenSettings(_Block):
     """This machine's name among the nodes; null: its host name."""
     node_token: SecretStr | None = None
     """A token with the role node, for agents; null: they use one of `tokens`, or the operator's."""
+    announce: bool = False
+    """Announce the service on the local network by mDNS, for `trl-remote nodes discover`. Needs the extra discovery."""
 
 
 class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last base come first
@@ -376,6 +378,11 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             raise SettingsError(
                 f"pools.0.name={self.pools[0].name!r}: its nodes cannot reach host={self.host!r}; set TRL_SERVICE_HOST "
                 "to an address of this machine, and TRL_SERVICE_TOKEN and TRL_SERVICE_NODE_TOKEN"
+            )
+        if self.on_loopback and self.announce:
+            raise SettingsError(
+                f"announce=true: no other machine can reach host={self.host!r}; set TRL_SERVICE_HOST to an address of "
+                "this machine and TRL_SERVICE_TOKEN"
             )
         if self.on_loopback:
             return

@@ -119,12 +119,14 @@ class Machine:
         config.write_text(yaml.safe_dump({"providers": {"post_training": [provider]}}))
         self.start(
             *(() if "tls_cert" in block else ("--insecure",)),
-            TRL_SERVICE_CONFIG=str(config),
-            TRL_SERVICE_HOST=self.address,
-            TRL_SERVICE_DATA_DIR=str(self.data_dir),
-            TRL_SERVICE_TOKEN=TOKEN,
-            TRL_SERVICE_NODE_TOKEN=NODE_TOKEN,
-            **environ,
+            **{
+                "TRL_SERVICE_CONFIG": str(config),
+                "TRL_SERVICE_HOST": self.address,
+                "TRL_SERVICE_DATA_DIR": str(self.data_dir),
+                "TRL_SERVICE_TOKEN": TOKEN,
+                "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN,
+                **environ,
+            },
         )
 
     def join(self, head: Machine, *arguments: str, **environ: str) -> None:
@@ -204,6 +206,12 @@ class Machine:
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
+
+    def add_address(self, number: int) -> str:
+        """Give it one more address on the switch."""
+        address = f"{self.bed.network}.{number}"
+        _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        return address
 
     def link(self, up: bool) -> None:
         """Cut its cable, or restore it."""

@@ -1,0 +1,90 @@
+"""`trl-remote nodes discover` on a network of namespaces: announcements by mDNS, and a probe of its addresses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llama_stack_provider_trl.system.files import tail
+from llama_stack_provider_trl_remote.cli.main import main
+from tests.cluster.bed import Bed, Machine
+
+pytest.importorskip("zeroconf")
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+OLLAMA = """
+import http.server, json, sys
+
+class Ollama(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        answers = {"/api/tags": {"models": [{"name": "tiny:1b"}]}, "/api/version": {"version": "0.9.1"}}
+        body = json.dumps(answers[self.path]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+server = http.server.HTTPServer((sys.argv[1], 11434), Ollama)
+print(flush=True)
+server.serve_forever()
+"""
+
+
+def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
+    bed: Bed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's machine and that of an agent have two addresses each: they are one machine each."""
+    monkeypatch.delenv("TRL_SERVICE_URL", raising=False)
+    head, a, b = (bed.machine(name) for name in ("head", "a", "b"))
+    of_head, of_a = head.add_address(101), a.add_address(102)
+    head.serve({"announce": True}, TRL_SERVICE_HOST="0.0.0.0", TRL_NODE_ADDRESS=head.address)
+    a.join(head, "--announce")
+    b.join(head, TRL_NODE_ANNOUNCE="on")
+    with subprocess.Popen(
+        ["ip", "netns", "exec", a.namespace, sys.executable, "-c", OLLAMA, of_a], stdout=subprocess.PIPE
+    ) as ollama:
+        try:
+            assert ollama.stdout is not None
+            assert ollama.stdout.readline(), "it listens"
+            bed.wait(lambda: all(map(is_announced, bed.machines)), "all are announced", 120)
+
+            started = time.monotonic()
+            assert main(["nodes", "discover", "--json", "--seconds", "3", "--subnet", f"{bed.network}.0/24"]) == 0
+            assert time.monotonic() - started < 5
+            found = json.loads(capsys.readouterr().out)
+            assert main(["nodes", "commands", "--discover", "--seconds", "2"]) == 0
+            lines = capsys.readouterr().out
+            assert main(["nodes", "discover", "--seconds", "2"]) == 0
+            by_mdns = capsys.readouterr().out
+        finally:
+            ollama.kill()
+
+    machines = {frozenset(machine["addresses"]): machine["found"] for machine in found["machines"]}
+    assert set(machines) == {
+        frozenset({head.address, of_head}),
+        frozenset({a.address, of_a}),
+        frozenset({b.address}),
+    }, found
+    (service,) = machines[frozenset({head.address, of_head})]
+    assert (service["kind"], service["name"], service["url"]) == ("service", "head", f"http://{head.address}:8322")
+    agent, models = machines[frozenset({a.address, of_a})]
+    assert (agent["kind"], agent["name"], agent["service"]) == ("agent", "a", f"http://{head.address}:8322")
+    assert (models["kind"], models["version"], models["models"]) == ("ollama", "0.9.1", ["tiny:1b"])
+    assert [entry["name"] for entry in machines[frozenset({b.address})]] == ["b"]
+    for machine in bed.machines:
+        assert (machine.root / "machine-id").read_text().strip() not in json.dumps(found), "only its hash leaves"
+
+    assert f"machine 0 ({head.address}) runs the service" in lines
+    assert f"machine 1 ({a.address}) has an agent: a" in lines
+    assert "NODE_RANK" not in lines, "an agent runs on each of them"
+    assert "3 machines" in by_mdns
+
+
+def is_announced(machine: Machine) -> bool:
+    return "announced by mDNS" in tail(machine.log, 200, 1 << 16)
