@@ -170,6 +170,8 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
         "subdomain": name,
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
+        # A Service named `trl` would set TRL_SERVICE_HOST and TRL_SERVICE_PORT.
+        "enableServiceLinks": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         "containers": [container],
         "volumes": [

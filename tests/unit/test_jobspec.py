@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -53,6 +54,8 @@ def test_a_slurm_job_makes_its_tokens_and_ends_with_its_first_machine(
 def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "kubernetes", *GIVEN, *CONTAINERS, "--nodes", "2", "--gpus", "4", "--name", "tune")
     service, job = yaml.safe_load_all(text)
+    for manifest in (service, job):
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
     assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
@@ -70,6 +73,7 @@ def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.
     named = {one["name"] for one in pod["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == named
     assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["enableServiceLinks"] is False
     assert pod["volumes"][0]["secret"]["secretName"] == "tune-tokens"
     assert "kubectl create secret generic tune-tokens" in text
 
