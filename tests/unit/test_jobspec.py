@@ -27,6 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def check_script(script: str, shell: str = "sh") -> None:
     found = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+    assert 'TRL_SERVICE_ALLOWED_HOSTS="$TRL_HEAD"' in script  # a name, where it is not an address
     assert r"""trl-remote train '/data/it'"'"'s $rows.jsonl' --model '/data/mo del' --pull /data/result""" in script
 
 

@@ -97,6 +97,11 @@ def test_the_job_has_a_pod_with_an_agent_for_each_machine(pool: KubernetesPool, 
     ]
     names = {one["name"]: one.get("value") for one in container["env"]}
     assert names["TRL_NODE_NAME"] == "gpu-abc-$(TRL_NODE_INDEX)"
+    fields = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if "valueFrom" in one}
+    assert fields == {
+        "TRL_NODE_INDEX": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+        **{"TRL_NODE_ADDRESS": "status.podIP", "TRL_NODE_MACHINE_ID": "metadata.uid"},
+    }
     amounts = {"cpu": "8", "memory": "65536Mi", "nvidia.com/gpu": "2"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}
 

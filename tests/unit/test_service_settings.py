@@ -328,6 +328,12 @@ def test_several_machines_need_an_address_that_they_can_reach(tmp_path: Path) ->
     assert load(tmp_path).for_jobs(("cpu",)).max_nodes == 1
 
 
+def test_names_of_the_service_may_come_from_the_environment(tmp_path: Path) -> None:
+    environ = {"TRL_SERVICE_ALLOWED_HOSTS": "service, service.training ,"}
+    assert load(tmp_path, environ, allowed_hosts=["a.example"]).allowed_hosts == ("service", "service.training")
+    assert load(tmp_path, allowed_hosts=["a.example"]).allowed_hosts == ("a.example",)
+
+
 SLURM = {
     **{"name": "slurm", "kind": "slurm", "max_nodes": 2, "service_url": "http://10.0.0.1:8322/"},
     **{"token_file": "/etc/trl/token", "node": {"gpus": 8, "gpu_memory_gb": 80}},
