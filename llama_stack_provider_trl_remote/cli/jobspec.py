@@ -31,7 +31,7 @@ if [ "$TRL_RANK" != 0 ]; then
 fi
 TRL_SERVICE_TOKEN="$(cat "$TRL_TOKENS/token")"
 TRL_SERVICE_NODE_TOKEN="$(cat "$TRL_TOKENS/node-token")"
-export TRL_SERVICE_TOKEN TRL_SERVICE_NODE_TOKEN
+export TRL_SERVICE_TOKEN TRL_SERVICE_NODE_TOKEN TRL_SERVICE_ALLOWED_HOSTS="$TRL_HEAD"
 {roots}trl-remote serve --host "$TRL_ADDRESS" --port {port} --data-dir "$TRL_WORK" --insecure &
 service=$!
 trap 'kill "$service" 2>/dev/null || true; wait "$service" 2>/dev/null || true' EXIT
@@ -170,6 +170,8 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
         "subdomain": name,
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
+        # A Service named `trl` would set TRL_SERVICE_HOST and TRL_SERVICE_PORT.
+        "enableServiceLinks": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         "containers": [container],
         "volumes": [

@@ -40,15 +40,13 @@ from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
 from ..nodes.identity import machine_id, usable_cpus, versions
-from ..nodes.pools.base import AgentStart, Pool
-from ..nodes.pools.ray_pool import RayPool, sender
-from ..nodes.pools.slurm import SlurmPool
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
-from .cluster.pools import ManagedPool, Pools
+from .cluster.pools import Pools
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
+from .configured_pools import managed_pool
 from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
@@ -57,7 +55,6 @@ from .http.errors import Conflict, NotFound
 from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
 from .metrics.registry import Metrics
-from .pool_settings import PoolSettings, SlurmPoolSettings
 from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
@@ -103,7 +100,7 @@ class Service(StoredJobs):
         """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
-        self.pools = Pools(self.store, [_managed(pool) for pool in settings.pools], self.remove_node, self.wake)
+        self.pools = Pools(self.store, [managed_pool(pool) for pool in settings.pools], self.remove_node, self.wake)
         self.removed: dict[str, str] = {}
         """Nodes that were removed, with the run of their agent: these agents are to end."""
         self.cluster = Cluster(
@@ -283,30 +280,6 @@ class Service(StoredJobs):
         if body.training_config.dtype is None and self.settings.fsdp_config.mixed_precision_policy:
             training["dtype"] = self.settings.fsdp_config.mixed_precision_policy
         return {**requested, "training_config": training}
-
-
-def _managed(settings: PoolSettings) -> ManagedPool:
-    """A pool as it is configured."""
-    command = settings.command if isinstance(settings, SlurmPoolSettings) else ""
-    agent = AgentStart(
-        settings.service_url, str(settings.token_file), command, str(settings.data_dir), settings.node.labels
-    )
-    pool: Pool
-    if isinstance(settings, SlurmPoolSettings):
-        pool = SlurmPool(agent, settings.options, settings.warning_seconds)
-    else:
-        send = sender(settings.address, settings.auth_token_file)
-        pool = RayPool(settings.address, agent, settings.python, settings.bundle(), send)
-    return ManagedPool(
-        settings.name,
-        pool,
-        settings.node.node(),
-        settings.node.words(),
-        settings.max_nodes,
-        settings.node_hours,
-        settings.idle_seconds,
-        settings.join_seconds,
-    )
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI sends other functions through a thread

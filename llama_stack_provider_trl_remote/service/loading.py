@@ -23,6 +23,7 @@ _ENVIRONMENT = {
     "TRL_NODE_NAME": "node_name",
     "TRL_SERVICE_LOG_LEVEL": "log_level",
     "TRL_SERVICE_MODEL_ROOTS": "model_roots",
+    "TRL_SERVICE_ALLOWED_HOSTS": "allowed_hosts",
 }
 
 
@@ -72,6 +73,7 @@ def _sentence(error: ValidationError) -> str:
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting: docs/reference/service.md lists them all"
-    # Tokens must not be repeated, nor credentials in the URI of a tracker.
-    found = "" if "token" in name or name.startswith("trackers") else f"={first['input']!r}"
+    # Tokens must not be repeated, nor credentials in the URI of a tracker or among the variables of a pool.
+    secret = "token" in name or name.startswith("trackers") or name.endswith(".environment")
+    found = "" if secret else f"={first['input']!r}"
     return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"

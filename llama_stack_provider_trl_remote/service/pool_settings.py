@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.placement import Node
@@ -14,6 +15,10 @@ from llama_stack_provider_trl.jobs.placement import Node
 _GIB = 1 << 30
 _OURS = ("--job-name", "--nodes", "--ntasks-per-node", "--ntasks", "--requeue", "--signal", "--array", "--wrap")
 """Options of sbatch that a pool sets."""
+_DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+"""Name of an object of Kubernetes."""
 
 
 class _PoolBlock(Documented):
@@ -53,7 +58,7 @@ class _PoolSettings(_PoolBlock):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
     """Its nodes join as NAME-ID-NUMBER."""
     kind: str
-    """slurm or ray."""
+    """slurm, ray or kubernetes."""
     max_nodes: int = Field(ge=0, le=10_000)
     """Nodes at a time; 0: none."""
     node_hours: float | None = Field(None, gt=0)
@@ -66,10 +71,6 @@ class _PoolSettings(_PoolBlock):
     """What each of its nodes has."""
     service_url: str
     """Address at which its nodes reach this service."""
-    token_file: Path
-    """File on its nodes with a token of the role node (node_token), which only its owner may read."""
-    data_dir: Path = Path("/tmp/trl-node")
-    """Directory on its nodes for the files of agents."""
 
     @field_validator("service_url")
     @classmethod
@@ -82,7 +83,16 @@ class _PoolSettings(_PoolBlock):
         return value.rstrip("/")
 
 
-class SlurmPoolSettings(_PoolSettings):
+class _OnMachines(_PoolSettings):
+    """What pools have whose machines have files of their own."""
+
+    token_file: Path
+    """slurm, ray: file on its nodes with a token of the role node (node_token), which only its owner may read."""
+    data_dir: Path = Path("/tmp/trl-node")
+    """slurm, ray: directory on its nodes for the files of agents."""
+
+
+class SlurmPoolSettings(_OnMachines):
     """Nodes of a Slurm cluster, whose commands (sbatch, squeue, scancel) are on the service's machine."""
 
     kind: Literal["slurm"]
@@ -102,7 +112,7 @@ class SlurmPoolSettings(_PoolSettings):
         return value
 
 
-class RayPoolSettings(_PoolSettings):
+class RayPoolSettings(_OnMachines):
     """Nodes of a Ray cluster that exists, through its Jobs API."""
 
     kind: Literal["ray"]
@@ -137,4 +147,85 @@ class RayPoolSettings(_PoolSettings):
         return {"CPU": float(self.node.cpus), **gpus, **self.resources}
 
 
-PoolSettings = Annotated[SlurmPoolSettings | RayPoolSettings, Field(discriminator="kind")]
+class Toleration(_PoolBlock):
+    """A taint of machines that pods accept, in the words of Kubernetes."""
+
+    key: str | None = None
+    """Of the taint; null with operator Exists: every taint."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Equal: the taint has `value`; Exists: any."""
+    value: str | None = None
+    """Of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Of the taint; null: every one."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError("operator Exists takes no value")
+        if self.operator == "Equal" and not self.key:
+            raise ValueError("name the key of the taint, or use operator Exists")
+        return self
+
+
+class KubernetesPoolSettings(_PoolSettings):
+    """Pods of a Kubernetes cluster, through the `kubectl` of the service's machine."""
+
+    kind: Literal["kubernetes"]
+    image: str = Field(min_length=1, pattern=r"^\S+$")
+    """kubernetes: image with `trl-remote` and what trains, such as deploy/Dockerfile makes (target train)."""
+    namespace: str = Field("default", pattern=_DNS_LABEL)
+    """kubernetes: namespace of its Jobs and of its Secret."""
+    secret: _Name = "trl-node-token"
+    """kubernetes: Secret whose key node-token is a token of the role node (node_token)."""
+    kubeconfig: Path | None = None
+    """kubernetes: file of kubectl; null: its own choice."""
+    context: str | None = Field(None, min_length=1)
+    """kubernetes: context of that file; null: the current one."""
+    grace_seconds: int = Field(120, ge=10, le=3600)
+    """kubernetes: seconds in which jobs save once a pod is evicted or given back; then its processes are killed."""
+    gpu_resource: str = Field("nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
+    """kubernetes: resource that `node.gpus` counts."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """kubernetes: labels of the machines that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+    """kubernetes: taints of machines that pods accept: `key`, `operator`, `value`, `effect`."""
+    runtime_class: _Name | None = None
+    """kubernetes: RuntimeClass of pods, where GPUs need one, such as nvidia."""
+    image_pull_secrets: tuple[_Name, ...] = ()
+    """kubernetes: Secrets with which the image is pulled."""
+    claims: dict[_Name, str] = Field(default_factory=dict)
+    """kubernetes: PersistentVolumeClaims and the directories at which pods have them, such as {models: /models}."""
+    environment: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+        default_factory=dict
+    )
+    """kubernetes: variables of agents, such as HF_HOME; no secrets, which everyone who may read pods sees."""
+    user: int = Field(1000, ge=1)
+    """kubernetes: id of the user whose processes they are; not 0 (root)."""
+
+    @field_validator("claims")
+    @classmethod
+    def _at_directories(cls, value: dict[str, str]) -> dict[str, str]:
+        for claim, directory in value.items():
+            if not re.fullmatch(r"/[^:\s]+", directory):
+                raise ValueError(f"{claim}: {directory!r}: expected a whole path, such as /models")
+            if any(
+                directory.rstrip("/") == one or directory.startswith(f"{one}/") for one in ("/work", "/run", "/dev")
+            ):
+                raise ValueError(f"{claim}: {directory!r}: pods have directories of their own in /work, /run and /dev")
+        if len(set(value.values())) < len(value):
+            raise ValueError("two claims have the same directory")
+        return value
+
+    @field_validator("environment")
+    @classmethod
+    def _without_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if _SECRET.search(name.upper()):
+                raise ValueError(f"{name} looks like a secret, which pods would show")
+            if name.startswith("TRL_NODE_"):
+                raise ValueError(f"{name} is set for each pod by the service")
+        return value
+
+
+PoolSettings = Annotated[SlurmPoolSettings | RayPoolSettings | KubernetesPoolSettings, Field(discriminator="kind")]

@@ -224,6 +224,12 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         """TRL_SERVICE_MODEL_ROOTS has colons between them, as PATH has."""
         return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value or ()
 
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _of_a_list(cls, value: Any) -> Any:
+        """TRL_SERVICE_ALLOWED_HOSTS has commas between them."""
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
     @field_validator("host", "port", mode="before")
     @classmethod
     def _default_address(cls, value: Any, info: Any) -> Any:

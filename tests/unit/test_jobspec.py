@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -26,6 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def check_script(script: str, shell: str = "sh") -> None:
     found = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+    assert 'TRL_SERVICE_ALLOWED_HOSTS="$TRL_HEAD"' in script  # a name, where it is not an address
     assert r"""trl-remote train '/data/it'"'"'s $rows.jsonl' --model '/data/mo del' --pull /data/result""" in script
 
 
@@ -53,6 +55,8 @@ def test_a_slurm_job_makes_its_tokens_and_ends_with_its_first_machine(
 def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "kubernetes", *GIVEN, *CONTAINERS, "--nodes", "2", "--gpus", "4", "--name", "tune")
     service, job = yaml.safe_load_all(text)
+    for manifest in (service, job):
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
     assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
@@ -70,6 +74,7 @@ def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.
     named = {one["name"] for one in pod["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == named
     assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["enableServiceLinks"] is False
     assert pod["volumes"][0]["secret"]["secretName"] == "tune-tokens"
     assert "kubectl create secret generic tune-tokens" in text
 

@@ -25,7 +25,12 @@ from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.loading import load_settings
-from llama_stack_provider_trl_remote.service.pool_settings import NodeShape, RayPoolSettings, SlurmPoolSettings
+from llama_stack_provider_trl_remote.service.pool_settings import (
+    KubernetesPoolSettings,
+    NodeShape,
+    RayPoolSettings,
+    SlurmPoolSettings,
+)
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -43,7 +48,7 @@ INNER: dict[str, type[BaseModel] | tuple[type[BaseModel], ...]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
     **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
-    **{"pools": (SlurmPoolSettings, RayPoolSettings), "pools.node": NodeShape},
+    **{"pools": (SlurmPoolSettings, RayPoolSettings, KubernetesPoolSettings), "pools.node": NodeShape},
 }
 
 
@@ -323,6 +328,12 @@ def test_several_machines_need_an_address_that_they_can_reach(tmp_path: Path) ->
     assert load(tmp_path).for_jobs(("cpu",)).max_nodes == 1
 
 
+def test_names_of_the_service_may_come_from_the_environment(tmp_path: Path) -> None:
+    environ = {"TRL_SERVICE_ALLOWED_HOSTS": "service, service.training ,"}
+    assert load(tmp_path, environ, allowed_hosts=["a.example"]).allowed_hosts == ("service", "service.training")
+    assert load(tmp_path, allowed_hosts=["a.example"]).allowed_hosts == ("a.example",)
+
+
 SLURM = {
     **{"name": "slurm", "kind": "slurm", "max_nodes": 2, "service_url": "http://10.0.0.1:8322/"},
     **{"token_file": "/etc/trl/token", "node": {"gpus": 8, "gpu_memory_gb": 80}},
@@ -362,6 +373,43 @@ def test_a_pool_that_cannot_be_right_is_refused_by_name(
         load(tmp_path, pools=[{**SLURM, **changes}], **OPEN)
     with pytest.raises(SettingsError, match="two pools have the name 'slurm'"):
         load(tmp_path, pools=[SLURM, SLURM], **OPEN)
+
+
+KUBERNETES = {
+    **{"name": "k8s", "kind": "kubernetes", "max_nodes": 2, "service_url": "http://10.0.0.1:8322", "image": "trl:1"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": None}, r"pools\.0\.kubernetes\.image"),
+        ({"image": "two words"}, r"pools\.0\.kubernetes\.image"),
+        ({"token_file": "/etc/trl/token"}, r"pools\.0\.kubernetes\.token_file is not a setting"),
+        ({"namespace": "Training"}, r"pools\.0\.kubernetes\.namespace"),
+        ({"grace_seconds": 0}, r"pools\.0\.kubernetes\.grace_seconds=0"),
+        ({"user": 0}, r"pools\.0\.kubernetes\.user=0"),
+        ({"gpu_resource": "gpu"}, r"pools\.0\.kubernetes\.gpu_resource"),
+        ({"claims": {"models": "models"}}, "expected a whole path"),
+        ({"claims": {"models": "/work/models"}}, "directories of their own in /work"),
+        ({"claims": {"a": "/models", "b": "/models"}}, "two claims have the same directory"),
+        ({"environment": {"HF_TOKEN": "hush"}}, "HF_TOKEN looks like a secret"),
+        ({"environment": {"TRL_NODE_NAME": "n"}}, "TRL_NODE_NAME is set for each pod"),
+        ({"tolerations": [{"operator": "Exists", "value": "x"}]}, "operator Exists takes no value"),
+        ({"tolerations": [{"value": "x"}]}, "name the key of the taint"),
+        ({"tolerations": [{"key": "gpu", "effect": "Never"}]}, "effect"),
+    ],
+)
+def test_a_pool_of_kubernetes_that_cannot_be_right_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    (pool,) = load(tmp_path, pools=[KUBERNETES], **OPEN).pools
+    assert isinstance(pool, KubernetesPoolSettings)
+    assert pool.tolerations[0].model_dump(exclude_none=True) == {"key": "gpu", "operator": "Exists"}
+    with pytest.raises(SettingsError, match=message) as caught:
+        load(tmp_path, pools=[{**KUBERNETES, **changes}], **OPEN)
+    assert "hush" not in str(caught.value)
 
 
 def test_agents_have_a_token_and_machines_a_name(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import AgentStart, Given, PoolOrder, PoolRefusal, PoolUnavailable
-from llama_stack_provider_trl_remote.nodes.pools.slurm import Ran, SlurmPool, run_command
+from llama_stack_provider_trl_remote.nodes.pools.commands import Ran
+from llama_stack_provider_trl_remote.nodes.pools.slurm import SlurmPool, run_command
 from tests.fakes import FakeClock
 
 ORDER = PoolOrder("abc", ("gpu-abc-0", "gpu-abc-1"), "trl-abc")

@@ -6,56 +6,25 @@ stores no number of Slurm's. https://slurm.schedmd.com/sbatch.html
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from . import commands
 from .base import AgentStart, Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen
+from .commands import Ran, Run
 
-_TIMEOUT = 60.0
-"""Seconds that a command of Slurm may take; its own timeout for its controller is 10 s by default."""
 _LEAVE = 30.0
 """Seconds within which the agents of a batch job end; then it is cancelled."""
 _AWAY = ("unable to contact", "connection refused", "socket timed out", "connection timed out", "communication")
 """Parts of messages of Slurm's commands while its controller does not answer."""
-_SENT = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG"})
-"""Variables of the service that its commands get. `--export=ALL,NAME=VALUE` among the options adds others."""
 _WAITS = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"})
 _RUNS = frozenset({"RUNNING", "SIGNALING"})
 
 
-class Ran(NamedTuple):
-    """How a command has ended."""
-
-    status: int
-    output: str
-    errors: str
-
-
-Run = Callable[[Sequence[str], str], Ran]
-"""Runs a command with a text as its standard input. Raises PoolUnavailable: it is not there, or takes too long."""
-
-
 def run_command(argv: Sequence[str], text: str) -> Ran:
-    """See `Run`."""
-    # sbatch sends its environment along. The service's has tokens.
-    environ = {name: value for name, value in os.environ.items() if name in _SENT or name.startswith(("LC_", "SLURM_"))}
-    try:
-        done = subprocess.run(
-            argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT, check=False, env=environ
-        )
-    except FileNotFoundError as error:
-        raise PoolUnavailable(
-            f"there is no {argv[0]} here: install Slurm's commands on the service's machine"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise PoolUnavailable(f"{argv[0]} has not ended within {_TIMEOUT:g} s") from error
-    except OSError as error:
-        raise PoolUnavailable(f"{argv[0]} cannot be run: {error}") from error
-    return Ran(done.returncode, done.stdout, done.stderr)
+    """See `Run`. sbatch sends its environment along; `--export=ALL,NAME=VALUE` among the options adds others."""
+    return commands.run_command(argv, text, "install Slurm's commands on the service's machine", (), ("SLURM_",))
 
 
 class SlurmPool:
