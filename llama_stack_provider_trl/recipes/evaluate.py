@@ -16,7 +16,7 @@ from typing import Any
 from ..specs.events import NullEventWriter, Warned
 from ..specs.job import JobSpec
 from .failures import classify
-from .train import quick_imports
+from .imports import quick_imports
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..specs.merge import MergeSpec
 from .failures import classify
-from .train import quick_imports
+from .imports import quick_imports
 
 
 def main(argv: list[str]) -> int:

@@ -7,9 +7,6 @@ imported only after the event file is open, so that a broken environment ends in
 from __future__ import annotations
 
 import faulthandler
-import functools
-import gc
-import importlib.metadata
 import os
 import signal
 import sys
@@ -19,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
@@ -27,6 +23,7 @@ from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
 from .failures import classify, follows_from_another_rank
+from .imports import quick_imports
 
 QUANTIZATION_LIBRARIES = frozenset({"bitsandbytes", "torchao"})
 _BALLAST = 64 << 10
@@ -123,45 +120,6 @@ def _unused_libraries(job: JobSpec) -> Set[str]:
     uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or (job.lora is not None and job.lora.quantize_base)
     unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
     return {name for name, is_unused in unused.items() if is_unused}
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import large libraries in 5 s of CPU time where it took 7.
-
-    They leave a million objects that are never garbage: the collector looks for garbage among them again and again.
-    trl reads the files of every installed distribution, 0.8 s, for packages that are rarely installed.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        read = importlib.metadata.packages_distributions
-        with patch.object(importlib.metadata, "packages_distributions", lambda: _Distributions(read)):
-            yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
-
-
-class _Distributions(dict[str, list[str]]):
-    """Top-level package -> the distributions that have it: the one of its own name, else all are read."""
-
-    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
-        super().__init__()
-        self._read = functools.cache(read)
-
-    def __missing__(self, name: str) -> list[str]:
-        try:
-            return [importlib.metadata.distribution(name).metadata["Name"]]
-        except importlib.metadata.PackageNotFoundError:
-            return self._read()[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
 
 
 @contextmanager

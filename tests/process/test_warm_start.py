@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm import fill_caches
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
+from llama_stack_provider_trl.recipes import imports
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
@@ -274,3 +276,19 @@ def test_the_table_of_renamed_weights_is_compiled_before_any_fork(monkeypatch: p
     monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
     fill_caches()
     assert conversion_mapping._checkpoint_conversion_mapping_cache
+
+
+def test_what_is_kept_of_transformers_models_is_what_it_reads(tmp_path: Path) -> None:
+    from transformers.utils import import_utils
+
+    models = Path(import_utils.__file__).parent.parent / "models"
+    expected = import_utils.create_import_structure_from_path(models)
+    module: Any = ModuleType(import_utils.__name__)
+    module.__file__ = import_utils.__file__
+    module.create_import_structure_from_path = import_utils.create_import_structure_from_path
+    imports.keep_structure(module, tmp_path)
+    assert module.create_import_structure_from_path(models) == expected  # read, and kept
+    module.create_import_structure_from_path = lambda path: pytest.fail("read again")
+    imports.keep_structure(module, tmp_path)
+    assert module.create_import_structure_from_path(models) == expected
+    assert len(list(tmp_path.iterdir())) == 1

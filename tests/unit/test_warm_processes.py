@@ -18,7 +18,7 @@ from llama_stack_provider_trl.launch.installed import digest, searched
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm_processes import IDLE, RETRY, WarmProcesses
-from llama_stack_provider_trl.recipes import train
+from llama_stack_provider_trl.recipes import imports, train
 from llama_stack_provider_trl.specs.job import AttemptSpec, LoraSpec, QatSpec
 from llama_stack_provider_trl.system import fork
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
@@ -310,7 +310,7 @@ def test_imports_run_without_the_garbage_collector_and_read_only_the_distributio
 
     monkeypatch.setattr(importlib.metadata, "packages_distributions", read)
     try:
-        with train.quick_imports():
+        with imports.quick_imports():
             assert not gc.isenabled()
             installed = importlib.metadata.packages_distributions()
             assert installed["pytest"] == ["pytest"]
