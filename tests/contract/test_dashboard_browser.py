@@ -161,7 +161,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
 def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window, service: Guarded) -> None:
     window.login("submit")
     window.page.click("nav >> text=New job")
-    window.page.fill("#job input[name=job]", "by-form")
+    window.page.fill("#job", "by-form")
     window.fill(model=str(tiny_model()), dataset="questions", epochs="2")
     window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
     assert "80 = 2 x 40" in window.page.inner_text("#answer")
