@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT
 from tests.contract.stored_jobs import MANY, SPIKE, add_long, add_many, add_verbose
+from tests.required import lacking
 
 pytestmark = pytest.mark.contract
 
@@ -269,8 +271,13 @@ def test_without_tokens_no_login_is_needed_and_forms_still_need_their_page(servi
     assert service.get(f"{JOBS}/paused-low/status").status_code == 404
 
 
+def require_plotly() -> None:
+    if find_spec("plotly") is None:
+        lacking("the extra dashboard is not installed: scripts/prepare-env.sh installs it")
+
+
 def test_plotly_is_served_from_its_package_and_kept_by_the_browser(service: TrainingService) -> None:
-    pytest.importorskip("plotly", reason="the extra dashboard is not installed")
+    require_plotly()
     address = re.findall(r'src="(/static/plotly.min.js\?v=[^"]+)"', service.get("/jobs/ended", prefix="").text)[0]
     answer = service.get(address, prefix="")
     assert len(answer.content) > 1 << 20
@@ -281,7 +288,7 @@ def test_plotly_is_served_from_its_package_and_kept_by_the_browser(service: Trai
 
 def test_plotly_makes_no_code_from_text_and_inserts_no_style_sheet_on_the_pages(service: TrainingService) -> None:
     """What a new release of plotly must be checked for, before the constraints name it."""
-    pytest.importorskip("plotly", reason="the extra dashboard is not installed")
+    require_plotly()
     page = service.get("/jobs/ended", prefix="").text
     script = service.get("/static/plotly.min.js", prefix="").text
     # Of these, browsers reach none: a polyfill of bind, one of globalThis, WebGL and maps.
