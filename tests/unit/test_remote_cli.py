@@ -292,7 +292,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
 
 
 def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
-    """The service and an agent log to files, too; the other ones call nobody."""
+    """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
     assert without == {"completion", "dashboard", "doctor", "evaluate", "jobspec", "serve"}
 
