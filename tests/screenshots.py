@@ -84,7 +84,7 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
         page.evaluate("document.getElementById('lengths-title').scrollIntoView()")
 
     def checked() -> None:
-        page.fill("#job input[name=job]", "sft-3")
+        page.fill("#job", "sft-3")
         window.fill(model=model, dataset="questions")
         page.wait_for_selector("#answer .state", timeout=60_000)
 

@@ -32,8 +32,9 @@ LIVED, LONGEST_WAIT = 3.0, 30.0
 """An exporter that ended within so many seconds is started again after a wait, which doubles up to the second."""
 _END_TIME = 5.0
 _LOG_BYTES = 4 << 20
-_FOR_TRACKERS = {"mlflow": re.compile(r"MLFLOW_.*")}
-"""Tracker -> environment variables with its credentials and its own settings. Others write files only."""
+_FOR_TRACKERS = {"mlflow": re.compile(r"MLFLOW_.*"), "wandb": re.compile(r"WANDB_API_KEY")}
+"""Tracker -> environment variables with its credentials and its own settings. Others, and W&B offline, write files
+only."""
 _NO_REPORTS = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
 """Libraries of trackers send nothing to their makers."""
 _NOT_FOR_TRACKERS = re.compile(r"(HF|HUGGING_?FACE)_.*TOKEN.*")
@@ -141,7 +142,10 @@ class ExporterProcess:
 def exporter_environment(environ: Mapping[str, str], trackers: TrackerSettings) -> dict[str, str]:
     """The environment of an exporter: that of a training without its tokens, and the variables of its trackers."""
     common = dict(child_environment(environ, {}).items())
-    own = [_FOR_TRACKERS[name] for name in trackers.configured if name in _FOR_TRACKERS]
+    calling = {
+        name for name in trackers.configured if name != "wandb" or (trackers.wandb and trackers.wandb.mode == "online")
+    }
+    own = [pattern for name, pattern in _FOR_TRACKERS.items() if name in calling]
     added = {name: value for name, value in environ.items() if any(pattern.fullmatch(name) for pattern in own)}
     return (
         {name: value for name, value in common.items() if not _NOT_FOR_TRACKERS.fullmatch(name)} | added | _NO_REPORTS

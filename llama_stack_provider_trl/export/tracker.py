@@ -81,9 +81,11 @@ def make_tracker(name: str, settings: TrackerSettings, data_dir: Path) -> Tracke
 
         return Mlflow(settings.mlflow.uri or f"sqlite:///{home / 'mlflow.sqlite3'}")
     if name == "wandb" and settings.wandb is not None:
-        from .wandb import Wandb
+        from .wandb import Uploads, Wandb
 
-        return Wandb(settings.wandb.directory or home / name)
+        online = settings.wandb.mode == "online"
+        uploads = Uploads(settings.wandb.uri, settings.wandb.entity) if online else None
+        return Wandb(settings.wandb.directory or home / name, uploads)
     if name == "trackio" and settings.trackio is not None:
         from .trackio import Trackio
 

@@ -67,23 +67,49 @@ class MlflowSettings(_TrackerBlock):
     def _supported(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        parts = urlsplit(value)
-        if parts.username or parts.password or parts.query:
-            raise ValueError(
-                "credentials do not belong into the URI: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
-                "or MLFLOW_TRACKING_TOKEN, in the environment"
-            )
+        _check_no_credentials(value, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN,")
         if not re.match(r"https?://[^/]+|sqlite:////[^/]", value):
             raise ValueError("expected http(s)://HOST of a tracking server, or sqlite:////PATH with an absolute path")
         return value.rstrip("/")
 
 
 class WandbSettings(_TrackerBlock):
-    """Runs of Weights & Biases, written offline."""
+    """Runs of Weights & Biases, written offline, and uploaded where `mode` is online."""
 
     directory: Directory = None
     """Directory with a directory per project, and in it one per run, for `wandb sync`; null: `trackers/wandb` in the
     data directory."""
+    mode: Literal["offline", "online"] = "offline"
+    """`online`: a run is also uploaded once its job has ended, with `WANDB_API_KEY` of the environment."""
+    entity: Project | None = None
+    """Online: the user or team that has the runs; null: the default one of the API key."""
+    uri: str | None = None
+    """Online: `http(s)://HOST` of a server of your own; null: that of Weights & Biases."""
+
+    @field_validator("uri")
+    @classmethod
+    def _supported(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        _check_no_credentials(value, "WANDB_API_KEY")
+        if not re.match(r"https?://[^/]+", value):
+            raise ValueError("expected http(s)://HOST of a server of Weights & Biases")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _used(self) -> WandbSettings:
+        for name in ("entity", "uri"):
+            if self.mode == "offline" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} has no effect where runs are written offline: set mode: online, or leave it out"
+                )
+        return self
+
+
+def _check_no_credentials(uri: str, variables: str) -> None:
+    parts = urlsplit(uri)
+    if parts.username or parts.password or parts.query:
+        raise ValueError(f"credentials do not belong into the URI: set {variables} in the environment")
 
 
 class TrackioSettings(_TrackerBlock):
@@ -106,7 +132,7 @@ class TrackerSettings(Documented):
     """Runs of MLflow."""
 
     wandb: WandbSettings | None = None
-    """Runs of Weights & Biases, written offline."""
+    """Runs of Weights & Biases, written offline, and uploaded where `mode` is online."""
     trackio: TrackioSettings | None = None
     """Runs of trackio, in its local databases."""
 

@@ -25,18 +25,18 @@ def nodes(group: argparse.ArgumentParser) -> None:
         ("drain", "give it no further jobs; those that train there save, and continue elsewhere"),
         ("remove", "remove a machine without jobs, or one that is gone"),
     ):
-        command = commands.add_parser(name, help=meaning)
-        # No default of its own: it would replace a value given before the command.
-        command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
-        command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
+        command = at_service(commands.add_parser(name, help=meaning), below=True)
         if name not in ("list", "pools"):
             command.add_argument("node", metavar="NODE")
-    found = commands.add_parser(
-        "discover", help="services, agents and Ollama hosts of the local network; joins nothing"
+    found = at_service(
+        commands.add_parser("discover", help="services, agents and Ollama hosts of the local network; joins nothing"),
+        below=True,
     )
     _search(found)
     _lines(found)
-    lines = commands.add_parser("commands", help="what to run on each machine; calls no service")
+    lines = at_service(
+        commands.add_parser("commands", help="what to run on each machine; calls no service"), below=True
+    )
     lines.add_argument("--nodes", type=int, metavar="N", help="machines, the service's among them (2)")
     lines.add_argument(
         "--discover", action="store_true", help="the machines are those that `nodes discover` finds, with its options"
@@ -78,8 +78,6 @@ def _port(text: str) -> int:
 
 
 def _lines(lines: argparse.ArgumentParser) -> None:
-    lines.add_argument("--url", default=argparse.SUPPRESS, help="address of the service, as the others reach it")
-    lines.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
     lines.add_argument(
         "--token-file", default="~/.trl-node-token", metavar="FILE", help="on each machine (~/.trl-node-token)"
     )

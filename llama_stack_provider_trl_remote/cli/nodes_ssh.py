@@ -15,6 +15,8 @@ from urllib.parse import quote, urlsplit
 
 from llama_stack_provider_trl.errors import ServiceRefusal, TrlError
 
+from .shared_options import at_service
+
 if TYPE_CHECKING:
     from ..client import ServiceClient
     from ..nodes.pools.inventory import Inventory, InventoryHost
@@ -46,10 +48,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _command(commands: Any, name: str, meaning: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=meaning)
-    # No default of its own: it would replace a value given before the command.
-    command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service")
-    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the result as JSON")
+    command = at_service(commands.add_parser(name, help=meaning), below=True)
     command.add_argument("--inventory", type=Path, default=Path("nodes.yaml"), metavar="FILE", help="(nodes.yaml)")
     command.add_argument("names", nargs="*", metavar="NAME", help="nodes of the inventory (all)")
     return command

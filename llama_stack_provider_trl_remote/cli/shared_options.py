@@ -6,17 +6,25 @@ import argparse
 import os
 
 
-def at_service(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    default = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
-    command.add_argument("--url", default=default, help=f"address of the service (TRL_SERVICE_URL; now {default})")
-    command.add_argument(
-        "--json", action="store_true", help="the answer as JSON; while a job runs, one object per line"
-    )
-    return logged(command)
+def at_service(command: argparse.ArgumentParser, *, below: bool = False) -> argparse.ArgumentParser:
+    """Add the options of a command that calls the service.
+
+    Args:
+        below: the command above has them too, and what is given there counts unless it is given here again.
+    """
+    address = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
+    help_ = f"address of the service (TRL_SERVICE_URL; now {address})"
+    command.add_argument("--url", default=argparse.SUPPRESS if below else address, help=help_)
+    help_ = "the answer as JSON; while a job runs, one object per line"
+    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS if below else False, help=help_)
+    return logged(command, below=below)
 
 
-def logged(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def logged(command: argparse.ArgumentParser, *, below: bool = False) -> argparse.ArgumentParser:
+    """Add the options of what is logged; `below` as for `at_service`."""
     help_ = "lowest level that is logged to standard error (warning; of an agent TRL_NODE_LOG_LEVEL, info)"
-    command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help=help_)
-    command.add_argument("--verbose", action="store_true", help="as --log-level debug: log each call of the service")
+    default = argparse.SUPPRESS if below else None
+    command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=default, help=help_)
+    help_ = "as --log-level debug: log each call of the service"
+    command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS if below else False, help=help_)
     return command

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from tests.required import lacking
-from tests.security.guarded import TOKENS, Guarded
+from tests.security.guarded import TOKENS
 
 CHROMIUM = os.environ.get("TRL_CHROMIUM") or shutil.which("chromium")
 
@@ -37,10 +37,17 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+class HasPages(Protocol):
+    """A service, or `trl-remote dashboard`."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @contextmanager
-def window(browser: Any, service: Guarded, **options: Any) -> Iterator[Window]:
-    """A window of the browser on a service. Fails where a page of it requested anything of another site, or reported an
-    error or a violation of the policy.
+def window(browser: Any, service: HasPages, **options: Any) -> Iterator[Window]:
+    """A window of the browser on a service. Fails where a page of it requested anything of another site, reported an
+    error or a violation of the policy, or opened an alert.
 
     Args:
         options: of playwright's `new_context`.
@@ -50,16 +57,18 @@ def window(browser: Any, service: Guarded, **options: Any) -> Iterator[Window]:
     window.context.close()
     assert window.foreign == []
     assert window.errors == []
+    assert window.alerts == []
 
 
 class Window:
     """One page of a browser; it counts what no page may do."""
 
-    def __init__(self, browser: Any, service: Guarded, **options: Any) -> None:
+    def __init__(self, browser: Any, service: HasPages, **options: Any) -> None:
         self.service = service
         self.context = browser.new_context(**options)
         self.foreign: list[str] = []
         self.errors: list[str] = []
+        self.alerts: list[str] = []
         self.refused: list[str] = []
         """What could not be loaded, which a test may mean to happen."""
         self.context.route("**/*", self._route)
@@ -67,7 +76,7 @@ class Window:
         self.page.add_init_script(_REPORT_VIOLATIONS)
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("dialog", lambda dialog: dialog.accept())
+        self.page.on("dialog", self._answer)
 
     def _route(self, route: Any) -> None:
         if route.request.url.startswith(self.service.url):
@@ -75,6 +84,12 @@ class Window:
         else:
             self.foreign.append(route.request.url)
             route.abort()
+
+    def _answer(self, dialog: Any) -> None:
+        """The questions of the dashboard are answered with yes. Any other dialog is of a script in a page."""
+        if dialog.type != "confirm":
+            self.alerts.append(dialog.message)
+        dialog.accept()
 
     def _note(self, message: Any) -> None:
         if message.type != "error":

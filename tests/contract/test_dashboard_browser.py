@@ -80,7 +80,8 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
 ) -> None:
     body = sft("alive", "questions")
     body["training_config"]["n_epochs"] = 30
-    service.submit(SFT, body)
+    body["training_config"]["data_config"]["validation_dataset_id"] = "questions"
+    service.submit(SFT, body, options={"eval_steps": 4})
     service.submit(SFT, sft("behind", "questions"))
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
@@ -91,6 +92,10 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     window.page.evaluate("window.kept = true")
     before = len(xs(window))
     poll(lambda: len(xs(window)) > before, "the curve grows", timeout=20)
+    poll(lambda: "eval_loss (validation)" in drawn(window)["Loss"], "evaluations are drawn", timeout=20)
+    assert {"loss", "loss, smoothed"} <= set(drawn(window)["Loss"])
+    left = re.compile(r"\d+ h \d+ min|(\d+ min )?\d+ s")
+    poll(lambda: left.fullmatch(window.page.inner_text("#now-eta")), "the time left is shown", timeout=20)
     service.kill()
     window.page.wait_for_selector("#live:has-text('does not answer')", timeout=20_000)
     before = len(xs(window))
@@ -104,6 +109,7 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
     poll(lambda: {"pause", "checkpoint"} <= set(drawn(window)["Loss"]), "the pause is marked", timeout=20)
     texts = "document.querySelector('.chart').data.filter((one) => one.name === 'pause')[0].text[0]"
     assert re.fullmatch(r"step \d+: attempt 1: the job was paused", window.page.evaluate(texts))
+    assert window.page.locator(".ribbon rect.ended").count() == 1
     window.page.click("text=Cancel")
     window.page.wait_for_selector("#status .state.cancelled", timeout=30_000)
 
@@ -161,7 +167,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
 def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window, service: Guarded) -> None:
     window.login("submit")
     window.page.click("nav >> text=New job")
-    window.page.fill("#job input[name=job]", "by-form")
+    window.page.fill("#job", "by-form")
     window.fill(model=str(tiny_model()), dataset="questions", epochs="2")
     window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
     assert "80 = 2 x 40" in window.page.inner_text("#answer")
@@ -188,6 +194,8 @@ def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     assert window.page.locator("article >> nth=0").locator(".t.loss").count() > 0
     assert window.page.locator("article >> nth=0").locator(".t.cut").count() > 0
     assert window.page.input_value("#max_seq_length") == "30"
+    counts = window.page.locator("section[aria-labelledby=lengths-title] td:nth-child(2)").all_inner_texts()
+    assert sum(map(int, counts)) == len(PAIRS) * 10
     assert window.faults() == []
 
 
@@ -219,6 +227,8 @@ def test_the_load_of_machines_is_drawn_over_time_with_gaps_and_grows_by_what_is_
         lambda: {"CPU (%)", "Memory used (GiB)", "Free disk (GiB)"} <= set(drawn(window)), "loads are drawn", timeout=60
     )
     assert "CPU" in window.page.inner_text("#nodes tbody tr >> nth=0")
+    command = window.page.inner_text("section[aria-labelledby=add-title] code")
+    assert "TRL_SERVICE_HOST=ADDRESS TRL_SERVICE_TOKEN=TOKEN ./scripts/run-remote-fsdp-server.sh" in command
 
 
 def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(

@@ -9,74 +9,33 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.database import DATABASE
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.specs.events import Event, Prepared, Progress, Started
-from llama_stack_provider_trl.system.files import RunDir
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT
-from tests.fakes import job_spec
+from tests.contract.stored_jobs import MANY, SPIKE, add_long, add_many, add_verbose
+from tests.required import lacking
 
 pytestmark = pytest.mark.contract
-
-MANY, POINTS = 250, 200_000
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
     root = tmp_path_factory.mktemp("pages")
     add_ended_job(root / "data")
-    add_jobs(root / "data")
+    add_many(root / "data")
+    add_long(root / "data")
+    add_verbose(root / "data")
     with running_service(root) as service:
         service.register("questions", QUESTIONS)
         yield service
-
-
-def add_jobs(data_dir: Path) -> None:
-    """250 jobs that were cancelled, two that are paused, one with 200,000 points, and one with a log of 2 GB whose last
-    but one line has 50 MB."""
-    store = Store(data_dir / DATABASE)
-    for number in range(MANY):
-        name = f"many-{number:03}"
-        store.add_job(job_spec(name, checkpoint_dir=data_dir / "checkpoints" / name), "digest")
-        store.request_cancel(name)
-    for name, priority in (("paused-low", 0), ("paused-high", 9)):
-        store.add_job(job_spec(name, priority=priority, checkpoint_dir=data_dir / "checkpoints" / name), "digest")
-        store.request_pause(name)
-    for name in ("long", "verbose"):
-        run_dir = RunDir(data_dir / "jobs" / name / "attempts" / "1")
-        run_dir.root.mkdir(parents=True)
-        run_dir.events.touch()
-        store.add_job(job_spec(name, checkpoint_dir=data_dir / "checkpoints" / name), "digest")
-        store.launch(name, 1, "cpu", run_dir.root)
-        store.apply_events(name, 1, list(events(POINTS if name == "long" else 0)), 1)
-        assert store.transition(name, 1, JobState.in_progress, JobState.completed)
-    with open(RunDir(data_dir / "jobs" / "verbose" / "attempts" / "1").log, "wb") as log:
-        log.write(b"the beginning\n")
-        log.seek((2 << 30) - 50_000_000)
-        log.write(b"\n")
-        for _ in range(50):
-            log.write(b"x" * 1_000_000)
-        log.write(b"\nthe end\n")
-    store.close()
-
-
-def events(points: int) -> Iterator[Event]:
-    yield Started(pid=1, device="cpu", versions={})
-    yield Prepared(total_steps=POINTS, num_rows=1, trainable_parameters=1, total_parameters=1)
-    names = ("learning_rate", "grad_norm", "tokens_per_second", "num_tokens", "entropy", "mean_token_accuracy")
-    for step in range(1, points + 1):
-        metrics = {"loss": 1000.0 if step == 123_457 else 5.0 - step / POINTS, **dict.fromkeys(names, step / 7)}
-        yield Progress(step=step, epoch=step / POINTS, metrics=metrics, peak_memory_bytes=step, time=1e9 + step)
 
 
 class Message(NamedTuple):
@@ -230,7 +189,7 @@ def test_a_job_with_200_000_points_opens_with_its_extremes_and_is_exact_where_it
     loss = series["train"]["loss"]
     assert not series["exact"]
     assert len(loss["step"]) <= 1000
-    assert loss["value"][loss["step"].index(123_457)] == 1000.0
+    assert loss["value"][loss["step"].index(SPIKE)] == 1000.0
     assert seconds < 6  # 2 s on a quiet machine
     part = service.get(f"{JOBS}/long/series", metric="loss", begin=123_000, end=123_999).json()
     assert part["exact"]
@@ -253,15 +212,17 @@ def test_a_log_of_2_gb_with_a_line_of_50_mb_is_shown_by_its_end(service: Trainin
 def test_the_list_has_every_job_once_in_the_order_in_which_they_run(service: TrainingService) -> None:
     first = service.get("/", prefix="").text
     pages = int(re.findall(r"page 1 of (\d+)", first)[0])
-    names = [name for number in range(1, pages + 1) for name in rows(service, page=number)]
-    assert len(names) == len(set(names)) == len(service.jobs())
-    assert len(rows(service)) == 100
+    parts = [service.get("/post-training/queue", limit=1000, offset=1000 * part).json()["data"] for part in range(12)]
+    names = [job["job_uuid"] for part in parts for job in part]
+    assert len(names) == len(set(names)) == len(service.jobs()) > MANY
     assert names[:2] == ["paused-high", "paused-low"]
+    for number in (1, 2, pages // 2, pages):
+        assert rows(service, page=number) == names[100 * (number - 1) : 100 * number]
     assert rows(service, page=pages + 1) == []
 
 
 def test_the_list_is_filtered_by_state_and_name(service: TrainingService) -> None:
-    assert sorted(rows(service, search="MANY-24")) == [f"many-{number}" for number in range(240, 250)]
+    assert sorted(rows(service, search="MANY-0024")) == [f"many-{number:05}" for number in range(240, 250)]
     assert set(rows(service, state="paused")) == {"paused-low", "paused-high"}
     assert rows(service, search="%") == []
     assert "There is none" in service.get("/", prefix="", search="none of this name").text
@@ -310,8 +271,13 @@ def test_without_tokens_no_login_is_needed_and_forms_still_need_their_page(servi
     assert service.get(f"{JOBS}/paused-low/status").status_code == 404
 
 
+def require_plotly() -> None:
+    if find_spec("plotly") is None:
+        lacking("the extra dashboard is not installed: scripts/prepare-env.sh installs it")
+
+
 def test_plotly_is_served_from_its_package_and_kept_by_the_browser(service: TrainingService) -> None:
-    pytest.importorskip("plotly", reason="the extra dashboard is not installed")
+    require_plotly()
     address = re.findall(r'src="(/static/plotly.min.js\?v=[^"]+)"', service.get("/jobs/ended", prefix="").text)[0]
     answer = service.get(address, prefix="")
     assert len(answer.content) > 1 << 20
@@ -322,7 +288,7 @@ def test_plotly_is_served_from_its_package_and_kept_by_the_browser(service: Trai
 
 def test_plotly_makes_no_code_from_text_and_inserts_no_style_sheet_on_the_pages(service: TrainingService) -> None:
     """What a new release of plotly must be checked for, before the constraints name it."""
-    pytest.importorskip("plotly", reason="the extra dashboard is not installed")
+    require_plotly()
     page = service.get("/jobs/ended", prefix="").text
     script = service.get("/static/plotly.min.js", prefix="").text
     # Of these, browsers reach none: a polyfill of bind, one of globalThis, WebGL and maps.

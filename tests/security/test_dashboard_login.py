@@ -12,17 +12,13 @@ import pytest
 import requests
 from markupsafe import escape
 
-from llama_stack_provider_trl.jobs.database import DATABASE
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.specs.events import Answer, Reason, Sampled
 from tests.contract.stack import poll
-from tests.fakes import job_spec
+from tests.contract.stored_jobs import HOSTILE, add_hostile
 from tests.security.guarded import TOKENS, Guarded, guarded_service
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
 
-HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 WAITS = ("scheduled", "launching")
 """States of a job whose device is locked."""
 FORMS = (
@@ -48,30 +44,8 @@ PAGES = (
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     root = tmp_path_factory.mktemp("dashboard")
     with guarded_service(root) as service:
-        add_hostile_job(service.data_dir)
+        add_hostile(service.data_dir)
         yield service
-
-
-def add_hostile_job(data_dir: Path) -> None:
-    """A failed job whose texts are all HTML."""
-    store = Store(data_dir / DATABASE)
-    run_dir = data_dir / "jobs" / "hostile" / "attempts" / "1"
-    run_dir.mkdir(parents=True)
-    (run_dir / "rank-0.log").write_text(f"{HOSTILE}\n{'x' * 5000}\n")
-    samples = {"prompts": [[{"role": "system", "content": HOSTILE}, {"role": "user", "content": HOSTILE}]]}
-    spec = job_spec(
-        "hostile",
-        model=HOSTILE,
-        checkpoint_dir=data_dir / "checkpoints" / "hostile",
-        samples={**samples, "max_new_tokens": 9},
-    )
-    store.add_job(spec, "digest", [HOSTILE], created_by=HOSTILE)
-    store.launch("hostile", 1, "cpu", run_dir)
-    answers = [Answer(text=HOSTILE, tokens=9, complete=False)] * 2  # one more than there are prompts
-    store.apply_events("hostile", 1, [Sampled(kind="before", step=0, epoch=0.0, answers=answers)], 10)
-    states = type(store.get("hostile").state)
-    assert store.transition("hostile", 1, states.launching, states.failed, Reason.internal, HOSTILE)
-    store.close()
 
 
 @dataclass
@@ -311,7 +285,9 @@ def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin:
         assert answer.headers["Cache-Control"] == "no-store"
         for script in re.findall(r"<script[^>]*>", answer.text):
             assert 'src="/static/' in script or 'type="application/json"' in script
-        assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", answer.text.replace(escaped(), ""))
+        data = r'(?<=<script type="application/json" id="marks">)[^<]*(?=</script>)'
+        text = re.sub(data, "", answer.text).replace(escaped(), "")
+        assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", text)
         assert not re.search(r"(src|href|action)=\"(?!/)(?!#main)", answer.text)
 
 

@@ -17,6 +17,7 @@ from llama_stack_provider_trl.export.follower import Follower, shown_config
 from llama_stack_provider_trl.export.points import Step, name_of
 from llama_stack_provider_trl.export.process import ExporterProcess, exporter_environment
 from llama_stack_provider_trl.export.tracker import CopyLost, Target
+from llama_stack_provider_trl.export.wandb import UploadFailed, Uploads, errors_of
 from llama_stack_provider_trl.jobs.records import ExportRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -400,6 +401,19 @@ def test_the_exporter_gets_the_credentials_of_its_trackers_and_a_training_gets_n
     assert found.items() >= {"PATH": "/bin", "HF_HOME": "/hf", "MLFLOW_DISABLE_TELEMETRY": "true"}.items()
     mlflow = exporter_environment(environ, TrackerSettings.model_validate({"mlflow": {}}))
     assert mlflow.keys() - found.keys() == {"MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"}
+    online = exporter_environment(environ, TrackerSettings.model_validate({"wandb": {"mode": "online"}}))
+    assert online.keys() - found.keys() == {"WANDB_API_KEY"}
+
+
+def test_an_upload_to_wandb_needs_a_key_and_its_errors_are_found_in_what_it_prints() -> None:
+    with pytest.raises(UploadFailed, match="WANDB_API_KEY is not set: set it in the environment of the service"):
+        Uploads(None, None, {"WANDB_BASE_URL": "http://127.0.0.1:1"})
+    uploaded = "wandb: Syncing 1 run(s):\nwandb:   run-a.wandb\nwandb: [p/a] Finished syncing run-a.wandb\n"
+    assert errors_of(uploaded) == []
+    failed = (
+        "wandb: Syncing\nwandb: ERROR Find detailed error logs at: /x\nwandb: ERROR permission denied\nError: No key\n"
+    )
+    assert errors_of(failed) == ["permission denied", "No key"]
 
 
 def test_an_error_of_the_store_is_no_error_of_a_tracker(

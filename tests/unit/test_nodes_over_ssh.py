@@ -51,7 +51,8 @@ def test_the_wheel_has_the_modules_of_this_process_and_a_record_of_each_file() -
         assert archive.read("llama_stack_provider_trl_remote/nodes/pools/wheel.py") == Path(wheel.__file__).read_bytes()
         assert b"Provides-Extra: train" in archive.read(f"{information}/METADATA")
         assert b"trl-remote" in archive.read(f"{information}/entry_points.txt")
-    assert {"llama_stack_provider_trl/py.typed", "llama_stack_provider_trl/jobs/schema.sql"} <= set(names)
+    typed = {"llama_stack_provider_trl/py.typed", "llama_stack_provider_trl_remote/py.typed"}
+    assert {*typed, "llama_stack_provider_trl/jobs/schema.sql"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
 
 

@@ -291,6 +291,22 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
     }
 
 
+def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
+    """The others call no service, or are it."""
+    without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
+    assert without == {"completion", "dashboard", "doctor", "evaluate", "jobspec", "serve"}
+
+
+@pytest.mark.parametrize("words", ["nodes --verbose list", "nodes list --verbose", "nodes --log-level debug list"])
+def test_options_of_nodes_count_before_its_command_and_behind_it(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr("llama_stack_provider_trl.system.logs.start_logging", lambda _, level, __: levels.append(level))
+    assert run(*words.split())[0] == 0
+    assert levels == ["debug"]
+
+
 def subcommands(above: argparse.ArgumentParser | None = None) -> list[tuple[str, ...]]:
     """The words of every command."""
     groups = [one for one in (above or cli.parser())._actions if isinstance(one, argparse._SubParsersAction)]

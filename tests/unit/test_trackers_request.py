@@ -94,6 +94,12 @@ def test_a_project_that_trackio_cannot_have_is_refused(settings: TrackerSettings
         ({"mlflow": {"uri": "https://host?token=hush-hush"}}, "credentials do not belong into the URI"),
         ({"mlflow": {"uri": "file:///hush-hush"}}, r"expected http\(s\)://HOST"),
         ({"mlflow": {"uri": "sqlite:///hush-hush"}}, r"absolute path"),
+        ({"wandb": {"uri": "https://host"}}, r"uri has no effect where runs are written offline: set mode: online"),
+        ({"wandb": {"entity": "team"}}, r"entity has no effect where runs are written offline"),
+        ({"wandb": {"mode": "online", "uri": "ftp://hush-hush"}}, r"expected http\(s\)://HOST of a server"),
+        ({"wandb": {"mode": "online", "uri": "https://api:hush-hush@host"}}, "credentials .* WANDB_API_KEY"),
+        ({"wandb": {"mode": "online", "entity": "a b"}}, "entity"),
+        ({"wandb": {"mode": "shared"}}, "mode"),
     ],
 )
 def test_a_configuration_that_cannot_be_meant_is_refused_at_start_without_its_values(

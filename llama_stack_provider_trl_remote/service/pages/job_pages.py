@@ -52,7 +52,8 @@ async def log_page(
     attempts = [tried["attempt"] for tried in status.resources_allocated["attempts"]]
     ranks = job_view.logs_of(status)
     values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
-    return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, most=_MORE_BYTES, **values)
+    values |= {"state": status.resources_allocated["state"], "most": _MORE_BYTES}
+    return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, **values)
 
 
 @router.get("/samples", dependencies=[USERS])

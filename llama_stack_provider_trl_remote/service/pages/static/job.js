@@ -1,6 +1,7 @@
 // The page of a job: its curves, progress and log as they grow.
 import { Charts } from "./charts.js";
 import { Curves } from "./curves.js";
+import { followLog } from "./logs.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
@@ -16,7 +17,6 @@ const parts = new Parts(["status", "warnings", "attempts", "checkpoints"], {
   replaced: (page) => page.getElementById("marks") && charts?.mark(marks(page)),
 });
 const ENDED = ["completed", "failed", "cancelled"];
-const LONGEST_LINE = 2000;
 const MOST_POINTS = 4000;
 let lost = false;
 let meanwhile = null;
@@ -106,29 +106,7 @@ function onLive() {
   live.textContent = "";
 }
 
-async function followLog() {
-  // An attempt that has not begun has no log.
-  if (!document.hidden && !lost && ["in_progress", "pausing", "cancelling"].includes(state())) {
-    try {
-      const answer = await fetch(`${path}/logs?tail=200&size=65536`);
-      if (answer.ok) showLog(await answer.text());
-    } catch {
-      // The stream reports that the service does not answer.
-    }
-  }
-  if (!ENDED.includes(state())) setTimeout(followLog, 3000);
-}
-
-function showLog(text) {
-  const lines = text.trimEnd().split("\n").map((line) =>
-    line.length > LONGEST_LINE ? `${line.slice(0, LONGEST_LINE)} ... (the line has ${line.length} characters)` : line,
-  );
-  const wanted = lines.join("\n");
-  if (wanted === log.textContent || !wanted) return;
-  const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 20;
-  log.textContent = wanted;
-  if (atEnd) log.scrollTop = log.scrollHeight;
-}
+const rendered = state();
 
 async function begin() {
   try {
@@ -141,7 +119,7 @@ async function begin() {
     onLive();
     if (ENDED.includes(state())) return;
     new Stream([job], series.next, { event: onEvent, state: onState, lost: onLost, live: onLive });
-    followLog();
+    followLog(log, `${path}/logs?tail=200&size=65536`, rendered, () => (lost ? null : state()));
   } catch {
     onLost();
     setTimeout(begin, 2000);

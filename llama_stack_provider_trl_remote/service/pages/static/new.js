@@ -2,7 +2,7 @@
 import { replacePart } from "./parts.js";
 
 const WAIT_MS = 800;
-const form = document.getElementById("job");
+const form = document.getElementById("new-job");
 const live = document.getElementById("live");
 let timer = 0;
 let busy = false;

@@ -1,0 +1,142 @@
+"""Jobs that are written into a data directory without any training: very many, very long, and hostile ones."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import Answer, Event, Prepared, Progress, Reason, Sampled, Started, Warned
+from llama_stack_provider_trl.system.files import RunDir
+from tests.fakes import job_spec
+
+MANY, POINTS = 10_000, 200_000
+SPIKE = 123_457
+"""The step of the long job whose loss is 1000."""
+METRICS = ("learning_rate", "grad_norm", "tokens_per_second", "num_tokens", "entropy", "mean_token_accuracy")
+"""Of the long job, beside its loss and memory."""
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+
+
+def add_many(data_dir: Path) -> None:
+    """10,000 jobs that were cancelled (many-00000 ...), and two that are paused, with a low and a high priority."""
+    store = Store(data_dir / DATABASE)
+    first = "many-00000"
+    store.add_job(job_spec(first, checkpoint_dir=data_dir / "checkpoints" / first), "digest")
+    store.request_cancel(first)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as database, database:
+        columns = [row[1] for row in database.execute("PRAGMA table_info(jobs)") if row[1] != "age"]
+        copied = [
+            f"replace({name}, '{first}', printf('many-%05d', n))" if name in ("job_uuid", "spec") else name
+            for name in columns
+        ]
+        database.execute(
+            f"WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {MANY - 1})"
+            f" INSERT INTO jobs ({', '.join(columns)}) SELECT {', '.join(copied)} FROM jobs, numbers"
+            f" WHERE job_uuid = '{first}'"
+        )
+    for name, priority in (("paused-low", 0), ("paused-high", 9)):
+        store.add_job(job_spec(name, priority=priority, checkpoint_dir=data_dir / "checkpoints" / name), "digest")
+        store.request_pause(name)
+    store.close()
+
+
+def add_long(data_dir: Path) -> None:
+    """`long`: 200,000 points of eight metrics."""
+    _add_completed(data_dir, "long", _points(POINTS, POINTS))
+    values = ", ".join(f"'{name}', step / 7.0" for name in METRICS)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as database, database:  # through events it takes 10 s
+        database.execute(
+            f"WITH RECURSIVE steps(step) AS (SELECT 1 UNION ALL SELECT step + 1 FROM steps WHERE step < {POINTS - 1})"
+            " INSERT INTO points (job_uuid, step, kind, attempt, time, epoch, metrics)"
+            f" SELECT 'long', step, 'train', 1, 1e9 + step, step * 1.0 / {POINTS}, json_object('loss',"
+            f" iif(step = {SPIKE}, 1000.0, 5.0 - step * 1.0 / {POINTS}), 'peak_memory_bytes', step, {values})"
+            " FROM steps"
+        )
+
+
+def add_verbose(data_dir: Path) -> None:
+    """`verbose`: a log of 2 GiB whose last but one line has 50 MB. The file has holes before it."""
+    run_dir = _add_completed(data_dir, "verbose", _points(1, 0))
+    with open(run_dir.log, "wb") as log:
+        log.write(b"the beginning\n")
+        log.seek((2 << 30) - 50_000_000)
+        log.write(b"\n")
+        for _ in range(50):
+            log.write(b"x" * 1_000_000)
+        log.write(b"\nthe end\n")
+
+
+def add_hostile(data_dir: Path) -> None:
+    """`hostile`: a failed job whose texts are all HTML: model, warnings, metrics, log, samples, error, creator."""
+    store = Store(data_dir / DATABASE)
+    run_dir = data_dir / "jobs" / "hostile" / "attempts" / "1"
+    run_dir.mkdir(parents=True)
+    (run_dir / "rank-0.log").write_text(f"{HOSTILE}\n{'x' * 5000}\n")
+    samples = {"prompts": [[{"role": "system", "content": HOSTILE}, {"role": "user", "content": HOSTILE}]]}
+    spec = job_spec(
+        "hostile",
+        model=HOSTILE,
+        checkpoint_dir=data_dir / "checkpoints" / "hostile",
+        samples={**samples, "max_new_tokens": 9},
+    )
+    store.add_job(spec, "digest", [HOSTILE], created_by=HOSTILE)
+    store.launch("hostile", 1, "cpu", run_dir)
+    answers = [Answer(text=HOSTILE, tokens=9, complete=False)] * 2  # one more than there are prompts
+    metrics = {"loss": 1.0, HOSTILE: 1.0, "<b>bold</b>": 2.0, '<a href="javascript:alert(3)">link</a>': 3.0}
+    events: list[Event] = [
+        Sampled(kind="before", step=0, epoch=0.0, answers=answers),
+        Prepared(total_steps=9, num_rows=1, trainable_parameters=1, total_parameters=1),
+        *(Progress(step=step, epoch=step / 9, metrics=metrics, peak_memory_bytes=1) for step in (1, 2, 3)),
+        Warned(message=f"while it trained: {HOSTILE}"),
+    ]
+    store.apply_events("hostile", 1, events, 10)
+    state = store.get("hostile").state
+    assert store.transition("hostile", 1, state, JobState.failed, Reason.internal, HOSTILE)
+    store.close()
+
+
+def add_running(data_dir: Path, name: str) -> RunDir:
+    """A job of two ranks that runs, as long as nothing supervises it."""
+    store = Store(data_dir / DATABASE)
+    run_dir = _add(store, data_dir, name, ranks=2)
+    store.apply_events(name, 1, list(_points(1, 1)), 1)
+    store.close()
+    return run_dir
+
+
+def complete(data_dir: Path, name: str) -> None:
+    """The job of `add_running` completes."""
+    store = Store(data_dir / DATABASE)
+    assert store.transition(name, 1, JobState.in_progress, JobState.completed)
+    store.close()
+
+
+def _add_completed(data_dir: Path, name: str, events: Iterator[Event]) -> RunDir:
+    store = Store(data_dir / DATABASE)
+    run_dir = _add(store, data_dir, name)
+    store.apply_events(name, 1, list(events), 1)
+    assert store.transition(name, 1, JobState.in_progress, JobState.completed)
+    store.close()
+    return run_dir
+
+
+def _add(store: Store, data_dir: Path, name: str, **fields: object) -> RunDir:
+    run_dir = RunDir(data_dir / "jobs" / name / "attempts" / "1")
+    run_dir.root.mkdir(parents=True)
+    run_dir.events.touch()
+    store.add_job(job_spec(name, checkpoint_dir=data_dir / "checkpoints" / name, **fields), "digest")
+    store.launch(name, 1, "cpu", run_dir.root)
+    return run_dir
+
+
+def _points(first: int, last: int) -> Iterator[Event]:
+    yield Started(pid=1, device="cpu", versions={})
+    yield Prepared(total_steps=POINTS, num_rows=1, trainable_parameters=1, total_parameters=1)
+    for step in range(first, last + 1):
+        metrics = {"loss": 5.0 - step / POINTS, **dict.fromkeys(METRICS, step / 7)}
+        yield Progress(step=step, epoch=step / POINTS, metrics=metrics, peak_memory_bytes=step, time=1e9 + step)

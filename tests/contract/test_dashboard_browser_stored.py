@@ -1,0 +1,309 @@
+"""The dashboard in a real Chromium, over jobs that nothing trains: hostile texts, 10,000 jobs, 200,000 points, a log of
+2 GiB; by keyboard, with scripts off, without a service. Needs playwright and Debian's chromium (or TRL_CHROMIUM)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.process import FileLock
+from tests.contract import browser
+from tests.contract.browser import Window
+from tests.contract.ended import add_ended_job
+from tests.contract.payloads import QUESTIONS
+from tests.contract.service import running
+from tests.contract.stack import poll
+from tests.contract.stored_jobs import (
+    HOSTILE,
+    MANY,
+    POINTS,
+    add_hostile,
+    add_long,
+    add_many,
+    add_running,
+    add_verbose,
+    complete,
+)
+from tests.contract.test_dashboard_command import dashboard
+from tests.fakes import job_spec
+from tests.security.guarded import TOKENS, Guarded
+from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
+
+FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, textarea, [tabindex='0']"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser.chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Guarded]:
+    """A service whose jobs nothing supervises: they stay as they were stored."""
+    root = tmp_path_factory.mktemp("stored")
+    data_dir = root / "data"
+    data_dir.mkdir(mode=0o700)
+    supervisor = FileLock(data_dir / "supervisor.lock")
+    assert supervisor.acquire("test_dashboard_browser_stored")
+    add_ended_job(data_dir)
+    for add in (add_many, add_long, add_verbose, add_hostile):
+        add(data_dir)
+    add_running(data_dir, "writes")
+    try:
+        with running(Guarded(root)) as service:
+            service.register("questions", QUESTIONS)
+            yield service
+    finally:
+        supervisor.release()
+
+
+@pytest.fixture
+def window(chromium: Any, service: Guarded) -> Iterator[Window]:
+    with browser.window(chromium, service) as window:
+        yield window
+
+
+def rows(window: Window) -> list[str]:
+    return list(window.page.eval_on_selector_all("#list tr[data-job]", "rows => rows.map((row) => row.dataset.job)"))
+
+
+def drawn_steps(window: Window) -> list[int]:
+    """Of the first curve, in the part that is shown."""
+    script = """() => {
+        const chart = document.querySelector(".chart");
+        const [from, to] = chart.layout.xaxis.range;
+        return chart.data[0].x.filter((x) => x >= from && x <= to);
+    }"""
+    return list(window.page.evaluate(script))
+
+
+def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) -> None:
+    window.login("admin")
+    for path in ("/jobs/hostile", "/jobs/hostile/logs", "/jobs/hostile/samples", "/compare?job=hostile&job=ended"):
+        window.open(path)
+        if "compare" in path or path == "/jobs/hostile":
+            window.wait_for_charts()
+        window.page.wait_for_timeout(500)  # what a page would load by itself
+        if "compare" not in path:
+            assert HOSTILE.partition("&amp;")[0] in window.page.text_content("main")
+        found = "img, b, main script:not([type='application/json']), a[href^='javascript']"
+        assert window.page.locator(found).count() == 0, path
+        assert window.faults() == [], path
+    window.open("/jobs/hostile")
+    window.wait_for_charts()
+    titles = "[...document.querySelectorAll('.chart')].map((chart) => chart.textContent)"
+    poll(lambda: any("<b>bold</b>" in text for text in window.page.evaluate(titles)), "titles are text", timeout=20)
+    assert any("<script>alert(1)</script>" in text for text in window.page.evaluate(titles))
+    assert window.page.locator(".chart a, .chart image").count() == 0
+    for path in (f"/?search={HOSTILE}", f"/new?dataset={HOSTILE}", f"/data?dataset={HOSTILE}", f"/jobs/{HOSTILE}"):
+        window.open(path)
+        assert window.page.locator("img, main script:not([type='application/json'])").count() == 0, path
+
+
+def test_ten_thousand_jobs_are_paged_searched_and_filtered(window: Window, service: Guarded) -> None:
+    window.login("submit")
+    assert f"{len(service.jobs())} jobs" in window.page.inner_text("#list p >> nth=0")
+    first = rows(window)
+    assert first[:3] == ["writes", "paused-high", "paused-low"]
+    begun = time.monotonic()
+    window.page.click("text=next")
+    window.page.wait_for_selector("text=page 2 of 101")
+    assert time.monotonic() - begun < 5
+    second = rows(window)
+    assert (len(first), len(second), set(first) & set(second)) == (100, 100, set())
+    window.open("/?page=101")
+    assert len(rows(window)) == len(service.jobs()) - 100 * 100
+    window.open("/")
+    window.page.fill("[name=search]", "MANY-0999")
+    window.page.keyboard.press("Enter")
+    window.page.wait_for_selector("#list p:has-text('10 jobs')")
+    assert sorted(rows(window)) == [f"many-{number:05}" for number in range(9990, 10_000)]
+    window.page.select_option("[name=state]", "paused")
+    window.page.fill("[name=search]", "")
+    window.page.click("main .filter button")
+    window.page.wait_for_selector("#list p:has-text('2 jobs')")
+    assert f"cancelled ({MANY})" in window.page.inner_text("[name=state]")
+
+
+def test_a_job_with_200_000_points_is_drawn_and_exact_where_it_is_enlarged(window: Window) -> None:
+    window.login("submit")
+    begun = time.monotonic()
+    window.open("/jobs/long")
+    window.wait_for_charts()
+    seconds = time.monotonic() - begun
+    print(f"drawn after {seconds:.1f} s")
+    assert seconds < 10  # 2 s for the service and a second for the browser on a quiet machine
+    whole = drawn_steps(window)
+    assert (len(whole) <= 1000, whole[0], whole[-1]) == (True, 1, POINTS)
+    steps = whole
+    for _ in range(3):  # a part of a chart that the pointer can mark has thousands of steps
+        before = steps
+        drag(window, 0.60, 0.66)
+        poll(lambda before=before: drawn_steps(window) != before, "points of the part are drawn", timeout=20)
+        window.page.wait_for_timeout(1000)
+        steps = drawn_steps(window)
+    assert len(steps) > 10
+    assert steps == list(range(steps[0], steps[-1] + 1))
+
+
+def drag(window: Window, begin: float, end: float) -> None:
+    """Enlarge a part of the first chart."""
+    area = window.page.locator(".chart .nsewdrag").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    height = box["y"] + box["height"] / 2
+    window.page.mouse.move(box["x"] + begin * box["width"], height)
+    window.page.mouse.down()
+    window.page.mouse.move(box["x"] + end * box["width"], height, steps=5)
+    window.page.mouse.up()
+
+
+def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
+    window.login("submit")
+    before = service.rss_mib()
+    for path, log in (("/jobs/verbose", "#log"), ("/jobs/verbose/logs", "#log")):
+        begun = time.monotonic()
+        window.open(path)
+        assert "the end" in window.page.inner_text(log)
+        window.page.evaluate("new Promise(requestAnimationFrame)")
+        assert time.monotonic() - begun < 10
+    assert service.rss_mib() - before < 40
+    assert service.get("/health").ok
+
+
+def test_the_log_of_a_rank_is_followed_until_its_job_has_ended(window: Window, service: Guarded) -> None:
+    log = service.data_dir / "jobs" / "writes" / "attempts" / "1" / "rank-1.log"
+    log.write_text("first\n")
+    requests: list[str] = []
+    window.page.on("request", lambda request: requests.append(request.url))
+    window.login("submit")
+    window.open("/jobs/writes/logs?rank=1")
+    assert window.page.inner_text("#log") == "first"
+    append(log, "<b>second</b>\n")
+    window.page.wait_for_selector("#log:has-text('<b>second</b>')", timeout=20_000)
+    window.open("/jobs/writes")
+    append(log.with_name("rank-0.log"), "of rank 0\n")
+    window.page.wait_for_selector("#log:has-text('of rank 0')", timeout=20_000)
+    window.open("/jobs/writes/logs?rank=1")
+    complete(service.data_dir, "writes")
+    append(log, "the last line\n")
+    window.page.wait_for_selector("#log:has-text('the last line')", timeout=20_000)
+    window.page.wait_for_timeout(3500)  # when the last request is sent
+    count = len(requests)
+    window.page.wait_for_timeout(3500)
+    assert len(requests) == count, requests[count:]
+
+
+def append(path: Path, text: str) -> None:
+    with open(path, "a") as file:
+        file.write(text)
+
+
+def add_paused(service: Guarded, name: str) -> None:
+    store = Store(service.data_dir / DATABASE)
+    store.add_job(job_spec(name, checkpoint_dir=service.data_dir / "checkpoints" / name), "digest")
+    store.request_pause(name)
+    store.close()
+
+
+def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any, service: Guarded) -> None:
+    add_paused(service, "by-form")
+    with browser.window(chromium, service, java_script_enabled=False) as window:
+        page = window.page
+        window.open("/")
+        page.fill("#token", TOKENS["admin"])
+        page.click("main button")
+        for path, shown in (
+            ("/", "by-form"),
+            ("/jobs/ended", "another line"),
+            ("/jobs/ended", "tiny-tuned-final"),
+            ("/jobs/ended/logs", "another line"),
+            ("/jobs/ended/checkpoints/tiny-tuned-final", "model.bin"),
+            ("/jobs/hostile/samples", "before, step 0"),
+            ("/compare?job=ended&job=long", "settings are the same"),
+            ("/nodes", "Add a node"),
+            ("/new", "The same job elsewhere"),
+            ("/data", "Dataset"),
+        ):
+            window.open(path)
+            assert shown in page.locator("main").inner_text(), path
+            if path not in ("/jobs/ended/checkpoints/tiny-tuned-final", "/new", "/data"):
+                assert page.locator("noscript").count() > 0, path
+        window.open("/jobs/ended/checkpoints/tiny-tuned-final")
+        with page.expect_download() as begun:
+            page.click("main a[download]")
+        assert begun.value.path().stat().st_size == 1000
+        window.open("/jobs/by-form")
+        page.click("text=Resume")
+        page.wait_for_selector("button:has-text('Pause')")
+        page.click("text=Pause")
+        page.wait_for_selector("button:has-text('Resume')")
+        page.click("main button:has-text('Cancel')")
+        page.wait_for_selector("#status .state.cancelled")
+        page.click("text=Delete")
+        page.wait_for_selector("h1:has-text('Jobs')")
+        assert service.get("/post-training/jobs/by-form/status").status_code == 404
+        window.open("/new")
+        window.fill(job="checked", model=str(tiny_model()), dataset="no-such-rows")
+        page.click("text=Check it")
+        assert "no-such-rows" in page.locator("#answer [role=alert]").inner_text()
+
+
+def focused(window: Window) -> str:
+    """What has the focus, and whether that is seen."""
+    script = """() => {
+        const one = document.activeElement;
+        const seen = getComputedStyle(one).outlineStyle !== "none";
+        return `${[...document.querySelectorAll(FOCUSABLE)].indexOf(one)} ${seen}`;
+    }"""
+    return str(window.page.evaluate(script.replace("FOCUSABLE", repr(FOCUSABLE))))
+
+
+def test_everything_of_a_page_is_reached_by_tab_and_the_focus_is_seen(window: Window, service: Guarded) -> None:
+    add_paused(service, "by-keys")
+    window.open("/")
+    window.page.keyboard.press("Tab")
+    assert window.page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    window.page.focus("#token")
+    window.page.keyboard.type(TOKENS["admin"])
+    window.page.keyboard.press("Enter")
+    window.page.wait_for_selector("h1:has-text('Jobs')")
+    for path in ("/?search=many-0001", "/jobs/ended", "/nodes", "/new", "/data", "/jobs/by-keys"):
+        window.open(path)
+        visible = "all => all.filter((one) => one.checkVisibility()).length"
+        wanted = window.page.eval_on_selector_all(FOCUSABLE, visible)
+        found = set()
+        for _ in range(wanted + 1):
+            window.page.keyboard.press("Tab")
+            found.add(focused(window))
+        found = {one for one in found if not one.startswith("-1")}  # the page itself, behind its last element
+        assert not [one for one in found if one.endswith("false")], path
+        assert len(found) == wanted, path
+        ids = window.page.eval_on_selector_all("[id]", "all => all.map((one) => one.id)")
+        assert len(ids) == len(set(ids)), path  # else a label may name another element
+    window.page.focus("button:has-text('Cancel')")
+    window.page.keyboard.press("Enter")
+    window.page.wait_for_selector("#status .state.cancelled")
+
+
+def test_pages_of_a_data_directory_without_a_service(chromium: Any, tmp_path: Path) -> None:
+    add_ended_job(tmp_path)
+    add_hostile(tmp_path)
+    with dashboard(tmp_path) as address, browser.window(chromium, SimpleNamespace(url=address)) as window:
+        window.open("/")
+        assert sorted(rows(window)) == ["ended", "hostile"]
+        for path in ("/jobs/ended", "/jobs/hostile", "/jobs/ended/logs", "/jobs/hostile/samples", "/compare?job=ended"):
+            window.open(path)
+            if path.startswith("/compare") or path in ("/jobs/ended", "/jobs/hostile"):
+                window.wait_for_charts()
+            assert window.page.locator("img, b").count() == 0, path
