@@ -100,7 +100,9 @@ class Service(StoredJobs):
         """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
-        self.pools = Pools(self.store, [managed_pool(pool) for pool in settings.pools], self.remove_node, self.wake)
+        self.pools = Pools(
+            self.store, [managed_pool(pool, settings) for pool in settings.pools], self.remove_node, self.wake
+        )
         self.removed: dict[str, str] = {}
         """Nodes that were removed, with the run of their agent: these agents are to end."""
         self.cluster = Cluster(
