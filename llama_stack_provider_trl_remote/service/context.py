@@ -38,8 +38,9 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.system.process import usable_cpus
 
-from ..nodes.identity import machine_id, usable_cpus, versions
+from ..nodes.identity import machine_id, versions
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation

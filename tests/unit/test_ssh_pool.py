@@ -153,10 +153,10 @@ def test_a_machine_that_fails_gives_the_others_back_and_is_chosen_last(
 
 
 def test_a_machine_that_is_a_node_already_is_left_alone(pool: SshPool, machines: Machines) -> None:
-    machines.agents = {"a": "rack-7"}  # by `trl-remote nodes up`
-    with pytest.raises(PoolRefusal, match="it is the node 'rack-7', which this pool has not made: end that"):
+    machines.agents = {"a": "rack-unit-7"}  # by `trl-remote nodes up`
+    with pytest.raises(PoolRefusal, match="it is the node 'rack-unit-7', which this pool has not made: end that"):
         pool.request(ORDER)
-    assert machines.agents == {"a": "rack-7"}
+    assert machines.agents == {"a": "rack-unit-7"}
     machines.agents = {"a": "rack-ba9876543210-4"}  # of an order that ended badly
     pool.request(ORDER)
     assert machines.agents == {"a": ORDER.names[0], "b": ORDER.names[1]}
