@@ -4,7 +4,6 @@ GPUs and network interfaces."""
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 import sys
@@ -14,7 +13,7 @@ import psutil
 
 from ..system import malloc
 from ..system.files import RunDir
-from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment
+from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment, usable_cpus
 from .base import TaskSpec
 from .gpus import NO_GANG, PCI_ORDER, gpu_name, is_slice, visible_entry
 
@@ -124,7 +123,7 @@ def interface_of(address: str) -> str:
 
 
 def _threads(ranks: int) -> int:
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, usable_cpus() // ranks)
 
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -192,6 +192,12 @@ def hide_from_other_processes() -> None:
         _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may use: those that it may run on, or the quota of a control group, as containers have."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(int(quota) for quota in _cpu_quotas())]))
+
+
 def machine_memory() -> int:
     """Bytes of memory that processes here may use together: the machine's, or the limit of a control group."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
@@ -271,14 +277,41 @@ def work_done() -> tuple[float, int]:
     return times.user + times.system, sum(moved[2:])
 
 
-def _memory_groups() -> Iterator[tuple[int, int]]:
-    """For each control group (version 2 and 1) that limits this process: the limit, and its memory that cannot be
-    reclaimed, in bytes. Files in the page cache can be reclaimed; those in a tmpfs cannot."""
+def _own_groups() -> dict[str, str]:
+    """Controllers, "" of version 2, -> the control group of this process."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
+        return {}
+    return {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """CPUs that each control group (version 2 and 1) allows this process together with the others in it."""
+    own = _own_groups()
+    for root, group, files in (
+        (_CONTROL_GROUPS, own.get("", ""), ("cpu.max",)),
+        (
+            *(_CONTROL_GROUPS / "cpu", next((path for name, path in own.items() if "cpu" in name.split(",")), "")),
+            ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+        ),
+    ):
+        home = root / group
+        for place in (home, *home.parents):
+            if not place.is_relative_to(root):
+                break
+            with contextlib.suppress(OSError, ValueError):  # no such file: the root; "max" is no number: no quota
+                quota, period = (int(text) for name in files for text in (place / name).read_text().split())
+                if quota > 0:  # -1: none
+                    yield quota / period
+
+
+def _memory_groups() -> Iterator[tuple[int, int]]:
+    """For each control group (version 2 and 1) that limits this process: the limit, and its memory that cannot be
+    reclaimed, in bytes. Files in the page cache can be reclaimed; those in a tmpfs cannot."""
+    own = _own_groups()
+    if not own:
         return
-    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     # A container sees its own group as the root, at any path on the host.
     for root, group, limits, usage, cached in (
         (_CONTROL_GROUPS, own.get("", ""), ("memory.max", "memory.high"), "memory.current", r"(?:in)?active_file"),

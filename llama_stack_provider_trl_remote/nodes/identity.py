@@ -24,7 +24,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
-from llama_stack_provider_trl.system.process import machine_memory
+from llama_stack_provider_trl.system.process import machine_memory, usable_cpus
 
 from ..wire import MOST_MODELS, NAME, SPECS, DeviceReport, NodeReport
 
@@ -171,11 +171,6 @@ def node_report(
         raise NodeError(
             f"{field} of this node cannot be reported: {wrong['msg']}; found {wrong['input']!r:.100}"
         ) from None
-
-
-def usable_cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(python: str | None = None) -> dict[str, str]:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+from pathlib import Path
+
+from llama_stack_provider_trl.errors import TrlError
+
+from ..nodes.identity import versions
 from ..nodes.pools.base import AgentStart, Pool
+from ..nodes.pools.inventory import read_inventory
 from ..nodes.pools.kubernetes import KubernetesPool
 from ..nodes.pools.pods import PodShape
 from ..nodes.pools.ray_pool import RayPool, sender
 from ..nodes.pools.slurm import SlurmPool
+from ..nodes.pools.ssh import NodePlan, require_asyncssh
+from ..nodes.pools.ssh_pool import SshPool
+from ..nodes.pools.wheel import wheel_of_this_installation
 from .cluster.pools import ManagedPool
-from .pool_settings import KubernetesPoolSettings, PoolSettings, RayPoolSettings, SlurmPoolSettings
+from .pool_settings import KubernetesPoolSettings, PoolSettings, RayPoolSettings, SlurmPoolSettings, SshPoolSettings
+from .settings import ServiceSettings, SettingsError
 
 _GIB = 1 << 30
+_EQUAL = ("torch", "trl", "transformers", "peft")
+"""Packages of which every node has the service's version."""
 
 
-def managed_pool(settings: PoolSettings) -> ManagedPool:
-    """A pool as it is configured, with its limits."""
+def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPool:
+    """A pool as it is configured, with its limits.
+
+    Raises:
+        SettingsError: a pool of kind ssh cannot work as configured; MissingExtra: it needs asyncssh.
+    """
     return ManagedPool(
         settings.name,
-        _pool(settings),
+        _pool(settings, service),
         settings.node.node(),
         settings.node.words(),
         settings.max_nodes,
@@ -27,8 +44,10 @@ def managed_pool(settings: PoolSettings) -> ManagedPool:
     )
 
 
-def _pool(settings: PoolSettings) -> Pool:
+def _pool(settings: PoolSettings, service: ServiceSettings) -> Pool:
     match settings:
+        case SshPoolSettings():
+            return _ssh_pool(settings, service)
         case KubernetesPoolSettings(namespace=namespace, kubeconfig=file, context=context):
             shape, labels = _pod_shape(settings), settings.node.labels
             return KubernetesPool(shape, settings.service_url, labels, namespace, file, context)
@@ -61,3 +80,53 @@ def _pod_shape(settings: KubernetesPoolSettings) -> PodShape:
         user=settings.user,
         grace_seconds=settings.grace_seconds,
     )
+
+
+def _ssh_pool(settings: SshPoolSettings, service: ServiceSettings) -> SshPool:
+    where = f"pools: {settings.name!r}"
+    require_asyncssh()
+    if service.node_token is None:
+        raise SettingsError(f"{where}: its agents join with the node_token of the service: set TRL_SERVICE_NODE_TOKEN")
+    try:
+        read_inventory(settings.inventory).chosen(settings.machines)
+    except TrlError as error:
+        raise SettingsError(f"{where}: {error}") from error
+    plan = cache(partial(_node_plan, settings, service.node_token.get_secret_value(), service.train_python))
+    return SshPool(
+        lambda: read_inventory(settings.inventory),
+        lambda inventory: plan(inventory.service, inventory.certificate, inventory.constraints),
+        settings.machines,
+        settings.node.labels,
+    )
+
+
+def _node_plan(
+    settings: SshPoolSettings,
+    token: str,
+    train_python: Path | None,
+    service: str | None,
+    certificate: Path | None,
+    constraints: Path | None,
+) -> NodePlan:
+    """What the machines of a pool get, from what their inventory has for all of them. Raises SettingsError, OSError."""
+    if service not in (None, settings.service_url):
+        raise SettingsError(
+            f"the inventory {settings.inventory} has the service {service}, the pool has service_url "
+            f"{settings.service_url}: leave it out of the inventory"
+        )
+    return NodePlan(
+        url=settings.service_url,
+        token=token,
+        wheel=wheel_of_this_installation(),
+        certificate=certificate.read_text() if certificate else None,
+        constraints=constraints.read_text() if constraints else _constraints(train_python),
+        offline=settings.offline,
+        site_packages=settings.site_packages,
+        join_timeout=min(settings.join_seconds, 90.0),
+    )
+
+
+def _constraints(train_python: Path | None) -> str | None:
+    """The versions of this machine, which those of a node must equal."""
+    found = versions(str(train_python) if train_python else None)
+    return "".join(f"{name}=={found[name]}\n" for name in _EQUAL if found.get(name)) or None

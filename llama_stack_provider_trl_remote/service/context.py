@@ -38,8 +38,9 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.system.process import usable_cpus
 
-from ..nodes.identity import machine_id, usable_cpus, versions
+from ..nodes.identity import machine_id, versions
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
@@ -100,7 +101,9 @@ class Service(StoredJobs):
         """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
         self.machine_id = machine_id(os.environ)
-        self.pools = Pools(self.store, [managed_pool(pool) for pool in settings.pools], self.remove_node, self.wake)
+        self.pools = Pools(
+            self.store, [managed_pool(pool, settings) for pool in settings.pools], self.remove_node, self.wake
+        )
         self.removed: dict[str, str] = {}
         """Nodes that were removed, with the run of their agent: these agents are to end."""
         self.cluster = Cluster(

@@ -58,7 +58,7 @@ class _PoolSettings(_PoolBlock):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
     """Its nodes join as NAME-ID-NUMBER."""
     kind: str
-    """slurm, ray or kubernetes."""
+    """slurm, ray, kubernetes or ssh."""
     max_nodes: int = Field(ge=0, le=10_000)
     """Nodes at a time; 0: none."""
     node_hours: float | None = Field(None, gt=0)
@@ -228,4 +228,25 @@ class KubernetesPoolSettings(_PoolSettings):
         return value
 
 
-PoolSettings = Annotated[SlurmPoolSettings | RayPoolSettings | KubernetesPoolSettings, Field(discriminator="kind")]
+class SshPoolSettings(_PoolSettings):
+    """Machines of an inventory, which become nodes over SSH. Their agents get `node_token`."""
+
+    kind: Literal["ssh"]
+    inventory: Path
+    """ssh: the inventory `nodes.yaml`, on this machine."""
+    machines: tuple[str, ...] = ()
+    """ssh: names of the inventory that are this pool's; none: all."""
+    offline: bool = False
+    """ssh: call no package index: what is needed is on the machines."""
+    site_packages: bool = False
+    """ssh: use the packages of the machines' Python, such as torch."""
+
+    @field_validator("inventory")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+
+PoolSettings = Annotated[
+    SlurmPoolSettings | RayPoolSettings | KubernetesPoolSettings | SshPoolSettings, Field(discriminator="kind")
+]

@@ -18,6 +18,7 @@ from llama_stack_provider_trl.system.process import (
     identify,
     machine_memory,
     myself,
+    usable_cpus,
 )
 
 
@@ -115,11 +116,11 @@ class ControlGroups:
         machine = SimpleNamespace(total=64 << 30, available=40 << 30)
         monkeypatch.setattr(process.psutil, "virtual_memory", lambda: machine)
 
-    def group(self, path: str, **files: int | str) -> None:
+    def group(self, path: str, controller: str = "memory", **files: int | str) -> None:
         place = self.root / path
         place.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (place / f"memory.{name}").write_text(f"{content}\n")
+            (place / f"{controller}.{name}").write_text(f"{content}\n")
 
 
 def stat(**fields: int) -> str:
@@ -162,3 +163,25 @@ def test_a_limit_whose_use_is_not_known_leaves_nothing(tmp_path: Path, monkeypat
     groups = ControlGroups(tmp_path, monkeypatch, "0::/\n")
     groups.group("", max=8 * GIB)
     assert (machine_memory(), available_memory()) == (8 * GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups", "expected"),
+    [
+        ("0::/pod/agent\n", {"pod": {"max": "800000 100000"}, "pod/agent": {"max": "max 100000"}}, 8),
+        ("0::/pod/agent\n", {"pod": {"max": "max 100000"}, "pod/agent": {"max": "350000 100000"}}, 3),
+        ("0::/\n", {"": {"max": "50000 100000"}}, 1),  # a half, seen from inside
+        ("0::/pod\n", {"pod": {"max": "9900000 100000"}}, 64),
+        ("3:cpu,cpuacct:/pod\n0::/\n", {"cpu/pod": {"cfs_quota_us": 600000, "cfs_period_us": 100000}}, 6),
+        ("3:cpu,cpuacct:/pod\n0::/\n", {"cpu/pod": {"cfs_quota_us": -1, "cfs_period_us": 100000}}, 64),
+        ("0::/\n", {}, 64),
+    ],
+)
+def test_the_cpus_of_a_container_are_those_of_its_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, groups: dict[str, dict[str, Any]], expected: int
+) -> None:
+    found = ControlGroups(tmp_path, monkeypatch, lines)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    for path, files in groups.items():
+        found.group(path, "cpu", **files)
+    assert usable_cpus() == expected

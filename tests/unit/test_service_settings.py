@@ -22,14 +22,18 @@ from llama_stack_provider_trl.requests.trackers import (
     WandbSettings,
 )
 from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl_remote.nodes.pools.base import PoolOrder, PoolRefusal
+from llama_stack_provider_trl_remote.nodes.pools.ssh_pool import SshPool
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
+from llama_stack_provider_trl_remote.service.configured_pools import managed_pool
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from llama_stack_provider_trl_remote.service.pool_settings import (
     KubernetesPoolSettings,
     NodeShape,
     RayPoolSettings,
     SlurmPoolSettings,
+    SshPoolSettings,
 )
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
@@ -48,7 +52,7 @@ INNER: dict[str, type[BaseModel] | tuple[type[BaseModel], ...]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
     **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
-    **{"pools": (SlurmPoolSettings, RayPoolSettings, KubernetesPoolSettings), "pools.node": NodeShape},
+    **{"pools": (SlurmPoolSettings, RayPoolSettings, KubernetesPoolSettings, SshPoolSettings), "pools.node": NodeShape},
 }
 
 
@@ -410,6 +414,34 @@ def test_a_pool_of_kubernetes_that_cannot_be_right_is_refused_by_name(
     with pytest.raises(SettingsError, match=message) as caught:
         load(tmp_path, pools=[{**KUBERNETES, **changes}], **OPEN)
     assert "hush" not in str(caught.value)
+
+
+def test_a_pool_of_an_inventory_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    inventory = tmp_path / "nodes.yaml"
+    given = {"name": "rack", "kind": "ssh", "max_nodes": 2, "service_url": "http://10.0.0.1:8322"}
+    ssh = {**given, "inventory": str(inventory), "machines": ["a"]}
+
+    def made(**changes: Any) -> SshPool:
+        settings = load(tmp_path, pools=[{**ssh, **changes}], **OPEN, node_token="agents")
+        pool = managed_pool(settings.pools[0], settings).pool
+        assert isinstance(pool, SshPool)
+        return pool
+
+    with pytest.raises(SettingsError, match=r"pools: 'rack': the inventory \S+/nodes.yaml cannot be read"):
+        made()
+    inventory.write_text("nodes: [{host: 10.0.0.11, name: a}, {host: 10.0.0.12, name: b}]")
+    assert made().choose("abc", 1, []) == "a"
+    assert made(machines=[]).choose("abc", 2, []) == "a,b"
+    with pytest.raises(SettingsError, match=r"'rack': there is no node 'c' in the inventory: it has a, b"):
+        made(machines=["c"])
+    settings = load(tmp_path, pools=[ssh], **OPEN)
+    with pytest.raises(SettingsError, match=r"'rack': its agents join with the node_token of the service"):
+        managed_pool(settings.pools[0], settings)
+    inventory.write_text("service: http://10.9.9.9:8322\nnodes: [{host: 10.0.0.11, name: a}]")
+    with pytest.raises(
+        PoolRefusal, match=r"has the service http://10.9.9.9:8322, the pool has service_url http://10.0.0.1"
+    ):
+        made().request(PoolOrder("abc", ("rack-abc-0",), "a"))
 
 
 def test_agents_have_a_token_and_machines_a_name(tmp_path: Path) -> None:
