@@ -68,8 +68,8 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
     _report_start(spec, device, warnings, writer)
-    with connected_peers(device, attempt.run_dir, writer):
-        run = _prepare(attempt, spec, batch_plan, device, writer)
+    with connected_peers(device, attempt.run_dir, writer) as mbit_per_s:
+        run = _prepare(attempt, spec, batch_plan, device, writer, mbit_per_s)
         _check_export(run)
         if not _score_reference(run):
             return writer.write(Paused(step=run.callback.start_step), durable=True)
@@ -101,7 +101,12 @@ def _report_start(spec: JobSpec, device: torch.device, warnings: list[str], writ
 
 
 def _prepare(
-    attempt: AttemptSpec, spec: JobSpec, batch_plan: BatchPlan, device: torch.device, writer: EventWriter
+    attempt: AttemptSpec,
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    device: torch.device,
+    writer: EventWriter,
+    mbit_per_s: float | None,
 ) -> Run:
     """Build the trainer, and restore the checkpoint to resume from, if there is one."""
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -115,7 +120,9 @@ def _prepare(
         start_step = trainer.restore(resume_from) if resume_from else 0
         effective = built.effective()
     answers = _answers(spec, built, writer)
-    callback = JobCallback(spec, writer, trainer, run_dir.control, effective, start_step, resume_from, answers)
+    callback = JobCallback(
+        spec, writer, trainer, run_dir.control, effective, start_step, resume_from, answers, mbit_per_s
+    )
     trainer.add_callback(callback)
     return Run(spec, writer, trainer, callback, resume_from, require_space)
 

@@ -66,6 +66,7 @@ Seconds = Annotated[float, Field(ge=0, le=LAST_TIME, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """Of steps, rows, parameters: JSON's readers hold integers up to 2**53 without loss."""
 Epochs = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Name = Annotated[str, Field(max_length=MAX_KEY)]
 Message = Annotated[str, cut(_MAX_MESSAGE)]

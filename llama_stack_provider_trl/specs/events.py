@@ -15,15 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ..system.files import open_regular
 from .bounded import (
@@ -38,6 +30,7 @@ from .bounded import (
     Message,
     Metrics,
     Name,
+    Rate,
     Seconds,
     Tree,
     UsablePath,
@@ -206,6 +199,8 @@ class ProgressValues(BaseModel):
     rank_memory_bytes: tuple[int, ...] | None = None
     rank_peak_memory_bytes: tuple[int, ...] | None = None
     tokens_seen: int | None = None
+    link_mbit_per_s: float | None = None
+    parallel_speedup: float | None = None
     tokenized_rows: int | None = None
     """This and `total_rows` are of `Tokenizing`: None where no row was tokenized, or all of them within 2 seconds."""
     total_rows: int | None = None
@@ -229,6 +224,10 @@ class Progress(_Event):
     tokens_seen: Count | None = None
     """Tokens of the job's steps so far, without padding: of all ranks, epochs and earlier attempts. A pair has those of
     both its sequences."""
+    link_mbit_per_s: Rate | None = None
+    """Mbit/s between the nodes, each way, as measured when their ranks met. None: one node, or GPUs."""
+    parallel_speedup: Rate | None = None
+    """Rows per second of all nodes over those of one, estimated from the link and the steps up to the 20th."""
 
     def values(self) -> ProgressValues:
         """What this point has for the status. A metric that is no finite number counts as missing."""

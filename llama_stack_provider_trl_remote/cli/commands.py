@@ -21,7 +21,7 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
-from . import found_machines, node_lines, nodes_ssh, one_line
+from . import advise, found_machines, node_lines, nodes_ssh, one_line
 from .preview import preview
 from .samples import samples
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
@@ -255,6 +255,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
     ("nodes", "commands"): node_lines.print_commands,
+    ("nodes", "advise"): advise.print_advice,
     ("nodes", "discover"): found_machines.discover,
     ("nodes", "show"): show_node,
     ("nodes", "pools"): list_pools,

@@ -31,7 +31,7 @@ async def discover(client: ServiceClient, options: Namespace) -> int:
     joins nothing."""
     found = await _search(options)
     rows = [_row(machine) for machine in found.machines]
-    notes = list(found.notes)
+    notes = [*found.notes, *_shared(found)]
     try:
         lines = proposed_lines(found, client.url, options.token_file, options.certificate)
     except InvalidRequest as error:
@@ -105,6 +105,16 @@ def commands_text(lines: list[Row]) -> list[str]:
         text.append(f"# machine {row['node_rank']} ({row['address']})" + (f" has an agent: {agents}" if agents else ""))
         text += [row["command"]] if row["command"] else []
     return text
+
+
+def _shared(found: Search) -> list[str]:
+    """Where nodes would train in parallel on one machine."""
+    return [
+        f"parallel will not help on {', '.join(one.name for one in agents)}: these agents are on one machine "
+        f"({machine.addresses[0]}), and share the same cores"
+        for machine in found.machines
+        if len(agents := machine.of_kind("agent")) > 1
+    ]
 
 
 def _row(machine: FoundMachine) -> Row:

@@ -10,6 +10,7 @@ from .shared_options import at_service, logged
 
 DEFAULT_SECONDS = 4.0
 """Of a search of the network."""
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def nodes(group: argparse.ArgumentParser) -> None:
@@ -44,7 +45,41 @@ def nodes(group: argparse.ArgumentParser) -> None:
     _search(lines)
     _lines(lines)
     _torchrun(lines)
+    _advice(commands.add_parser("advise", help="whether training on several nodes would help; exit status 0 yes, 1 no"))
     nodes_ssh.add_parsers(commands)
+
+
+def _advice(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service, for --job")
+    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
+    command.add_argument(
+        "--model", required=True, metavar="M", help="a directory, a cached model id, or parameters such as 100M"
+    )
+    command.add_argument(
+        "--step-seconds", required=True, type=_positive, metavar="S", help="of a step on one node, as measured"
+    )
+    command.add_argument("--nodes", type=_count, default=2, metavar="N", help="nodes that would train (2)")
+    command.add_argument("--machines", type=_count, metavar="N", help="physical machines that they are on (one each)")
+    command.add_argument("--mbit-per-s", type=_positive, metavar="B", help="between two nodes, each way")
+    command.add_argument("--job", metavar="JOB", help="the bandwidth that a job over these nodes has measured")
+    command.add_argument("--trainable", type=_count, metavar="N", help="trained parameters, with LoRA (all)")
+    command.add_argument("--sharding", choices=_SHARDING, default="FULL_SHARD", help="(FULL_SHARD); NO_SHARD: DDP")
+    command.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro steps of a step (1)")
+    command.add_argument("--gpus", action="store_true", help="the nodes train on GPUs (CPUs)")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 < value < 10**15:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
 
 
 def _torchrun(lines: argparse.ArgumentParser) -> None:
@@ -63,7 +98,7 @@ def _torchrun(lines: argparse.ArgumentParser) -> None:
     )
     lines.add_argument(
         "--sharding",
-        choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+        choices=_SHARDING,
         help="with --torchrun: how several ranks hold the model (FULL_SHARD); NO_SHARD: DDP",
     )
     lines.add_argument("--port", type=_port, metavar="N", help="with --torchrun: of rank 0's machine (29500)")

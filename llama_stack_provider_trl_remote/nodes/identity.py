@@ -194,13 +194,28 @@ def versions(python: str | None = None) -> dict[str, str]:
 
 def cached_models(environ: Mapping[str, str]) -> list[str]:
     """Ids of the models in the Hugging Face cache of this machine."""
-    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
-    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    cache = _model_cache(environ)
     try:
         found = [place for place in cache.glob("models--*") if any(place.glob("snapshots/*/*"))]
     except OSError:
         return []
     return sorted(place.name.removeprefix("models--").replace("--", "/") for place in found)
+
+
+def cached_snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
+    """The newest directory of a model id in the Hugging Face cache of this machine; None: it is not there."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        return None
+    found = [
+        path.parent
+        for path in _model_cache(environ).glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json")
+    ]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _model_cache(environ: Mapping[str, str]) -> Path:
+    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
+    return Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def _version(name: str) -> str:

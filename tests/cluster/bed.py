@@ -219,7 +219,8 @@ class Machine:
 
     def limit(self, kbit_per_s: int) -> None:
         """Have its cable carry so much, each way, and drop what waits for longer."""
-        queue = ("root", "tbf", "rate", f"{kbit_per_s}kbit", "burst", "16kb", "latency", "300ms")
+        burst = max(16_384, kbit_per_s * 1000 // 8 // 100)  # what 10 ms carry: the kernel's clock ticks every 4
+        queue = ("root", "tbf", "rate", f"{kbit_per_s}kbit", "burst", str(burst), "latency", "300ms")
         _run("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", *queue)
         _run("tc", "-n", self.bed.switch, "qdisc", "add", "dev", self.port, *queue)
 

@@ -304,3 +304,13 @@ def test_a_service_on_loopback_is_not_announced() -> None:
     assert not ServiceSettings().announce
     with pytest.raises(SettingsError, match=r"announce=true: no other machine can reach host='127\.0\.0\.1'"):
         ServiceSettings(announce=True).check_exposure()
+
+
+def test_two_agents_on_one_machine_are_reported_as_no_help(
+    found: list[Sighting], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found += [HEAD, AGENT, replace(AGENT, addresses=("10.0.0.102",), name="a2")]
+    assert main(["nodes", "discover"]) == 0
+    assert (
+        "note: parallel will not help on a, a2: these agents are on one machine (10.0.0.2), and share the same cores"
+    ) in capsys.readouterr().out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -35,34 +36,46 @@ EXIT_GRACE = 30.0
 """Seconds that a process has to end by itself after another rank has closed its connections, at the end of a job or
 because of that rank's failure, which that rank reports. Under NCCL nothing else would end it."""
 
+_MEASURED = 0.3
+"""Seconds for which bytes are exchanged to measure the link."""
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 25
+
 _PORTS = "open TCP port {port} and, for gloo and NCCL, the ephemeral range between the nodes"
 
 
 @contextmanager
-def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) -> Iterator[None]:
+def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) -> Iterator[float | None]:
     """Open the process group of a job with several ranks, and monitor the ranks of other machines while it is open.
 
     A rank that finds another one lost writes `failed` into its run directory's events and ends its process, since its
     other threads may wait for that rank indefinitely.
 
+    Yields:
+        Mbit/s between the nodes, each way; None: there is one node, or NCCL exchanges over a network of its own choice.
+
     Raises:
         JobFailure: launch_failed, naming the ranks that were not reached as far as they are known.
     """
     if ranks.world_size() == 1:
-        yield
+        yield None
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     several = ranks.world_size() > ranks.local_world_size()
+    mbit_per_s = None
     with _heartbeats(writer) if several else nullcontext():
-        monitor = _PeerMonitor(*_rendezvous(), run_dir) if several else None
+        monitor = None
+        if several:
+            group, hosts = _rendezvous()
+            mbit_per_s = _measure_link(group, hosts) if device.type == "cpu" else None
+            monitor = _PeerMonitor(group, hosts, run_dir)
         # accelerate would open the group of CPU ranks with torch's default timeout, 30 minutes.
         dist.init_process_group(backend_of(device), timeout=ranks.COLLECTIVE_TIMEOUT)
         if monitor:
             monitor.start()
             monitor.within(RENDEZVOUS_TIMEOUT, "the first all-reduce", lambda: _all_reduce(device))
     try:
-        yield
+        yield mbit_per_s
     finally:
         if monitor:
             monitor.end()
@@ -128,6 +141,36 @@ def _rendezvous() -> tuple[dist.ProcessGroup, list[str]]:
         own = os.environ.get("GLOO_SOCKET_IFNAME", "the host name's interface")
         raise _unreachable(f"{here} does not reach all of {others} over {own}", ports, error) from error
     return group, hosts
+
+
+def _measure_link(group: dist.ProcessGroup, hosts: Sequence[str]) -> float:
+    """Mbit/s of the slowest link of the ring of nodes, each way, while all of them are in use. A collective.
+
+    The first rank of each node sends to the next node's, and receives from the one before, as a reduction does. It
+    begins with 64 KiB, which take 0.05 s at 10 Mbit/s, and exchanges more until that takes 0.3 s.
+    """
+    per_node = ranks.local_world_size()
+    node, nodes = ranks.rank() // per_node, ranks.world_size() // per_node
+    following, before = (node + 1) % nodes * per_node, (node - 1) % nodes * per_node
+    size = _FIRST_BYTES
+    try:
+        while True:
+            began = time.perf_counter()
+            if ranks.local_rank() == 0:
+                incoming = torch.empty(size, dtype=torch.uint8)
+                received = group.recv([incoming], before, 1)
+                group.send([torch.zeros(size, dtype=torch.uint8)], following, 1).wait()
+                received.wait()
+            slowest = torch.tensor([time.perf_counter() - began])
+            group.allreduce([slowest], dist.ReduceOp.MAX).wait()
+            seconds = max(float(slowest), 1e-6)
+            rate = size / seconds
+            if seconds > _MEASURED / 2 or size == _MOST_BYTES:
+                return rate * 8 / 1e6
+            size = min(_MOST_BYTES, 16 * size, int(rate * _MEASURED))  # at least twice as many
+    except RuntimeError as error:
+        others = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts))
+        raise _unreachable(f"the link between {others} broke while it was measured", "see their logs", error) from error
 
 
 def _all_reduce(device: torch.device) -> None:

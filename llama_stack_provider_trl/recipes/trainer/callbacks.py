@@ -23,6 +23,7 @@ from ...system.process import resident_memory
 from ..distributed import ranks
 from ..model import fsdp
 from ..model.loading import parameter_counts
+from . import parallel
 from .base import RecipeTrainer
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class JobCallback(TrainerCallback):
         start_step: optimizer steps done in the checkpoint that training resumes from.
         resumed_from: that checkpoint.
         answers: of the job's `samples`; None: it has none.
+        mbit_per_s: between the job's nodes; None: there is one, or it was not measured.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class JobCallback(TrainerCallback):
         start_step: int = 0,
         resumed_from: Path | None = None,
         answers: PromptAnswers | None = None,
+        mbit_per_s: float | None = None,
     ) -> None:
         self.spec, self.writer, self.trainer, self.control_file = spec, writer, trainer, control
         self.effective = effective
         self.start_step, self.resumed_from, self._answers = start_step, resumed_from, answers
         self.early_stopping = EarlyStoppingTracker(spec, trainer.notes)
         self.malloc = Malloc()
+        self._parallel = None if mbit_per_s is None else parallel.ParallelCheck(mbit_per_s)
         self.paused = self.stopped = False
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
@@ -163,8 +167,12 @@ class JobCallback(TrainerCallback):
     ) -> None:
         if self._busy_since is None:
             self._busy_since = time.perf_counter()
+        if self._parallel:
+            self._parallel.begin_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._parallel and self._parallel.end_step():
+            self._judge_nodes(self._parallel)
         self._heartbeat()
         self.trainer.check_saving()
         decision = self.decide()
@@ -179,6 +187,17 @@ class JobCallback(TrainerCallback):
         elif self._is_evaluated(state):
             control.should_log = control.should_evaluate = True
         faults.reach(f"step-{state.global_step}")
+
+    def _judge_nodes(self, check: parallel.ParallelCheck) -> None:
+        """Report where several nodes do not train faster than one."""
+        trainable, total = parameter_counts(self.trainer.model)
+        is_sharded = self.trainer.ref_model is not None and fsdp.is_sharded(self.spec)
+        reference = parameter_counts(self.trainer.ref_model)[1] if is_sharded else 0
+        exchange = parallel.exchange_of(self.spec, trainable, total, reference, self.trainer.gradient_sync)
+        found = check.conclude(exchange)
+        if not found.helps:
+            advice = "train on one node, on a faster link, or with more rows per step (gradient_accumulation_steps)"
+            self.writer.write(Warned(message=f"{found.reason}: {advice}"))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -233,6 +252,8 @@ class JobCallback(TrainerCallback):
                 rank_memory_bytes=tuple(now for now, _ in memory),
                 rank_peak_memory_bytes=tuple(peak for _, peak in memory),
                 tokens_seen=int(self._tokens),
+                link_mbit_per_s=round(self._parallel.mbit_per_s, 3) if self._parallel else None,
+                parallel_speedup=self._parallel.speedup if self._parallel else None,
             )
         )
 

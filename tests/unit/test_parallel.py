@@ -1,0 +1,170 @@
+"""The estimate of whether training on several nodes helps, and `trl-remote nodes advise`."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.specs.parallel import Exchange, advise, verdict_after
+from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.client import ServiceClient
+from tests.tiny import REPOSITORY
+
+HUNDRED_M = 97_800_000
+DDP = Exchange(nodes=2, trainable=HUNDRED_M, total=HUNDRED_M)
+
+
+def exchange(strategy: Any = "NO_SHARD", **changes: Any) -> Exchange:
+    return Exchange(**{"nodes": 2, "trainable": HUNDRED_M, "total": HUNDRED_M, "strategy": strategy, **changes})
+
+
+@pytest.mark.parametrize(("strategy", "measured"), [("NO_SHARD", 782), ("FULL_SHARD", 1507), ("SHARD_GRAD_OP", 1176)])
+def test_the_bytes_are_those_that_were_measured(strategy: str, measured: int) -> None:
+    """benchmarks/RESULTS.md, two ranks against one process: MB a step on loopback, of both ranks."""
+    assert 2 * exchange(strategy).bytes_per_node / 1e6 == pytest.approx(measured, rel=0.06)
+
+
+def test_bytes_grow_with_nodes_accumulation_and_a_reference_and_shrink_with_adapters() -> None:
+    assert exchange(nodes=4).bytes_per_node == pytest.approx(1.5 * DDP.bytes_per_node)
+    assert exchange(ranks_per_node=2).bytes_per_node == pytest.approx(1.5 * DDP.bytes_per_node)
+    assert exchange(trainable=HUNDRED_M // 100).bytes_per_node == pytest.approx(DDP.bytes_per_node / 100)
+    assert exchange(micro_steps=4).bytes_per_node == DDP.bytes_per_node, "DDP reduces once a step"
+    parts, whole = (exchange("FULL_SHARD", micro_steps=4, keeps_whole_gradients=keeps) for keeps in (False, True))
+    assert parts.bytes_per_node == 4 * exchange("FULL_SHARD").bytes_per_node > whole.bytes_per_node
+    assert exchange("FULL_SHARD", reference=HUNDRED_M).bytes_per_node > exchange("FULL_SHARD").bytes_per_node
+    hybrid = exchange("HYBRID_SHARD", ranks_per_node=8)
+    assert hybrid.bytes_per_node == DDP.bytes_per_node, "only copies of parts are reduced across nodes"
+    assert exchange("FULL_SHARD", on_cpu=False).bytes_per_node < exchange("FULL_SHARD").bytes_per_node
+
+
+def test_parallel_helps_over_a_fast_link() -> None:
+    found = advise(DDP, 10.0, 10_000)
+    assert found.helps
+    assert found.speedup == pytest.approx(2.0, abs=0.1)
+    assert found.reason.startswith("parallel will help: 2 nodes train 2.0")
+
+
+def test_parallel_does_not_help_over_10_mbit_per_s() -> None:
+    found = advise(DDP, 10.0, 10)
+    assert not found.helps
+    assert found.step_seconds == pytest.approx(10 + 313 - 6.7, rel=0.01)
+    assert found.reason == (
+        "parallel will not help: 2 nodes train 0.06 times as many rows per second as one; a step takes 10.00 s on one; "
+        "each node exchanges 391 MB in it, which takes 312.96 s at 10 Mbit/s"
+    )
+
+
+def test_parallel_does_not_help_on_one_machine() -> None:
+    found = advise(exchange(machines=1), 10.0, 10_000)
+    assert not found.helps
+    assert found.reason.endswith("they are on one machine, and share the same cores")
+    assert advise(exchange(machines=1, on_cpu=False), 10.0, 10_000).helps, "GPUs are not shared"
+    assert advise(exchange(nodes=4, machines=2), 10.0, 10_000).speedup == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.parametrize("mbit_per_s", [10, 100, 1000])
+def test_a_measured_step_leads_back_to_the_step_on_one_node(strategy: str, mbit_per_s: float) -> None:
+    one = exchange(strategy)
+    step = one.step_seconds(5.0, mbit_per_s)
+    assert one.alone(step, mbit_per_s) == pytest.approx(5.0)
+    assert verdict_after(one, step, mbit_per_s).speedup == pytest.approx(2 * 5.0 / step)
+
+
+def test_a_link_that_was_measured_too_slow_gives_no_negative_time() -> None:
+    assert exchange("FULL_SHARD").alone(1.0, 1.0) == 0.0
+    assert not verdict_after(DDP, 1.0, 1.0).helps
+
+
+def test_a_job_is_judged_once_after_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="recipes import it")
+    from llama_stack_provider_trl.recipes.trainer.parallel import STEPS, ParallelCheck
+
+    now = iter(float(second) for second in range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    check = ParallelCheck(10.0)
+    ends = []
+    for _ in range(STEPS + 3):
+        check.begin_step()
+        ends.append(check.end_step())
+    assert [number for number, end in enumerate(ends, 1) if end] == [STEPS]
+    assert check.speedup is None
+    assert not check.conclude(DDP).helps
+    assert check.speedup == 0.0
+
+
+def advice(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["nodes", "advise", *words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_the_command_gives_the_verdict_as_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "97.8M", "--sharding", "NO_SHARD", "--step-seconds", "10"]
+    code, printed = advice(capsys, *words, "--mbit-per-s", "10")
+    assert (code, printed.startswith("parallel will not help: 2 nodes train 0.06 times")) == (1, True)
+    code, printed = advice(capsys, *words, "--mbit-per-s", "10000", "--json")
+    assert (code, json.loads(printed)["helps"]) == (0, True)
+    code, printed = advice(capsys, *words, "--machines", "1")
+    assert (code, "share the same cores" in printed) == (1, True)
+
+
+def test_parameters_are_counted_from_the_files_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = json.dumps({"__metadata__": {}, "a": {"shape": [3, 5]}, "b": {"shape": [2]}}).encode()
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    (snapshot / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for model in (str(snapshot), "org/name"):
+        code, printed = advice(capsys, "--model", model, "--step-seconds", "1", "--mbit-per-s", "10", "--json")
+        assert (code, json.loads(printed)["bytes_per_node"]) == (0, 2 * 17 * 4)
+    (snapshot / "model.safetensors").write_bytes(b"no")
+    code, printed = advice(capsys, "--model", str(snapshot), "--step-seconds", "1", "--mbit-per-s", "10")
+    assert (code, "it is no safetensors file" in printed) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "org/none"], "expected a directory, an id in this machine's cache, or a number"),
+        (["--model", "1M", "--mbit-per-s", "10", "--job", "j"], "name one of them"),
+        (["--model", "1M"], "--mbit-per-s=None"),
+        (["--model", "1M", "--mbit-per-s", "10", "--machines", "3"], "expected at most --nodes, 2"),
+        (["--model", "1M", "--mbit-per-s", "10", "--trainable", "1000001"], "the model has 1000000 parameters"),
+    ],
+)
+def test_what_no_advice_can_be_given_for_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    link = [] if "1M" in words else ["--mbit-per-s", "10"]
+    code, printed = advice(capsys, "--step-seconds", "1", *words, *link)
+    assert (code, printed.count("\n")) == (1, 1)
+    assert message in printed
+
+
+def test_the_bandwidth_of_a_job_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    progress: dict[str, Any] = {"link_mbit_per_s": 93.5}
+
+    async def status(client: ServiceClient, job_uuid: str) -> dict[str, Any]:
+        return {"resources_allocated": {"progress": progress}}
+
+    monkeypatch.setattr(ServiceClient, "status", status)
+    words = ["--model", "97.8M", "--step-seconds", "1", "--job", "j"]
+    assert "at 94 Mbit/s" in advice(capsys, *words)[1]
+    progress.clear()
+    code, printed = advice(capsys, *words)
+    assert (code, "it measured no link" in printed) == (1, True)
+
+
+def test_the_documented_advice_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "clusters.md").read_text().partition("## Will it help")[2]
+    command, _, printed = page.partition("$ trl-remote ")[2].partition("```")[0].partition("\n")
+    assert main(command.split()) == 1
+    assert capsys.readouterr().out == printed
