@@ -152,6 +152,12 @@ def agent(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
     )
+    command.add_argument(
+        "--download-mb-per-s",
+        type=_rate,
+        metavar="MIB",
+        help="MiB per second for models, rows and checkpoints from the service (as fast as they come)",
+    )
     logged(command)
 
 

@@ -29,6 +29,7 @@ from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
 from .identity import NodeError, machine_id, node_name, node_report, reachable_address, usable_cpus
 from .load import LoadMeter
+from .models import Models
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -49,6 +50,7 @@ class NodeSettings:
     devices: tuple[str, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
     upload_mb_per_s: float | None = None
+    download_mb_per_s: float | None = None
     heartbeat_interval: float = POLL_SECONDS
     """Seconds between two calls of the service."""
     python: str | None = None
@@ -73,8 +75,7 @@ class NodeSettings:
 
 def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Agent:
     """Build the agent of this machine; call `run` in one event loop."""
-    rate = settings.upload_mb_per_s
-    pace = Pace(None if rate is None else rate * (1 << 20), time.monotonic)
+    models = Models(settings.data_dir.resolve(), environ)
     report = partial(
         node_report,
         settings.name,
@@ -84,8 +85,16 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         environ,
         labels=settings.labels,
         python=settings.python,
+        models=models.names,
     )
-    client = NodeClient(settings.url, settings.token, settings.name, pace, settings.tls)
+    client = NodeClient(
+        settings.url,
+        settings.token,
+        settings.name,
+        _pace(settings.upload_mb_per_s),
+        settings.tls,
+        downloads=_pace(settings.download_mb_per_s),
+    )
     isolation = settings.isolation or isolate(settings.isolation_mode, [settings.data_dir])
     if settings.isolation_mode != "off" and not isolation.how:
         hide_from_other_processes()
@@ -101,7 +110,12 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         load=LoadMeter(settings.devices, settings.data_dir, environ).read,
         unsent=settings.unsent,
         heartbeat_interval=settings.heartbeat_interval,
+        models=models,
     )
+
+
+def _pace(mb_per_s: float | None) -> Pace:
+    return Pace(None if mb_per_s is None else mb_per_s * (1 << 20), time.monotonic)
 
 
 def worker_settings(
@@ -113,6 +127,7 @@ def worker_settings(
     device: str | None = None,
     labels: Mapping[str, str] | None = None,
     upload_mb_per_s: float | None = None,
+    download_mb_per_s: float | None = None,
     isolation: str | None = None,
     warm_start: str | None = None,
     heartbeat_interval: str | None = None,
@@ -147,6 +162,7 @@ def worker_settings(
         devices=tuple(usable_devices(device or environ.get("TRL_NODE_DEVICE") or "auto")),
         labels=labels or {},
         upload_mb_per_s=upload_mb_per_s,
+        download_mb_per_s=download_mb_per_s,
         heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
         log_level=_level(log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info"),
         unsent=Unsent(),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl_remote.nodes import identity
 from llama_stack_provider_trl_remote.nodes.identity import (
     NodeError,
-    cached_models,
     machine_id,
     node_name,
     node_report,
