@@ -29,6 +29,7 @@ SPECS = "specs"
 """Key, among the versions of a report, of the digest of the job specifications that the agent's build parses."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
+MOST_OLLAMA_MODELS = 200
 MOST_KEPT = 20
 """Jobs that a poll names (`?kept=`): those with files on the node and no task."""
 MOST_TEXT = 8192
@@ -91,7 +92,9 @@ class NodeReport(_Message):
     """Versions of VERSIONS and of python, "" where one is not installed; and under SPECS the digest of the job
     specifications, which agents of earlier builds do not send."""
     models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
-    """Model ids in its local cache."""
+    """Models that it can train: ids in its local cache, and names of those that it has fetched from the service."""
+    ollama_models: tuple[_Id, ...] = Field((), max_length=MOST_OLLAMA_MODELS)
+    """Models of the Ollama of its machine, which cannot be trained."""
     labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)
 
 

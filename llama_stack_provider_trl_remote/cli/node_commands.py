@@ -131,6 +131,11 @@ def agent(command: argparse.ArgumentParser) -> None:
         help="whether trainings are forked from a process that has imported torch (TRL_NODE_WARM_START; on)",
     )
     command.add_argument(
+        "--ollama",
+        choices=("on", "off"),
+        help="whether the names of the models of this machine's Ollama are reported (TRL_NODE_OLLAMA; on)",
+    )
+    command.add_argument(
         "--announce",
         action="store_const",
         const="on",

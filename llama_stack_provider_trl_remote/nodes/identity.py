@@ -141,12 +141,14 @@ def node_report(
     labels: Mapping[str, str] | None = None,
     python: str | None = None,
     models: Callable[[], list[str]] | None = None,
+    ollama: Callable[[], tuple[str, ...]] = tuple,
 ) -> NodeReport:
     """Describe this machine.
 
     Args:
         python: interpreter that trains; None: the interpreter of this process.
         models: names of the models that it has; None: those in the cache that the environment names.
+        ollama: names of the models of its Ollama.
 
     Raises:
         NodeError: see `versions`; a label or an id is too long for a report.
@@ -164,6 +166,7 @@ def node_report(
         "devices": tuple(_device(device, environ) for device in devices),
         "versions": versions(python),
         "models": tuple((cached_models(environ) if models is None else models())[:MOST_MODELS]),
+        "ollama_models": ollama(),
         "labels": dict(labels or {}),
     }
     try:

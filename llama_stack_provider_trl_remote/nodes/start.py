@@ -30,6 +30,7 @@ from .discovery.sightings import Sighting, machine_hash
 from .identity import NodeError, machine_id, node_name, node_report, reachable_address, usable_cpus
 from .load import LoadMeter
 from .models import Models
+from .ollama import ollama_models
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -67,6 +68,8 @@ class NodeSettings:
     """Whether it keeps warm processes of its own."""
     warm: WarmProcesses | None = None
     """Warm processes of the service that it belongs to."""
+    ollama: bool = True
+    """Whether the models of this machine's Ollama are reported."""
     announce: bool = False
     """Whether it is announced on the local network by mDNS."""
     tls: ssl.SSLContext | None = None
@@ -86,6 +89,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         labels=settings.labels,
         python=settings.python,
         models=models.names,
+        ollama=ollama_models if settings.ollama else tuple,
     )
     client = NodeClient(
         settings.url,
@@ -132,6 +136,7 @@ def worker_settings(
     warm_start: str | None = None,
     heartbeat_interval: str | None = None,
     announce: str | None = None,
+    ollama: str | None = None,
     log_level: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
@@ -168,6 +173,7 @@ def worker_settings(
         unsent=Unsent(),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
         warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
+        ollama=_switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=_switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         limits=Limits(processes=4096),
     )

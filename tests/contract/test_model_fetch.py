@@ -172,8 +172,11 @@ def test_a_job_is_cancelled_while_its_model_is_fetched(service: TrainingService,
 
 def test_a_node_reads_the_models_of_its_own_current_tasks_only(service: TrainingService) -> None:
     mine, other = (FakeAgent(service, name, "agents", labels={"kind": name}) for name in ("mine", "other"))
+    mine.report["ollama_models"] = ["llama3.2:1b"]
     for one in (mine, other):
         assert one.join().ok
+    row = service.get("/nodes/mine").json()
+    assert (row["ollama_models"], row["models"]) == (["llama3.2:1b"], [])
     submit(service, "read", "mine")
     order = mine.wait_for("read-1", "prepare")
     while order.get("awaits_models"):
