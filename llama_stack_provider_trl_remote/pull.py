@@ -65,18 +65,21 @@ def _chosen(answer: Any, name: str) -> str:
     raise InvalidRequest("--checkpoint", name, there)
 
 
-async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any]) -> None:
+async def fetch(
+    client: ServiceClient, url: str, path: Path, file: dict[str, Any], note: Callable[[int], None] = lambda size: None
+) -> None:
     """Download the missing part of one file; where the present part was damaged, all of it.
 
     Args:
         file: its `path` (for a sentence), `size` (None: not known) and `sha256`, as the service lists them.
+        note: receives the number of bytes that are here, after each part.
 
     Raises:
         ServiceUnreachable: the service cannot be reached.
         OtherBytes.
     """
     for last_chance in (False, True):
-        resumed = await _complete(client, url, path, file["size"])
+        resumed = await _complete(client, url, path, file["size"], note)
         # In a thread: the digest of gigabytes takes longer than a node's deadline.
         if await asyncio.to_thread(_sha256, path) == file["sha256"]:
             return
@@ -84,10 +87,10 @@ async def fetch(client: ServiceClient, url: str, path: Path, file: dict[str, Any
         if last_chance or not resumed:
             break
     found = f"sent {file['path']} with another sha256 than the {file['sha256']} that it announced"
-    raise OtherBytes(client.url, found, "pull again; if it stays so, the checkpoint is damaged on its disk")
+    raise OtherBytes(client.url, found, "fetch it again; if it stays so, the file is damaged on its disk")
 
 
-async def _complete(client: ServiceClient, url: str, path: Path, size: int | None) -> bool:
+async def _complete(client: ServiceClient, url: str, path: Path, size: int | None, note: Callable[[int], None]) -> bool:
     """Append the missing part. Returns whether there was a part before."""
     resumed = path.exists()
     for further in reversed(range(_TRIES)):
@@ -99,6 +102,7 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
                 with open(path, "ab" if start else "wb") as out:
                     async for chunk in chunks:
                         out.write(chunk)
+                        note(out.tell())
             if size is None:
                 break
         except ServiceRefusal as error:

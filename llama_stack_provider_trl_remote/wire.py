@@ -29,6 +29,7 @@ SPECS = "specs"
 """Key, among the versions of a report, of the digest of the job specifications that the agent's build parses."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
+MOST_OLLAMA_MODELS = 200
 MOST_KEPT = 20
 """Jobs that a poll names (`?kept=`): those with files on the node and no task."""
 MOST_TEXT = 8192
@@ -91,7 +92,9 @@ class NodeReport(_Message):
     """Versions of VERSIONS and of python, "" where one is not installed; and under SPECS the digest of the job
     specifications, which agents of earlier builds do not send."""
     models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
-    """Model ids in its local cache."""
+    """Models that it can train: ids in its local cache, and names of those that it has fetched from the service."""
+    ollama_models: tuple[_Id, ...] = Field((), max_length=MOST_OLLAMA_MODELS)
+    """Models of the Ollama of its machine, which cannot be trained."""
     labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)
 
 
@@ -120,13 +123,34 @@ class Stage(StrEnum):
     """Stages of a task. A node enters them in this order, and only when ordered to."""
 
     prepare = "prepare"
-    """Fetch rows and the checkpoint to resume from, then listen at a port of the range."""
+    """Fetch the model, rows and the checkpoint to resume from, then listen at a port of the range."""
     probe = "probe"
     """Try to reach every peer (3 s each)."""
     run = "run"
     pause = "pause"
     stop = "stop"
     """End the task and delete it. Every later call about it is answered with 410."""
+
+
+class ModelFile(_Message):
+    path: str = Field(max_length=300)
+    """Path relative to the model's directory."""
+    size: int = Field(ge=0, le=_MOST_BYTES)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ModelFiles(_Message):
+    """The files of a model on the service's machine: every node of an attempt trains on exactly these bytes."""
+
+    model: str
+    """As the job names it."""
+    sha256: str = ""
+    """Identifies these files (`specs.model_files.files_digest`); empty: the service does not send the model."""
+    commit: str = ""
+    """Of an id, in the service's cache."""
+    files: tuple[ModelFile, ...] = ()
+    why_not: str = ""
+    """Why the service does not send it."""
 
 
 class TaskOrder(_Message):
@@ -154,6 +178,11 @@ class TaskOrder(_Message):
     shared_mark: str = ""
     """Path of a file that the service has created in the job's checkpoint directory. A node that finds it there, with
     the task id as its text, shares the file system: it writes checkpoints there directly."""
+    awaits_models: bool = False
+    """The service still computes the digests of the job's models: an order with `models` follows in the same stage."""
+    models: tuple[ModelFiles, ...] = ()
+    """The job's base model, and the reference where it is another one. Left out, as the field before, where there is
+    nothing in it: an agent of an earlier build does not know it."""
 
 
 class StageProgress(StrEnum):

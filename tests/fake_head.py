@@ -52,6 +52,8 @@ class FakeHead:
         self.sources: dict[tuple[str, str], Path] = {}
         """Job and name of a checkpoint that nodes may fetch -> where it is."""
         self.blobs: dict[str, bytes] = {}
+        self.models: dict[str, bytes] = {}
+        """Files of models by their sha256."""
         self.trouble: list[Exception] = []
         """Raised by the next calls."""
         self.only: str = ""
@@ -157,6 +159,14 @@ class FakeHead:
         self._meet(f"file {checkpoint}/{file['path']}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes((self.sources[job_uuid, checkpoint] / file["path"]).read_bytes())
+
+    async def model_file(
+        self, task_id: str, model: str, path: Path, file: dict[str, Any], note: Callable[[int], None]
+    ) -> None:
+        self._meet(f"model {file['path']}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.models[file["sha256"]])
+        note(file["size"])
 
     def _meet(self, call: str) -> None:
         self.calls.append(call)

@@ -13,13 +13,15 @@ from ..specs.job import JobSpec, ResourcesSpec
 
 
 class Demand(BaseModel):
-    """What a job demands of its nodes, as the queue stores it."""
+    """What a job demands of its nodes, and what it prefers, as the queue stores it."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     resources: ResourcesSpec = ResourcesSpec()
     model: str | None = None
     """Model that must be in a node's local cache; None: none."""
+    prefers: str | None = None
+    """Model that other nodes would have to fetch: of the nodes that would do, those with it come first."""
     home: bool = False
     """Whether the job runs on the service's own machine only."""
 
@@ -27,7 +29,8 @@ class Demand(BaseModel):
     def of(cls, spec: JobSpec) -> Demand:
         if spec.resources is None:
             return cls(home=True)
-        return cls(resources=spec.resources, model=spec.model if spec.resources.model_present else None)
+        name = "model" if spec.resources.model_present else "prefers"
+        return cls.model_validate({"resources": spec.resources, name: spec.model})
 
     def text(self) -> str:
         """As `demand` reads it; what most jobs ask for is the empty string."""
@@ -124,8 +127,9 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     many devices on each, and no two nodes on one machine; where the nodes are fewer machines than requested, it trains
     on these (`side_by_side`).
 
-    Of the nodes that would do, those come last on which an attempt of the job could not be launched; else the service's
-    own comes first, then the one with the fewest free devices: large holes stay whole. A job that finds too few devices
+    Of the nodes that would do, those come last on which an attempt of the job could not be launched; else those come
+    first that have its model, then the service's own, then the one with the fewest free devices: large holes stay
+    whole. No job waits for a node that it prefers. A job that finds too few devices
     does not hold up a younger one at first. Once it has waited for `PATIENCE` seconds free devices are kept for it (of
     those that ask for the same, for one job at a time), on nodes that stay the same from pass to pass (`_kept`).
 
@@ -368,14 +372,25 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
     fitting: dict[str, tuple[Node, list[str]]] = {}
     failed = {place.rpartition("/")[0] for place in job.failed_on.split(",")} if job.failed_on else set()
 
-    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, int]:
+    preferred = demand(job.demand).prefers
+
+    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, bool, int]:
         node = one[0].node
-        return ("" if node.head else node.name) in failed, not node.head, len(one[1])
+        has_failed = ("" if node.head else node.name) in failed
+        return has_failed, _must_fetch(preferred, node), not node.head, len(one[1])
 
     for offer, devices in sorted(enough, key=rank):
         # The first node of a machine counts: two agents on it are one machine.
         fitting.setdefault(offer.node.where, (offer.node, devices[: offer.needed]))
     return list(fitting.values())[: _nodes(job)] if len(fitting) >= fewest else []
+
+
+def _must_fetch(model: str | None, node: Node) -> bool:
+    """Whether a node is known to lack a model. The service's machine has its own directories, and what else it has is
+    known once its agent has reported."""
+    if model is None or model in node.models:
+        return False
+    return not node.head or (node.joins and not model.startswith("/"))
 
 
 def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:

@@ -219,6 +219,8 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
     found.read += _paths((job.get("resume_from") or {}).get("path"))
     found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
+    for model in _paths(job.get("model_path"), reference.get("model_path")):  # which the agent has chosen
+        found.read += [model, *_links_of(model, directories)]
     for model in _paths(job.get("model"), reference.get("model")):
         if _is_model(model, directories):
             found.read += [model, *_links_of(model, directories)]

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+from .model_source import ModelSource
+from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 
 Algorithm = Literal["sft", "dpo"]
@@ -84,31 +86,6 @@ class QatSpec(_Frozen):
     with activations as they are."""
     group_size: int = Field(gt=1)
     """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
-
-
-class ModelSource(_Frozen):
-    """Where a model and its tokenizer are read from."""
-
-    model: str
-    """An absolute local path or a model id."""
-    revision: str | None = None
-    """Branch, tag or commit of a model id; None: the default branch."""
-    trust_remote_code: bool = False
-    """Run the code that comes with the model."""
-
-
-class ReferenceSpec(_Frozen):
-    """DPO's reference."""
-
-    model: str | None = None
-    """An absolute local path or a model id; None: the base model."""
-    revision: str | None = None
-    trust_remote_code: bool = False
-    """Both as in JobSpec, of `model`."""
-    precompute: bool = False
-    """Its log-probabilities are computed once, before training, instead of at every step."""
-    cache: Path | None = None
-    """Directory in which they are kept for other jobs; None: they are not."""
 
 
 class DpoSpec(_Frozen):
@@ -237,6 +214,9 @@ class JobSpec(_Frozen):
     """Branch, tag or commit of a model id; None: the default branch."""
     trust_remote_code: bool = False
     """Run the code that comes with the model: the operator has named this model (and revision)."""
+    model_path: Path | None = None
+    """Set by the agent of another machine: directory with the model's files there, whose digests are those on the
+    service's machine. None: `model` is read."""
     output_name: str
     """Name of the result; identifiers of checkpoints start with it."""
     checkpoint_dir: Path
@@ -357,15 +337,21 @@ class JobSpec(_Frozen):
     @property
     def source(self) -> ModelSource:
         """Where the base model is read from."""
-        return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return ModelSource(
+            model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code, path=self.model_path
+        )
 
     @property
     def reference_source(self) -> ModelSource:
         """Where DPO's reference is read from: the source of the base model where the job names no other."""
-        given = self.dpo.reference if self.dpo else None
-        if given is None or given.model is None:
-            return self.source
-        return ModelSource(model=given.model, revision=given.revision, trust_remote_code=given.trust_remote_code)
+        return (self.dpo and self.dpo.reference.source) or self.source
+
+    def without_model_paths(self) -> JobSpec:
+        """The job without what holds on one machine only: how checkpoints record it."""
+        dpo = self.dpo
+        if dpo is not None:
+            dpo = dpo.model_copy(update={"reference": dpo.reference.model_copy(update={"model_path": None})})
+        return self.model_copy(update={"model_path": None, "dpo": dpo})
 
     @property
     def rows_per_step(self) -> int:

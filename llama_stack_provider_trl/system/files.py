@@ -20,7 +20,17 @@ from ..errors import InvalidRequest, InvalidRows, is_exhausted
 from .beneath import NotAFile, open_beneath
 
 log = logging.getLogger(__name__)
-DATA_DIRECTORIES = ("jobs", "datasets", "tokens", "reference", "preflights", "trackers", "llama-stack", "node")
+DATA_DIRECTORIES = (
+    "jobs",
+    "datasets",
+    "tokens",
+    "reference",
+    "preflights",
+    "trackers",
+    "llama-stack",
+    "node",
+    "model-manifests",
+)
 """Names in a data directory that are never a model or a directory of checkpoints, in any request."""
 MANIFEST = "manifest.json"
 """File in a checkpoint with the size of each of its files, and the digests of a step checkpoint's. It is written last,

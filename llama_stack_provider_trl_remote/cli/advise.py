@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.parallel import Exchange, advise
+from llama_stack_provider_trl.system.hub_cache import find_snapshot
 
-from ..nodes.identity import cached_snapshot
 from .terminal import emit
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def parameters_of(model: str) -> int:
         return int(float(number[1]) * 10 ** {"K": 3, "M": 6, "B": 9, "T": 12}[number[2]])
     directory = Path(model).expanduser()
     if not directory.is_dir():
-        cached = cached_snapshot(model, os.environ)
+        cached = find_snapshot(os.environ, model, None)
         if cached is None:
             hint = "expected a directory, an id in this machine's cache, or a number of parameters such as 100M."
             raise InvalidRequest("--model", model, hint)
-        directory = cached
+        directory = cached.directory
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise InvalidRequest("--model", model, f"{directory} has no .safetensors file: name its parameters, as 100M.")

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..client import ServiceClient, job_path
+from ..nodes.discovery.sightings import cleaned
 from ..nodes.joining import how_to_add_a_node
 from ..plots.curves import LOSS, curves_of
 from ..plots.files import check_output, write_plot
@@ -140,7 +141,11 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
         for node in found
         for device in node["devices"]
     ]
-    emit(options, found, f"{table(('node', 'device', 'job', 'state'), rows)}\n\n{how_to_add_a_node(client.url)}")
+    text = table(("node", "device", "job", "state"), rows)
+    for node in found:
+        if names := node.get("ollama_models"):
+            text += f"\nOllama on {node['node']}, not for training: {', '.join(map(cleaned, names))}"
+    emit(options, found, f"{text}\n\n{how_to_add_a_node(client.url)}")
     return 0
 
 

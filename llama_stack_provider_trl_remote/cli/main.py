@@ -131,17 +131,11 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
     from ..nodes.start import serve, worker_settings
 
     names = (
-        "name",
-        "data_dir",
-        "device",
-        "upload_mb_per_s",
-        "isolation",
-        "warm_start",
-        "heartbeat_interval",
-        "announce",
+        *("name", "data_dir", "device", "upload_mb_per_s", "download_mb_per_s", "isolation", "warm_start"),
+        *("heartbeat_interval", "announce", "ollama"),
     )
     given_level = "debug" if options.verbose else options.log_level
-    given = {name: getattr(options, name) for name in (*names, "announce")}
+    given = {name: getattr(options, name) for name in names}
     return serve(worker_settings(url, environ, labels=dict(options.label), log_level=given_level, **given))
 
 

@@ -164,6 +164,11 @@ def agent(command: argparse.ArgumentParser) -> None:
         help="whether trainings are forked from a process that has imported torch (TRL_NODE_WARM_START; on)",
     )
     command.add_argument(
+        "--ollama",
+        choices=("on", "off"),
+        help="whether the names of the models of this machine's Ollama are reported (TRL_NODE_OLLAMA; on)",
+    )
+    command.add_argument(
         "--announce",
         action="store_const",
         const="on",
@@ -184,6 +189,12 @@ def agent(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
+    )
+    command.add_argument(
+        "--download-mb-per-s",
+        type=_rate,
+        metavar="MIB",
+        help="MiB per second for models, rows and checkpoints from the service (as fast as they come)",
     )
     logged(command)
 

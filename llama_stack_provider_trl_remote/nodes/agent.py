@@ -49,6 +49,7 @@ from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
+from .models import Models
 from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Agent:
         load: measures this machine, for each poll; None: it is not measured.
         unsent: entries of the log that polls send; None: none are sent.
         heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
+        models: the models of this node; None: those in `data_dir` and the cache of this process's environment.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class Agent:
         load: Callable[[], Load | None] | None = None,
         unsent: Unsent | None = None,
         heartbeat_interval: float = POLL_SECONDS,
+        models: Models | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._report, self._python = calls, report, python
         self._load, self._unsent, self._run = load, unsent, uuid.uuid4().hex
         self._data_dir = data_dir.resolve()
+        self._models = models or Models(self._data_dir)
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
         self._heartbeat_interval = heartbeat_interval
@@ -139,7 +143,7 @@ class Agent:
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # In a directory that was there, and may have others' files too.
-        for name in ("jobs", "datasets", "tokens", "reference"):
+        for name in ("jobs", "datasets", "tokens", "reference", "models"):
             private_directory(self._data_dir / name)
         lock = FileLock(self._data_dir / LOCK)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
@@ -240,8 +244,8 @@ class Agent:
     async def _poll_once(self) -> None:
         """Send reports and follow the answer."""
         now, (reported, before) = self._clock(), self._reported
-        if now - reported > REPORT:
-            self._reported = (now, before)
+        if now - reported > REPORT or self._models.has_news:
+            self._reported, self._models.has_news = (now, before), False
             await asyncio.to_thread(self._clean)
             report = await asyncio.to_thread(self._report)
             if _differs(report, before) or now - self._joined_at > ROTATION:
@@ -366,6 +370,8 @@ class Agent:
             launcher=self._launcher,
             changed=self._news.set,
             ports_given=lambda: [port for known in self._tasks.values() if (port := known.port) is not None],
+            models=self._models,
+            models_used=self._models_used,
             python=self._python,
             sleep=self._sleep,
         )
@@ -404,8 +410,13 @@ class Agent:
             log.info("job %s is over: its files on this node are removed", job_uuid)
             shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
+    def _models_used(self) -> set[str]:
+        """Digests of the models of the tasks here."""
+        return {model.sha256 for known in self._tasks.values() for model in known.order.models}
+
     def _clean(self) -> None:
-        """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise."""
+        """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise; and models (`Models`)."""
+        self._models.clean(self._models_used())
         ours = {known.paths.home for known in self._tasks.values()}
         rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:

@@ -7,6 +7,7 @@ import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +38,7 @@ class Behind(ServiceRefusal):
 
 
 class Pace:
-    """Limits the bytes per second over all uploads of an agent.
+    """Limits the bytes per second over all uploads, or all downloads, of an agent.
 
     Args:
         rate: bytes per second; None: no limit.
@@ -53,7 +54,7 @@ class Pace:
         self._free_at = clock()
 
     async def take(self, size: int) -> None:
-        """Wait until `size` bytes may be sent."""
+        """Wait until `size` bytes may be sent, or the next ones received."""
         if self._rate is None:
             return
         now = self._clock()
@@ -69,11 +70,20 @@ class NodeClient(ServiceClient):
         token: sent until `authenticate` is called.
         name: the node's.
         pace: limits uploads.
+        downloads: limits downloads; None: nothing does.
     """
 
-    def __init__(self, url: str, token: str | None, name: str, pace: Pace, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        name: str,
+        pace: Pace,
+        tls: ssl.SSLContext | None = None,
+        downloads: Pace | None = None,
+    ) -> None:
         super().__init__(url, token, _TIMEOUTS, tls=tls)
-        self.name, self._pace = name, pace
+        self.name, self._pace, self._downloads = name, pace, downloads
         self._join_token = token
 
     def authenticate(self, credential: str | None) -> None:
@@ -174,6 +184,23 @@ class NodeClient(ServiceClient):
         path.parent.mkdir(parents=True, exist_ok=True)
         await fetch(self, f"{_checkpoint(job_uuid, checkpoint)}/files/{quote(file['path'])}", path, file)
 
+    async def model_file(
+        self, task_id: str, model: str, path: Path, file: dict[str, Any], note: Callable[[int], None]
+    ) -> None:
+        """Download the missing part of one file of a model, and compare its digest.
+
+        Args:
+            model: its digest.
+            note: receives the number of bytes that are here, after each part.
+        """
+        await fetch(self, f"{self._task(task_id)}/models/{model}/files/{quote(file['path'])}", path, file, note)
+
+    @asynccontextmanager
+    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        """See `ServiceClient.download`; as slow as `downloads` has it."""
+        async with super().download(path, start) as (begin, chunks):
+            yield begin, self._slowed(chunks)
+
     async def listed_checkpoints(self, job_uuid: str) -> set[str]:
         """Names of the directories of all checkpoints that a job has."""
         answer = await self.get(job_path(job_uuid, "/checkpoints"))
@@ -212,6 +239,12 @@ class NodeClient(ServiceClient):
                 await self._pace.take(len(chunk))
                 size -= len(chunk)
                 yield chunk
+
+    async def _slowed(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for chunk in chunks:
+            if self._downloads is not None:
+                await self._downloads.take(len(chunk))
+            yield chunk
 
     def _refusal(self, path: str, answer: ServiceAnswer) -> Exception:
         error = super()._refusal(path, answer)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +24,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
+from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl.system.process import machine_memory, usable_cpus
 
 from ..wire import MOST_MODELS, NAME, SPECS, DeviceReport, NodeReport
@@ -139,11 +140,15 @@ def node_report(
     *,
     labels: Mapping[str, str] | None = None,
     python: str | None = None,
+    models: Callable[[], list[str]] | None = None,
+    ollama: Callable[[], tuple[str, ...]] = tuple,
 ) -> NodeReport:
     """Describe this machine.
 
     Args:
         python: interpreter that trains; None: the interpreter of this process.
+        models: names of the models that it has; None: those in the cache that the environment names.
+        ollama: names of the models of its Ollama.
 
     Raises:
         NodeError: see `versions`; a label or an id is too long for a report.
@@ -160,7 +165,8 @@ def node_report(
         "disk_free_bytes": free_bytes(data_dir),
         "devices": tuple(_device(device, environ) for device in devices),
         "versions": versions(python),
-        "models": tuple(cached_models(environ)[:MOST_MODELS]),
+        "models": tuple((cached_models(environ) if models is None else models())[:MOST_MODELS]),
+        "ollama_models": ollama(),
         "labels": dict(labels or {}),
     }
     try:
@@ -190,32 +196,6 @@ def versions(python: str | None = None) -> dict[str, str]:
             raise NodeError(f"the interpreter that trains, {python}, does not report its versions: {error}") from error
     ours = {"llama_stack_provider_trl": __version__, SPECS: schema_digest()}
     return {**ours, **found, "torch": found["torch"].partition("+")[0]}
-
-
-def cached_models(environ: Mapping[str, str]) -> list[str]:
-    """Ids of the models in the Hugging Face cache of this machine."""
-    cache = _model_cache(environ)
-    try:
-        found = [place for place in cache.glob("models--*") if any(place.glob("snapshots/*/*"))]
-    except OSError:
-        return []
-    return sorted(place.name.removeprefix("models--").replace("--", "/") for place in found)
-
-
-def cached_snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
-    """The newest directory of a model id in the Hugging Face cache of this machine; None: it is not there."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        return None
-    found = [
-        path.parent
-        for path in _model_cache(environ).glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json")
-    ]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _model_cache(environ: Mapping[str, str]) -> Path:
-    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
-    return Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def _version(name: str) -> str:

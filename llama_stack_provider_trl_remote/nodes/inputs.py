@@ -11,17 +11,14 @@ from typing import Any, Protocol
 from llama_stack_provider_trl.specs.checkpoint_files import check_names
 from llama_stack_provider_trl.system.files import damage, put_in_place, resolve_under, sha256_in, sha256_of, touched
 
-from ..wire import GIVEN, TaskOrder
+from ..wire import GIVEN
 from .localize import PathMap
+from .models import ModelCalls
 
 log = logging.getLogger(__name__)
 
 
-class ModelMissing(FileNotFoundError):
-    """Raised when a model that a job names by its path is not on this node. A retry here fails again."""
-
-
-class InputCalls(Protocol):
+class InputCalls(ModelCalls, Protocol):
     """The part of `calls.NodeClient` that fetches the files of a task."""
 
     async def rows(self, sha256: str, path: Path) -> None: ...
@@ -84,18 +81,6 @@ class Inputs:
             place = resolve_under(staging, file["path"], "checkpoint file")
             await self._calls.checkpoint_file(job_uuid, identifier, place, file)
         await asyncio.to_thread(put_in_place, staging, target)
-
-
-def check_models(order: TaskOrder, node: str) -> None:
-    """Check that the models that a job names by their paths are on this node. Raises ModelMissing."""
-    job = order.spec["job"]
-    reference = ((job.get("dpo") or {}).get("reference") or {}).get("model")
-    for model in (job["model"], reference):
-        if model and Path(model).is_absolute() and not Path(model).exists():
-            raise ModelMissing(
-                f"the model {model} is not on node {node}: provide it under the same path (shared storage, or a "
-                "copy), or use a model id, which every node reads from its cache or the hub"
-            )
 
 
 def _is_the_same(target: Path, files: list[dict[str, Any]]) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import ROWS
+from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
+from .models import models_of
 
 MARK = ".shared"
 """Name of the mark in a job's checkpoint directory. A node detects a shared file system by it, and an attempt whether
@@ -96,11 +99,12 @@ class PathMap:
         job = self.order.spec.get("job", {})
         return [job[name] for name in ROWS if job.get(name)]
 
-    def spec(self, resume: list[str] | None = None) -> dict[str, Any]:
+    def spec(self, resume: list[str] | None = None, models: Mapping[str, Path] | None = None) -> dict[str, Any]:
         """The AttemptSpec with this node's paths.
 
         Args:
             resume: those of `resumed_from` that are here; None: all.
+            models: name -> directory of the models that are not read by their names.
         """
         spec: dict[str, Any] = json.loads(json.dumps(self.order.spec))
         job = spec["job"]
@@ -116,6 +120,10 @@ class PathMap:
         if job.get("token_cache"):
             job["token_cache"] = str(self.data_dir / "tokens")
         reference = (job.get("dpo") or {}).get("reference") or {}
+        for named in (job, reference):
+            named.pop("model_path", None)
+            if (directory := (models or {}).get(named.get("model") or "")) is not None:
+                named["model_path"] = str(directory)
         if reference.get("cache"):
             reference["cache"] = str(self.data_dir / "reference")
         return spec
@@ -145,6 +153,7 @@ def check_order(order: TaskOrder) -> None:
         _expect("devices", device, bool(_DEVICE.fullmatch(device)), "cpu, mps or cuda:N")
     if order.spec:
         _check_spec(order)
+        _check_models(order)
 
 
 def _check_spec(order: TaskOrder) -> None:
@@ -167,6 +176,18 @@ def _check_spec(order: TaskOrder) -> None:
         _expect("spec.resume_from", str(path), is_step, "the path of a step checkpoint")
     mark = order.shared_mark
     _expect("shared_mark", mark, mark in ("", str(directory / MARK)), f"{MARK} in spec.job.checkpoint_dir, or nothing")
+
+
+def _check_models(order: TaskOrder) -> None:
+    named = {name for name, _ in models_of(order.spec["job"])}
+    for model in order.models:
+        _expect("models.model", model.model, model.model in named, "a model of the job")
+        paths = [file.path for file in model.files]
+        _expect("models.files", len(paths), 0 < len(paths) <= MOST_FILES or not model.sha256, f"1 to {MOST_FILES}")
+        check_model_names(paths, "models.files")
+        _expect("models.files", paths, len(paths) == len(set(paths)), "each path once")
+        digest = files_digest((file.path, file.size, file.sha256) for file in model.files)
+        _expect("models.sha256", model.sha256, model.sha256 in ("", digest), "the digest of its files")
 
 
 def _expect(field: str, found: object, is_right: bool, expected: str) -> None:

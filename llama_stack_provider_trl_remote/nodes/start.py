@@ -29,6 +29,8 @@ from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
 from .identity import NodeError, machine_id, node_name, node_report, reachable_address, usable_cpus
 from .load import LoadMeter
+from .models import Models
+from .ollama import ollama_models
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -49,6 +51,7 @@ class NodeSettings:
     devices: tuple[str, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
     upload_mb_per_s: float | None = None
+    download_mb_per_s: float | None = None
     heartbeat_interval: float = POLL_SECONDS
     """Seconds between two calls of the service."""
     python: str | None = None
@@ -65,6 +68,8 @@ class NodeSettings:
     """Whether it keeps warm processes of its own."""
     warm: WarmProcesses | None = None
     """Warm processes of the service that it belongs to."""
+    ollama: bool = True
+    """Whether the models of this machine's Ollama are reported."""
     announce: bool = False
     """Whether it is announced on the local network by mDNS."""
     tls: ssl.SSLContext | None = None
@@ -73,8 +78,7 @@ class NodeSettings:
 
 def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) -> Agent:
     """Build the agent of this machine; call `run` in one event loop."""
-    rate = settings.upload_mb_per_s
-    pace = Pace(None if rate is None else rate * (1 << 20), time.monotonic)
+    models = Models(settings.data_dir.resolve(), environ)
     report = partial(
         node_report,
         settings.name,
@@ -84,8 +88,17 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         environ,
         labels=settings.labels,
         python=settings.python,
+        models=models.names,
+        ollama=ollama_models if settings.ollama else tuple,
     )
-    client = NodeClient(settings.url, settings.token, settings.name, pace, settings.tls)
+    client = NodeClient(
+        settings.url,
+        settings.token,
+        settings.name,
+        _pace(settings.upload_mb_per_s),
+        settings.tls,
+        downloads=_pace(settings.download_mb_per_s),
+    )
     isolation = settings.isolation or isolate(settings.isolation_mode, [settings.data_dir])
     if settings.isolation_mode != "off" and not isolation.how:
         hide_from_other_processes()
@@ -101,7 +114,12 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         load=LoadMeter(settings.devices, settings.data_dir, environ).read,
         unsent=settings.unsent,
         heartbeat_interval=settings.heartbeat_interval,
+        models=models,
     )
+
+
+def _pace(mb_per_s: float | None) -> Pace:
+    return Pace(None if mb_per_s is None else mb_per_s * (1 << 20), time.monotonic)
 
 
 def worker_settings(
@@ -113,10 +131,12 @@ def worker_settings(
     device: str | None = None,
     labels: Mapping[str, str] | None = None,
     upload_mb_per_s: float | None = None,
+    download_mb_per_s: float | None = None,
     isolation: str | None = None,
     warm_start: str | None = None,
     heartbeat_interval: str | None = None,
     announce: str | None = None,
+    ollama: str | None = None,
     log_level: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
@@ -147,11 +167,13 @@ def worker_settings(
         devices=tuple(usable_devices(device or environ.get("TRL_NODE_DEVICE") or "auto")),
         labels=labels or {},
         upload_mb_per_s=upload_mb_per_s,
+        download_mb_per_s=download_mb_per_s,
         heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
         log_level=_level(log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info"),
         unsent=Unsent(),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
         warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
+        ollama=_switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=_switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         limits=Limits(processes=4096),
     )

@@ -28,8 +28,9 @@ from ..pull import OtherBytes
 from ..wire import MOST_JSON, MOST_TEXT, Stage, StageProgress, TaskOrder, TaskReport
 from . import uploader
 from .calls import is_gone
-from .inputs import InputCalls, Inputs, ModelMissing, check_models
+from .inputs import InputCalls, Inputs
 from .localize import PathMap, check_order, sees_the_services_disk
+from .models import ModelMissing, Models
 from .outbox import first_failed
 from .probe import ProbeListener, listen, probe
 from .uploader import Damaged, Uploader
@@ -62,6 +63,10 @@ class NodeContext:
     """Called when there are news to report."""
     ports_given: Callable[[], Collection[int]] = tuple
     """Ports of other tasks of the node: their ranks may not listen yet."""
+    models: Models | None = None
+    """None: those in `data_dir` and in the cache of this process's environment."""
+    models_used: Callable[[], Collection[str]] = tuple
+    """Digests of the models of all tasks of the node."""
     python: str | None = None
     """Interpreter that trains; None: the interpreter of this process."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -245,14 +250,14 @@ class NodeTask:
 
     async def _prepare(self) -> None:
         """Fetch all files that the ranks will read, then listen for the other nodes."""
-        await asyncio.to_thread(check_models, self.order, self._node.name)
+        models = await self._provide_models()
         if self._shared is None:
             self._shared = await asyncio.to_thread(sees_the_services_disk, self.order)
             self._keep()
         paths = self.paths
         inputs = Inputs(paths, self._node.calls, self._note_detail)
         await inputs.fetch_rows()
-        spec = paths.spec(await inputs.fetch_checkpoints())
+        spec = paths.spec(await inputs.fetch_checkpoints(), models)
         if paths.shared:
             if not paths.checkpoint_dir.is_dir():
                 raise FileNotFoundError(
@@ -265,6 +270,16 @@ class NodeTask:
             await self._open_listener()
         self._note_detail("")
         self._finish(Stage.prepare)
+
+    async def _provide_models(self) -> dict[str, Path]:
+        """Have the task's models here, once the service has listed their files. See `Models.provide`."""
+        while self.order.awaits_models:
+            self._note_detail("waits for the digests of its model")
+            self._ordered.clear()
+            await self._ordered.wait()
+        node = self._node
+        models = node.models or Models(node.data_dir)
+        return await models.provide(self.order, node.name, node.calls, self._note_detail, node.models_used)
 
     async def _open_listener(self) -> None:
         """Listen for the probes of the other nodes, after a restart at the port that they know."""

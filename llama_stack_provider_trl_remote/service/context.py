@@ -44,6 +44,8 @@ from ..nodes.identity import machine_id, versions
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
+from .cluster.models import DIRECTORY as MODELS
+from .cluster.models import ServedModels
 from .cluster.pools import Pools
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
@@ -121,7 +123,8 @@ class Service(StoredJobs):
         self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
-        launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports)
+        self.models = ServedModels(settings.data_dir / MODELS, self.wake)
+        launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports, models=self.models)
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
         self.exporter = ExporterProcess(self.store.exports, settings.data_dir, settings.trackers)
@@ -158,6 +161,7 @@ class Service(StoredJobs):
         self.pools.stop()
         self.exporter.stop()
         self.local.close()
+        self.models.close()
         self.close()
         self.refusals.flush()
         self.audit.write("stopped", version=__version__)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl_remote.nodes import identity
 from llama_stack_provider_trl_remote.nodes.identity import (
     NodeError,
-    cached_models,
     machine_id,
     node_name,
     node_report,
@@ -133,7 +133,10 @@ def test_a_report_names_what_the_machine_has(tmp_path: Path, monkeypatch: pytest
 def test_a_report_holds_no_more_than_the_service_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "cached_models", lambda environ: [f"org/{number}" for number in range(5000)])
     environ = {"TRL_NODE_MACHINE_ID": "m"}
-    assert len(node_report("a", "10.0.0.2", ["cpu"], tmp_path, environ).models) == 1000
+    found = node_report("a", "10.0.0.2", ["cpu"], tmp_path, environ, ollama=lambda: ("qwen3:4b",))
+    assert (len(found.models), found.ollama_models) == (1000, ("qwen3:4b",))
+    own = node_report("a", "10.0.0.2", ["cpu"], tmp_path, environ, models=lambda: ["org/fetched"])
+    assert (own.models, own.ollama_models) == (("org/fetched",), ())
     with pytest.raises(NodeError, match=r"labels\.rack of this node cannot be reported: .* at most 256 characters"):
         node_report("a", "10.0.0.2", ["cpu"], tmp_path, environ, labels={"rack": "7" * 300})
 

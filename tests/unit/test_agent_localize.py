@@ -24,7 +24,15 @@ RESUMED = spec(
         "validation": {"dataset_id": "v", "path": f"/service/datasets/{BB}.jsonl", "sha256": BB, "num_rows": 1},
         "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
         "token_cache": "/service/tokens",
-        "dpo": {"reference": {"precompute": True, "cache": "/service/reference"}},
+        "dpo": {
+            "reference": {
+                "precompute": True,
+                "cache": "/service/reference",
+                "model": "/models/other",
+                "model_path": "/service/other",
+            }
+        },
+        "model_path": "/service/model",
     },
 )
 
@@ -44,6 +52,10 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert found["job"]["resume_from"]["path"] == borrowed
     assert found["job"]["token_cache"] == "/node/tokens"
     assert found["job"]["dpo"]["reference"]["cache"] == "/node/reference"
+    fetched = {"org/model": Path("/node/models/0a"), "/models/other": Path("/node/models/0b")}
+    found = places.spec(models=fetched)
+    assert (found["job"]["model"], found["job"]["model_path"]) == ("org/model", "/node/models/0a")
+    assert found["job"]["dpo"]["reference"]["model_path"] == "/node/models/0b"
     assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
 
 
@@ -51,6 +63,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
     assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
         *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
+        *("job.model_path", "job.dpo.reference.model_path"),
     }
 
 

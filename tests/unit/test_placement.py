@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def four_gpus(*names: str) -> list[Node]:
 
 
 def wants(age: int = 1, *, device: str = "auto", nodes: int = 1, per_node: int = 1, **more: Any) -> Queued:
-    fields = {name: more.pop(name) for name in ("model", "home") if name in more}
+    fields = {name: more.pop(name) for name in ("model", "prefers", "home") if name in more}
     queued = {name: more.pop(name) for name in Queued._fields if name in more}
     resources = ResourcesSpec(nodes=nodes, min_nodes=more.pop("min_nodes", nodes), **more)
     text = Demand(resources=resources, **fields).text()
@@ -306,6 +307,35 @@ def test_the_smallest_hole_that_will_do_is_filled() -> None:
     assert place([wants(device="cuda")], nodes, ["b/cuda:0"]) == {"job-1": ("cuda:0",)}
 
 
+def test_of_nodes_that_would_do_those_with_the_model_come_first() -> None:
+    def placed(*nodes: Node, running: tuple[str, ...] = (), **more: Any) -> tuple[str, ...]:
+        return place([wants(prefers="org/model", **more)], nodes, running).get("job-1", ())
+
+    head = node("head", "cpu", head=True)
+    a, b = node("a", "cpu"), node("b", "cpu", models=frozenset({"org/model"}))
+    assert placed(head, a, b) == ("b/cpu",)
+    assert placed(head, a, b, nodes=2) == ("b/cpu", "cpu")
+    unknown = node("head", "cpu", head=True, joins=False)
+    assert placed(unknown, a, b) == ("cpu",)  # it may have it
+    has_it = node("head", "cpu", head=True, models=frozenset({"org/model"}))
+    assert placed(has_it, a, b) == ("cpu",)
+    assert placed(head, a, b, failed_on="b/cpu") == ("cpu",)
+    c = node("c", "cpu", models=frozenset({"/models/own"}))
+    assert place([wants(prefers="/models/own")], [head, a, c], []) == {"job-1": ("cpu",)}  # a path of that machine
+
+
+def test_a_job_takes_a_node_without_its_model_rather_than_wait() -> None:
+    head = node("head", "cpu", head=True)
+    a, b = node("a", "cpu"), node("b", "cpu", models=frozenset({"org/model"}))
+    job, strict = wants(prefers="org/model"), wants(2, model="org/model")
+    assert place([job], [head, a, b], ["b/cpu"]) == {"job-1": ("cpu",)}
+    assert place([job], [head, a, replace(b, why_closed="cordoned")], []) == {"job-1": ("cpu",)}
+    assert place([strict], [head, a, b], ["b/cpu"]) == {}
+    # One that must have it does not lose its turn to one that only prefers it, nor the other way round.
+    assert place([job, strict], [head, a, b], []) == {"job-1": ("b/cpu",)}
+    assert place([job, strict], [head, a, b], [], now=PATIENCE + 1) == {"job-1": ("b/cpu",)}
+
+
 def test_a_job_that_was_running_may_continue_with_fewer_nodes() -> None:
     nodes = [HEAD, node("b")]
     assert place([wants(nodes=3, min_nodes=2)], nodes, []) == {}
@@ -427,7 +457,8 @@ def test_what_a_job_asks_for_survives_the_queue() -> None:
     spec = job_spec(resources=ResourcesSpec(nodes=2, min_nodes=1, labels={"a": "b"}, model_present=True), ranks=2)
     assert demand(Demand.of(spec).text()) == Demand(resources=spec.resources, model=spec.model)
     assert (Demand.of(job_spec()).text(), demand("")) == ("", Demand(home=True))
-    assert Demand.of(job_spec(resources=ResourcesSpec())) == Demand()
+    plain = job_spec(resources=ResourcesSpec())
+    assert Demand.of(plain) == Demand(prefers=plain.model)
 
 
 def test_of_jobs_that_ask_for_the_same_only_the_first_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -531,6 +532,18 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     listed, _, more = run("nodes")[1].partition("\n\n")
     assert listed == "node  device  job    state\nhead  cpu     job-1  open"
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
+
+
+def test_the_models_of_a_node_s_ollama_are_below_the_table(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"node": "b", "devices": ["cpu"], "ollama_models": ["llama3.2:1b", "qwen3\x1b[2J:4b"]}
+
+    async def nodes(self: Any, path: str) -> Any:
+        return {"data": [row]}
+
+    monkeypatch.setattr("llama_stack_provider_trl_remote.client.ServiceClient.get", nodes)
+    assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in run("nodes")[1]
 
 
 def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:

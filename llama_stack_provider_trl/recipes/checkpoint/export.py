@@ -168,7 +168,7 @@ def export(
         if ranks.rank() != 0:
             return None
         tokenizer.save_pretrained(staging)
-        (staging / "training_job.json").write_text(spec.model_dump_json(indent=2) + "\n")
+        (staging / "training_job.json").write_text(spec.without_model_paths().model_dump_json(indent=2) + "\n")
         fsync_tree(staging)
         faults.reach(f"written-{kind}")
         if wrong := differences(expected, staging, file, heartbeat):

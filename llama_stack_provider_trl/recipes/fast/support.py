@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...errors import JobFailure
-from ...specs.job import JobSpec, ModelSource
+from ...specs.job import JobSpec
+from ...specs.model_source import ModelSource
 from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
 from .batches import FlatPairs

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...specs.job import JobSpec, ModelSource
+from ...specs.job import JobSpec
+from ...specs.model_source import ModelSource
 from ...specs.moments import elements_in_8_bits
 from ..fast.layout import Group, Layout
 from ..fast.model import use_rows
@@ -317,7 +318,7 @@ def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
 def _files(config: Any, source: ModelSource, spec: JobSpec) -> dict[str, Any]:
     storage, configured = WeightStorage.of(spec), getattr(config, "dtype", None)
     # Where there are neither files nor a dtype: transformers takes that for fp32.
-    stored = stored_dtype(source.model, source.revision, configured or torch.float32)
+    stored = stored_dtype(source.location, source.revision, configured or torch.float32)
     return {
         "stored_alike": configured == storage.dtype,
         "bytes_in_files": (stored or torch.float32).itemsize,

@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import Dtype, JobSpec, LoraSpec, ModelSource
+from ...specs.job import Dtype, JobSpec, LoraSpec
+from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
 from .files import check_weights_index, stored_dtype
@@ -89,9 +90,11 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         JobFailure: invalid_model, when there is none that transformers can load.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.model, **source_arguments(source))
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source_arguments(source))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
+    if source.path is not None:
+        tokenizer.name_or_path = source.model
     if tokenizer.eos_token is None:
         raise JobFailure(
             Reason.invalid_model,
@@ -110,7 +113,7 @@ def load_config(source: ModelSource) -> Any:
         JobFailure: invalid_model.
     """
     try:
-        return AutoConfig.from_pretrained(source.model, **source_arguments(source))
+        return AutoConfig.from_pretrained(source.location, **source_arguments(source))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise invalid_model(source.model, "its config.json cannot be read", error) from error
 
@@ -134,15 +137,15 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
             files outside its directory.
     """
-    check_weights_index(source.model, source.revision)
+    check_weights_index(source.location, source.revision)
     # The whole model might not fit on the device of a rank that trains a part of it.
     placed_on = "cpu" if storage.is_sharded else device
     placing = quantization.base_arguments(storage.compute_dtype, placed_on) if storage.in_4_bits else {}
     try:
-        config = AutoConfig.from_pretrained(source.model, **source_arguments(source))
+        config = AutoConfig.from_pretrained(source.location, **source_arguments(source))
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
         # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
-        stored = stored_dtype(source.model, source.revision, fetch=True) if storage.is_deferred else None
+        stored = stored_dtype(source.location, source.revision, fetch=True) if storage.is_deferred else None
         dtype = loading_dtype(source, storage, config, stored)
         # Copies in another dtype would take more than packed weights, and as much as merged ones.
         is_mapped = storage.is_deferred and dtype == stored
@@ -151,12 +154,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             merged_later() if is_mapped else nullcontext(),
         ):
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                source.model, dtype=dtype, output_loading_info=True, **placing, **source_arguments(source)
+                source.location, dtype=dtype, output_loading_info=True, **placing, **source_arguments(source)
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
+    _name(model, source)
     if missing := sorted(loaded["missing_keys"]):
         raise JobFailure(
             Reason.invalid_model,
@@ -165,6 +169,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             "missing; name a complete one.",
         )
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
+
+
+def _name(model: PreTrainedModel, source: ModelSource) -> None:
+    """Have what is saved of a model, such as adapter_config.json, name it, and not a directory of this machine."""
+    if source.path is not None:
+        model.name_or_path = source.model
+        model.config._name_or_path = source.model
 
 
 def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stored: torch.dtype | None) -> torch.dtype:
@@ -226,8 +237,11 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         base = load_model(source, replace(storage, is_deferred=False), torch.device("cpu"))
         quantization.prepare_4bit_base(base)
     else:
-        check_weights_index(source.model, source.revision)
-        base = AutoModelForCausalLM.from_pretrained(source.model, dtype=DTYPES[spec.dtype], **source_arguments(source))
+        check_weights_index(source.location, source.revision)
+        base = AutoModelForCausalLM.from_pretrained(
+            source.location, dtype=DTYPES[spec.dtype], **source_arguments(source)
+        )
+        _name(base, source)
     return PeftModel.from_pretrained(base, adapter)
 
 

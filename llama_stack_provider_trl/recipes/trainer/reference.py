@@ -157,9 +157,9 @@ class Precomputation:
     def _key(self, cache: LogProbCache, rows: Dataset, num_rows: int) -> str | None:
         policy = self._trainer.model.get_base_model() if self._spec.lora else self._trainer.model
         reference = self._spec.reference_source
-        commit = None if Path(reference.model).is_dir() else commit_of(reference)
+        commit = None if Path(reference.location).is_dir() else commit_of(reference)
         return cache.key(
-            reference.model,
+            reference.location,
             commit,
             row_bytes(rows, num_rows),
             dtype=self._spec.dtype,

@@ -24,6 +24,7 @@ from llama_stack_provider_trl.system.files import RunDir, atomic_write
 from ...nodes.localize import MARK
 from ...wire import Peer, Stage, TaskOrder
 from .membership import Cluster
+from .models import ServedModels
 from .presence import silent_since
 from .reports import ReportedPart, combined, observation, progress_detail
 from .states import (
@@ -46,7 +47,10 @@ class ClusterLauncher:
     """Launches tasks on all machines.
 
     A task whose devices all belong to this machine is `local`'s. Of any other task each node's agent has a part, and
-    their reports become one observation."""
+    their reports become one observation.
+
+    Args:
+        models: lists the models that nodes may fetch; None: each node has its own."""
 
     def __init__(
         self,
@@ -56,8 +60,10 @@ class ClusterLauncher:
         uploads: UploadReceiver,
         ports: tuple[int, int],
         clock: Callable[[], float] = time.monotonic,
+        models: ServedModels | None = None,
     ) -> None:
         self._local = local
+        self._models = models
         self._store = store
         self._cluster = cluster
         self._uploads = uploads
@@ -83,6 +89,8 @@ class ClusterLauncher:
         parts = [ReportedPart(record) for record in self._store.tasks.of_attempt(task.task_id)]
         if not parts:
             return Observation(TaskState.unknown)
+        if parts[0].order.awaits_models and parts[0].record.stage == Stage.prepare:
+            self._order_models(parts)
         seen = self._part_states(task, parts)
         is_ending = parts[0].record.ending is not None
         state = AttemptState.ending if is_ending else attempt_state(Stage(parts[0].record.stage), seen)
@@ -124,6 +132,7 @@ class ClusterLauncher:
     def _order(self, task: TaskSpec, spec: dict[str, Any], mark: Path | None = None) -> None:
         """Record an order for each node, unless there is one."""
         job_uuid, _, attempt = task.task_id.rpartition("-")
+        models = self._models.of_job(spec["job"]) if self._models and spec else ()
         by_node: dict[str, list[str]] = {}
         for place in task.devices:
             by_node.setdefault(place.rpartition("/")[0] or self._cluster.head, []).append(place)
@@ -143,6 +152,8 @@ class ClusterLauncher:
                 time_limit=task.time_limit,
                 hang_timeout=task.hang_timeout,
                 shared_mark=str(mark or ""),
+                awaits_models=models is None,
+                models=models or (),
             )
             records.append(
                 NodeTaskRecord(
@@ -160,6 +171,17 @@ class ClusterLauncher:
                 )
             )
         self._store.tasks.add(records)
+
+    def _order_models(self, parts: Sequence[ReportedPart]) -> None:
+        """Add the files of the job's models to the orders, once these are listed: the same ones on every node."""
+        job = parts[0].order.spec["job"]
+        models = self._models.of_job(job) if self._models else ()
+        if models is None:
+            return
+        listed = {"awaits_models": False, "models": models}
+        orders = [part.order.model_copy(update=listed).model_dump_json() for part in parts]
+        records = [replace(part.record, order=order) for part, order in zip(parts, orders, strict=True)]
+        self._store.tasks.advance(records, Stage.prepare)
 
     def _stop(self, task_id: str, ending: Observation) -> None:
         self._store.tasks.stop(task_id, json.dumps(asdict(ending)))
@@ -234,6 +256,8 @@ class ClusterLauncher:
         starts = stage in (Stage.prepare, Stage.probe)
         is_waiting = starts or TaskState.waiting in states or states == {TaskState.unknown}
         detail, alone = progress_detail(parts, stage), self._cluster.presence.seconds_alone()
+        if starts and parts[0].order.awaits_models and self._models is not None:
+            detail = f"{self._cluster.head}: {self._models.progress(parts[0].order.spec['job'])}"
         if alone > CALL_DUE and any(not one.gone and one.node in ABSENT for one in seen):
             detail = (
                 f"left alone: all other machines are {silent_since(alone)}, possibly because of this machine's network"

@@ -27,7 +27,9 @@ class NodeRow(BaseModel):
     versions: dict[str, str] = {}
     labels: dict[str, str] = {}
     models: list[str] = []
-    """Model ids in its local cache."""
+    """Models that it can train: ids in its local cache, and names of those that it has fetched."""
+    ollama_models: list[str] = []
+    """Models of its machine's Ollama, which cannot be trained."""
     memory_of_devices: dict[str, int] = {}
     """GPU -> bytes, as far as known."""
     load: Load | None = None

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError
@@ -45,19 +45,21 @@ from ..cluster.membership import has_other_build, incarnation
 from ..cluster.reports import observation
 from ..context import Context, Service
 from ..http.bodies import Sha256
-from ..http.errors import Conflict, Gone, declared
+from ..http.errors import Conflict, Gone, NotFound, declared
 from ..security.access import (
     JOIN,
     NODES,
     NODES_EVENTS,
     NODES_LOG,
     NODES_POLL,
+    NODES_READ,
     NODES_UPLOAD,
     Caller,
     CurrentCaller,
     GuardedRoute,
     Refused,
 )
+from .files import OCTETS, file_response
 from .jobs import as_json
 from .nodes import Name
 
@@ -106,7 +108,7 @@ async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, 
         record = _welcome(service, name, body)
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
             orders = await asyncio.to_thread(_orders, service, record, kept)
-            return as_json(orders, without=set() if orders.over else {"over"})
+            return as_json(orders, without=_unknown_before(orders))
         await asyncio.sleep(POLL_INTERVAL)
 
 
@@ -193,6 +195,43 @@ async def add_checkpoint_file(
 
     size = await service.uploads.receive(task_id, name, checkpoint, path, sha256, offset, pieces())
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+@router.get(
+    "/{name}/tasks/{task_id}/models/{sha256}/files/{path:path}",
+    dependencies=[NODES_READ],
+    response_class=Response,
+    responses={
+        **declared(404, 409, 410, 416),
+        200: {"content": OCTETS, "description": "The whole file"},
+        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+    },
+)
+async def model_file(
+    service: Context,
+    name: Name,
+    task_id: TaskId,
+    sha256: Annotated[Sha256, Path(description="Of the model, as the task's order has it")],
+    path: Annotated[str, Path(description="As the task's order names it")],
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+) -> Response:
+    """A file of a model that the task trains; its ETag is its sha256."""
+    task = service.uploads.current(task_id, name)
+    service.presence.note_call(name)
+    models = TaskOrder.model_validate_json(task.order).models
+    files = [file for model in models if model.sha256 == sha256 for file in model.files if file.path == path]
+    if not files:
+        raise NotFound(f"the order of task {task_id!r} names no file {path[:200]!r} of a model {sha256}")
+    loop, expected = asyncio.get_running_loop(), files[0].sha256
+    opener, size = await loop.run_in_executor(service.models.threads, service.models.open, sha256, path, expected)
+    return file_response(opener, size, expected, wanted)
+
+
+def _unknown_before(orders: Orders) -> dict[str, Any]:
+    """Empty fields that agents of earlier builds do not know, as `exclude` of pydantic has them."""
+    plain = {number for number, task in enumerate(orders.tasks) if not task.models and not task.awaits_models}
+    tasks = {number: {"models": True, "awaits_models": True} for number in plain}
+    return {**({} if orders.over else {"over": True}), **({"tasks": tasks} if tasks else {})}
 
 
 def _check_task(service: Service, name: str, task_id: str) -> None:

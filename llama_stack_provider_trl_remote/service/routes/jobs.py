@@ -197,7 +197,7 @@ async def delete_job(
     return Response(status_code=204)
 
 
-def as_json(model: BaseModel, without: set[str] | None = None) -> Response:
+def as_json(model: BaseModel, without: set[str] | dict[str, Any] | None = None) -> Response:
     """Serialize a model directly: FastAPI would validate it again, which for a status costs more than building it."""
     return Response(model.model_dump_json(exclude=without), media_type="application/json")
 

@@ -165,6 +165,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             "versions": report.versions,
             "labels": report.labels,
             "models": list(report.models),
+            "ollama_models": list(report.ollama_models),
             "memory_of_devices": {one.name: one.memory_bytes for one in report.devices if one.memory_bytes},
         }
         if record.name == service.node_name:

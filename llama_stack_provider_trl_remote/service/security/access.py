@@ -321,6 +321,7 @@ _NODES: frozenset[Role] = frozenset({"node", "admin"})
 """Calls of agents, and of callers with access to everything."""
 JOIN = _access(_NODES, limit=MIB)
 NODES = _access(_NODES, own_node=True, limit=4 * MIB)
+NODES_READ = _access(_NODES, own_node=True)
 NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
 NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
 NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)

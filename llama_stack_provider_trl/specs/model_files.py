@@ -1,0 +1,91 @@
+"""The files of a model that are sent to another machine: data only, nothing that runs on load.
+
+Weights are sent as safetensors: a pickle (`.bin`, `.pt`) executes its writer's code while it is read, and so does the
+Python code of a model. A model that needs either is not sent at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from ..errors import InvalidRequest
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MOST_FILES = 10_000
+MOST_INDEX = 16 << 20
+"""Bytes of an index of weights."""
+_DATA = re.compile(
+    # Weights, configurations, indexes; vocabularies and merges; sentencepiece and tiktoken models; templates.
+    r"[A-Za-z0-9_][\w.+=@ -]*\.(safetensors|json|txt|jinja|model|spm|tiktoken|vocab|codes|tokenizer)"
+    r"|additional_chat_templates/[A-Za-z0-9_][\w.+=@ -]*\.jinja",
+    re.ASCII,
+)
+_PICKLES = re.compile(r".+\.(bin|pt|pth|pkl|pickle|ckpt|msgpack|h5|npz)")
+
+
+class NotSent(Exception):
+    """Raised when a model's files are not sent to other machines; the message is the reason."""
+
+
+def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:
+    """Of the files in a model's directory those that another machine needs to train it.
+
+    Args:
+        names: paths in the directory.
+        read_index: the content of `INDEX`; called where the weights are in several files.
+
+    Raises:
+        NotSent.
+    """
+    plain = {name for name in names if _DATA.fullmatch(name)}
+    if CONFIG not in plain:
+        raise NotSent(f"it has no {CONFIG}")
+    weights = _weights(plain, names, read_index)
+    chosen = sorted(name for name in plain if not name.endswith(".safetensors") or name in weights)
+    if len(chosen) > MOST_FILES:
+        raise NotSent(f"it has {len(chosen)} files, expected at most {MOST_FILES}")
+    return chosen
+
+
+def _weights(plain: set[str], names: Sequence[str], read_index: Callable[[], bytes]) -> set[str]:
+    if WEIGHTS in plain:
+        return {WEIGHTS}
+    if INDEX in plain:
+        try:
+            named = {str(name) for name in json.loads(read_index())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NotSent(f"its {INDEX} is no index of weights ({type(error).__name__}: {error})"[:300]) from error
+        if lacking := sorted(named - plain):
+            raise NotSent(f"{lacking[0][:200]}, which its {INDEX} names, is not there or no safetensors file")
+        return named
+    if pickles := sorted(name for name in names if _PICKLES.fullmatch(name)):
+        raise NotSent(
+            f"its weights are in {pickles[0][:200]}, a format that can run code when it is read: expected safetensors, "
+            "which save_pretrained writes"
+        )
+    raise NotSent(f"it has neither {WEIGHTS} nor {INDEX}")
+
+
+def check_model_names(names: Iterable[str], field: str) -> None:
+    """Return if a model that another machine sends may have files of these names.
+
+    Raises:
+        InvalidRequest: names the first file that is refused.
+    """
+    for name in names:
+        if not _DATA.fullmatch(name):
+            raise InvalidRequest(
+                field,
+                name[:200],
+                "the files of a model that a service sends are safetensors, JSON, text, tokenizer models and chat "
+                "templates; other formats can run code when they are read.",
+            )
+
+
+def files_digest(files: Iterable[tuple[str, int, str]]) -> str:
+    """The digest that identifies a model: of the path, size and sha256 of each of its files."""
+    listed = sorted([path, size, sha256] for path, size, sha256 in files)
+    return hashlib.sha256(json.dumps(listed, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,54 @@
+"""Where the models of a job are read from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _SourceModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelSource(_SourceModel):
+    """Where a model and its tokenizer are read from."""
+
+    model: str
+    """An absolute local path or a model id."""
+    revision: str | None = None
+    """Branch, tag or commit of a model id; None: the default branch."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model."""
+    path: Path | None = None
+    """Directory with the files of `model` on the machine that trains; None: where `model` itself leads."""
+
+    @property
+    def location(self) -> str:
+        """What the files are read from. `model` stays the name that messages and checkpoints have."""
+        return self.model if self.path is None else str(self.path)
+
+
+class ReferenceSpec(_SourceModel):
+    """DPO's reference."""
+
+    model: str | None = None
+    """An absolute local path or a model id; None: the base model."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    """Both as in JobSpec, of `model`."""
+    model_path: Path | None = None
+    """As in JobSpec."""
+    precompute: bool = False
+    """Its log-probabilities are computed once, before training, instead of at every step."""
+    cache: Path | None = None
+    """Directory in which they are kept for other jobs; None: they are not."""
+
+    @property
+    def source(self) -> ModelSource | None:
+        """Where another model than the base model is read from."""
+        if self.model is None:
+            return None
+        return ModelSource(
+            model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code, path=self.model_path
+        )

@@ -1,0 +1,71 @@
+"""The cache of Hugging Face's hub on this machine: which models it has, and where their files are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
+_YES = ("1", "ON", "YES", "TRUE")
+
+
+class CachedCommit(NamedTuple):
+    """The files of one commit of a model."""
+
+    repository: Path
+    """The model's directory in the cache: links of a snapshot lead to other files in it."""
+    commit: str
+
+    @property
+    def inside(self) -> str:
+        """Path of the snapshot in `repository`."""
+        return f"snapshots/{self.commit}"
+
+    @property
+    def directory(self) -> Path:
+        return self.repository / self.inside
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The cache's directory, which need not exist."""
+    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
+    return Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def cached_models(environ: Mapping[str, str]) -> list[str]:
+    """Ids of the models in the cache."""
+    try:
+        found = [path for path in hub_cache(environ).glob("models--*") if any(path.glob("snapshots/*/*"))]
+    except OSError:
+        return []
+    return sorted(path.name.removeprefix("models--").replace("--", "/") for path in found)
+
+
+def find_snapshot(environ: Mapping[str, str], model: str, revision: str | None) -> CachedCommit | None:
+    """The snapshot that an id stands for in the cache; None: there is none.
+
+    Args:
+        revision: branch, tag or commit; None: the default branch.
+    """
+    revision = revision or "main"
+    is_name = _ID.fullmatch(model) and _REVISION.fullmatch(revision) and ".." not in (*Path(revision).parts, model)
+    if not is_name:
+        return None
+    repository = hub_cache(environ) / f"models--{model.replace('/', '--')}"
+    commit = revision
+    try:
+        if not _COMMIT.fullmatch(revision):
+            commit = (repository / "refs" / revision).read_text().strip()
+        found = CachedCommit(repository, commit)
+        return found if _COMMIT.fullmatch(commit) and found.directory.is_dir() else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Whether models that the cache lacks are not requested from the hub."""
+    return any(environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
