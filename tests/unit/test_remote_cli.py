@@ -517,6 +517,17 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
 
 
+def test_reserved_cores_are_listed_below_their_cpu(run: Run, service: FakeService) -> None:
+    jobs = {"cpu:10": "b", "cpu:2": "a", "cpu:0": "a"}
+    service.nodes = [{"node": "head", "devices": ["cpu"], "cpus": 16, "jobs": jobs, "state": "open"}]
+    assert [re.sub(" +", " ", line) for line in run("nodes")[1].partition("\n\n")[0].splitlines()[1:]] == [
+        "head cpu 13 of 16 cores free open",
+        "head cpu:0 a open",
+        "head cpu:2 a open",
+        "head cpu:10 b open",
+    ]
+
+
 def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
     code, out, _ = run("nodes", "show", "gpu-b")
     assert (code, json.loads(out)) == (0, {"node": "gpu-b", "devices": ["cuda:0"], "jobs": {}})
