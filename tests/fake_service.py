@@ -48,6 +48,7 @@ class FakeService:
         """Metric points of every job."""
         self.samples: list[Json] = []
         """Sets of answers of every job."""
+        self.nodes: list[dict[str, Any]] = [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}]
         self.datasets: list[Json] = []
         self.seen: Counter[str] = Counter()
         """`METHOD path` of every request that arrived."""
@@ -116,7 +117,7 @@ class FakeService:
         if parts[0] == "blobs":
             return await self._blob(request, parts[1])
         if path == "nodes":
-            return web.json_response({"data": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}]})
+            return web.json_response({"data": self.nodes})
         if parts[0] == "nodes" and request.method == "GET":
             return web.json_response({"node": parts[1], "devices": ["cuda:0"], "jobs": {}})
         if parts[0] == "nodes":  # cordon, uncordon, drain, remove

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from ..specs.job import JobSpec, ResourcesSpec
+from .cores import CPU, Held, core_names, is_core, listed
 
 
 class Demand(BaseModel):
@@ -90,7 +91,8 @@ class Node:
     slices: frozenset[str] = frozenset()
     """Those of its devices that are MIG slices. NCCL does not connect them: each trains a job of one process."""
     cpus: int = 0
-    """Cores. A CPU takes as many ranks of a job that may use other machines; 0: unknown, and it takes one."""
+    """Cores. A CPU takes as many ranks of a job that may use other machines, and jobs may reserve some of them; 0:
+    unknown, and it takes one rank."""
     memory_bytes: int = 0
     labels: Mapping[str, str] | None = None
     models: frozenset[str] = frozenset()
@@ -123,9 +125,9 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
 
 def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
-    for as many ranks as the node has cores. MIG slices train jobs of one process only. A job over several nodes gets as
-    many devices on each, and no two nodes on one machine; where the nodes are fewer machines than requested, it trains
-    on these (`side_by_side`).
+    for as many ranks as the node has cores. Jobs that reserve cores share a CPU. MIG slices train jobs of one process
+    only. A job over several nodes gets as many devices on each, and no two nodes on one machine; where the nodes are
+    fewer machines than requested, it trains on these (`side_by_side`).
 
     Of the nodes that would do, those come last on which an attempt of the job could not be launched; else those come
     first that have its model, then the service's own, then the one with the fewest free devices: large holes stay
@@ -217,7 +219,7 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
         return _why_waits_for_nodes(job, holders, nodes)
     node = nodes[0]
     devices = node.devices
-    fitting, needed = _usable(job, node, None), devices_needed(job, devices)
+    fitting, needed, taken = _usable(job, node, None), devices_needed(job, devices), Held(holders)
     if node.why_closed:
         return f"waiting for this node, which is {node.why_closed}"
     if not suitable(job.device, devices):
@@ -228,7 +230,9 @@ def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) ->
         return f"waiting for {needed} devices; this node has {len(fitting)} that serve: {', '.join(fitting)}"
     if not demand(job.demand).home and unsuited(job, node, _kind(devices[0])):
         return _why_waits_for_nodes(job, holders, nodes)
-    held = ", ".join(f"{device} (held by job {holders[device]})" for device in fitting if device in holders)
+    if wanted := demand(job.demand).resources.reserve_cpus:
+        return f"waiting for cores: {taken.found(CPU, wanted, node.cpus)}"
+    held = ", ".join(f"{device} (held by job {listed(jobs)})" for device in fitting if (jobs := taken.of(device)))
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
     return f"waiting for device {held}" if held else ""
@@ -267,6 +271,8 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return "has no agent"
     if not _suitable(job.device, node.devices, auto):
         return f"has no {auto if job.device == 'auto' else job.device}"
+    if (resources.reserve_cpus or 0) > node.cpus:
+        return f"has {node.cpus} of {resources.reserve_cpus} cores to reserve"
     fitting = _usable(job, node, auto)
     needed = _needed(job, fitting)
     if (slices := _left_out(job, node, auto)) and len(fitting) < needed:
@@ -319,14 +325,19 @@ class _Offer(NamedTuple):
     devices: Sequence[str]
     needed: int
     """Number of its devices that a job takes."""
+    cores: bool = False
+    """Whether these are cores of its CPU."""
 
 
 class _Free:
-    """The devices that are free, by node. Nodes on one machine share theirs."""
+    """The devices, and cores, that are free, by node. Nodes on one machine share theirs."""
 
     def __init__(self, nodes: Sequence[Node], running: Iterable[str]) -> None:
         self._names: dict[str, list[str]] = {}
         self._of: dict[str, list[str]] = {}
+        self._reserved: dict[str, set[str]] = {}
+        """Machine -> cores that jobs have, or `cpu`: all of them."""
+        self._cores: dict[str, list[str]] = {}
         for node in nodes:
             self._names.setdefault(node.where, []).append(node.name)
             self._of[node.name] = list(node.devices)
@@ -338,20 +349,37 @@ class _Free:
                 self.take([(held, [device])])
 
     def of(self, offer: _Offer) -> list[str]:
-        return [device for device in self._of[offer.node.name] if device in offer.devices]
+        name = offer.node.name
+        if not offer.cores:
+            return [device for device in self._of[name] if device in offer.devices]
+        if name not in self._cores:
+            reserved = self._reserved.get(offer.node.where, set())
+            self._cores[name] = [] if CPU in reserved else [core for core in offer.devices if core not in reserved]
+        return self._cores[name]
 
     def take(self, gang: Iterable[tuple[Node, Sequence[str]]]) -> None:
         for node, devices in gang:
+            taken = {*devices}
+            if cores := {device for device in devices if device == CPU or is_core(device)}:
+                taken.add(CPU)  # a job with the whole CPU needs every core
+                self._reserved.setdefault(node.where, set()).update(cores)
             for name in self._names[node.where]:
-                self._of[name] = [device for device in self._of[name] if device not in devices]
+                self._of[name] = [device for device in self._of[name] if device not in taken]
+                if cores:
+                    self._cores.pop(name, None)
 
 
 def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
     """Free devices of the open nodes."""
-    memory = demand(job.demand).resources.gpu_memory_gb
+    resources = demand(job.demand).resources
+    memory, cores = resources.gpu_memory_gb, resources.reserve_cpus
     offers = []
     for node in suited:
-        if not node.why_closed:
+        if node.why_closed:
+            continue
+        if cores:
+            offers.append(_Offer(node, core_names(node.cpus), cores, cores=True))
+        else:
             fitting = _usable(job, node, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = _large(node, fitting, memory)
@@ -403,7 +431,9 @@ def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node
     found = [(offer, free.of(offer)) for offer in offers]
     kept: dict[str, tuple[Node, list[str]]] = {}
     for offer, devices in sorted(found, key=lambda one: len(one[1]) < one[0].needed):
-        kept.setdefault(offer.node.where, (offer.node, devices[: offer.needed]))
+        # For a job with the whole CPU every core is kept, also those that become free later.
+        whole = not offer.cores and CPU in offer.devices
+        kept.setdefault(offer.node.where, (offer.node, [CPU] if whole else devices[: offer.needed]))
     return list(kept.values())[:fewest] if len(kept) >= fewest else []
 
 
@@ -415,12 +445,13 @@ def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequenc
     machines = {node.where for node in fitting}
     closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
     others = [f"{name} {why}" for name, why in why_not.items() if why]
-    held = [
-        f"{place} (held by job {holders[place]})"
-        for offer in _offers(job, fitting, auto)
-        for place in map(offer.node.place, offer.devices)
-        if place in holders
-    ]
+    taken, held = Held(holders), []
+    for offer in _offers(job, fitting, auto):
+        if offer.cores:
+            held.append(f"{offer.node.name}: {taken.found(offer.node.place(CPU), offer.needed, offer.node.cpus)}")
+        else:
+            places = map(offer.node.place, offer.devices)
+            held += [f"{place} (held by job {listed(jobs)})" for place in places if (jobs := taken.of(place))]
     what = f"{count} nodes" if count > 1 else "a node"
     if len(machines) < count:
         there = f"{len(machines)} of {len(nodes)} can serve it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .cores import Held
 from .placement import Node, Queued, place, places_for
 from .states import JobState
 
@@ -117,5 +118,6 @@ def _why(job: Queued, nodes: Sequence[Node], held: Mapping[str, str], unknown: M
     places = places_for(job, nodes)
     if not places:
         return "no machine that takes jobs now can serve it"
-    known = (unknown[held[place_]] for place_ in places if held.get(place_) in unknown)
+    taken = Held(held)
+    known = (unknown[job_uuid] for place_ in places for job_uuid in taken.of(place_) if job_uuid in unknown)
     return next(known, "jobs before it come first, or too few machines take jobs")

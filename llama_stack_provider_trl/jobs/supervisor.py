@@ -24,6 +24,7 @@ from ..system.files import RunDir, tail
 from ..system.process import FileLock
 from .announced import accepted
 from .attempts import Attempts
+from .cores import Held
 from .database import private_data_dir
 from .housekeeping import INTERVAL, remove_unused_rows
 from .placement import Node, Queued, is_remote, place, why_waits
@@ -319,8 +320,13 @@ class Supervisor:
         more devices for old jobs, and frees none.
         """
         holders, nodes = self._store.holders(), self._nodes()
-        everything = {node.place(device) for node in nodes if not node.why_closed for device in node.devices}
-        some_free = not holders.keys() >= everything
+        taken = Held(holders)
+        some_free = any(
+            not taken.is_full(node.place(device), node.cpus)
+            for node in nodes
+            if not node.why_closed
+            for device in node.devices
+        )
         queue, notes = self._store.queue() if some_free else self._store.kinds_waiting(), self._notes()
         seen = nodes, holders, queue, notes
         if seen == self._last_without_start:

@@ -23,7 +23,8 @@ class TaskSpec:
     task_id: str
     run_dir: Path
     devices: tuple[str, ...]
-    """Concrete devices to lock for as long as the task lives, such as ("cpu",) or ("cuda:0",)."""
+    """Concrete devices to lock for as long as the task lives, such as ("cpu",), ("cuda:0",), or cores of the CPU,
+    ("cpu:0", "cpu:1")."""
     python: str | None = None
     """Interpreter that trains; None: the launcher's own."""
     ranks: int = 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InvalidRequest
 from .gpus import gpus, visible_entries
 
+CORE = "cpu:"
+"""Begin of the name of a core of the CPU that a job has reserved."""
 _NVIDIA_GPUS, _DEVICE_NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _MINOR = re.compile(r"^Device Minor:\s+(\d+)", re.MULTILINE)
 
@@ -42,6 +45,26 @@ def count_gpus() -> int:
         return len(visible_entries(os.environ))
     # The library of the driver is not there, or does not answer.
     return len([gpu for gpu in _NVIDIA_GPUS.iterdir() if _has_node(gpu)]) if _NVIDIA_GPUS.is_dir() else 0
+
+
+def core_numbers(devices: Sequence[str]) -> tuple[int, ...]:
+    """The numbers that the system gives to the reserved cores among devices: `cpu:N` is the Nth core, from 0, that this
+    process may use.
+
+    Raises:
+        OSError: there are fewer.
+    """
+    wanted = [int(device.removeprefix(CORE)) for device in devices if device.startswith(CORE)]
+    usable = _usable_cores() if wanted else []
+    if wanted and max(wanted) >= len(usable):
+        raise OSError(f"core {max(wanted)} was reserved, and this process may use {len(usable)} cores")
+    return tuple(usable[number] for number in wanted)
+
+
+def _usable_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _has_node(gpu: Path) -> bool:

@@ -25,9 +25,10 @@ from ..system.process import (
     tasks_below,
 )
 from .base import Observation, TaskSpec, TaskState
+from .devices import core_numbers
 from .isolation import NO_ISOLATION, Isolation
 from .runner import GRACE, PAUSE, Limits, RunnerStatus, RunnerTask
-from .torchrun import lock_name, task_marks, training_argv, training_environment
+from .torchrun import core_lock, lock_name, task_marks, training_argv, training_environment
 from .warm_processes import WarmProcesses
 
 RUNNER = "llama_stack_provider_trl.launch.runner"
@@ -78,7 +79,8 @@ class LocalLauncher:
         paths = RunDir(task.run_dir)
         if paths.runner_status.exists():
             return
-        locks = tuple(lock_name(device, self._outer()) for device in task.devices)
+        cores = core_numbers(task.devices)
+        locks = tuple(map(core_lock, cores)) or tuple(lock_name(device, self._outer()) for device in task.devices)
         environment = training_environment(task, self._outer())
         view = self._isolation.view(task, environment)
         RunnerTask(
@@ -93,6 +95,8 @@ class LocalLauncher:
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
             limits=self._limits,
+            shared_locks=("cpu",) if cores else (),
+            cores=cores,
         ).write(paths.task)
         exit_code = self._spawn(task, paths, environment)
         if exit_code != 0 and not paths.runner_status.exists():

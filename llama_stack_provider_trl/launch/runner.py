@@ -108,6 +108,10 @@ class RunnerTask:
     view: View | None = None
     """The trainer's view of the machine; None: it is not isolated."""
     limits: Limits = Limits()
+    shared_locks: tuple[str, ...] = ()
+    """Names of locks to share with other tasks, such as `cpu` where it has cores of its own."""
+    cores: tuple[int, ...] = ()
+    """The cores that its processes run on; none: all."""
 
     @classmethod
     def read(cls, path: Path) -> RunnerTask:
@@ -123,6 +127,8 @@ class RunnerTask:
             hang_timeout=data.get("hang_timeout"),
             view=View.from_json(data["view"]) if data.get("view") else None,
             limits=Limits(**data.get("limits", {})),
+            shared_locks=tuple(data.get("shared_locks", ())),
+            cores=tuple(data.get("cores", ())),
         )
 
     def write(self, path: Path) -> None:
@@ -260,12 +266,14 @@ class Runner:
             log.warning("cannot write %s: %s", self.paths.runner_status, error)
 
     def take_devices(self) -> bool:
-        """Lock every device, in one order for all runners, which prevents deadlocks; False: the task has to stop."""
+        """Lock every device, in one order for all runners, which prevents deadlocks; False: the task has to stop.
+
+        Tasks with cores of their own share the lock of the CPU, which a task without them takes alone."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
         places = device_locks()
-        for name in sorted(self.task.locks):
+        for name in sorted({*self.task.locks, *self.task.shared_locks}):
             for place in places:
-                lock = FileLock(place / f"{name}.lock")
+                lock = FileLock(place / f"{name}.lock", shared=name in self.task.shared_locks)
                 while not self.signals.stop_requested and not lock.acquire(holder):
                     self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
                     self.signals.wait(_DEVICE_RETRY)
@@ -366,10 +374,13 @@ class Runner:
     def left_behind(self) -> list[ProcessId]:
         return descendants(os.getpid())
 
-    @staticmethod
-    def _in_child(umask: int, parent: int | None = None) -> Any:
+    def _in_child(self, umask: int, parent: int | None = None) -> Any:
+        cores = self.task.cores
+
         def prepare() -> None:
             os.umask(umask)
+            if cores and hasattr(os, "sched_setaffinity"):  # else its threads are limited only
+                os.sched_setaffinity(0, cores)
             if parent is not None:
                 die_with_parent(parent)
             _yield_to_others()

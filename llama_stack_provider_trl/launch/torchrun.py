@@ -15,6 +15,7 @@ from ..system import malloc
 from ..system.files import RunDir
 from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment, usable_cpus
 from .base import TaskSpec
+from .devices import CORE
 from .gpus import NO_GANG, PCI_ORDER, gpu_name, is_slice, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
@@ -86,6 +87,8 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
     if any(device.startswith("cuda") for device in task.devices) and not _ALLOCATOR & environ.keys():
         # Without it sequences of changing length leave 5 to 15 % of a GPU's memory in fragments.
         added.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if cores := sum(device.startswith(CORE) for device in task.devices):
+        added.setdefault("OMP_NUM_THREADS", str(_threads_on(cores, task.ranks, environ.get("OMP_NUM_THREADS"))))
     if task.world_size > 1:
         # Without a name gloo resolves the host's name, which may give an address that does not answer.
         interface = interface_of(task.address)
@@ -122,6 +125,12 @@ def interface_of(address: str) -> str:
     )
 
 
+def _threads_on(cores: int, ranks: int, configured: str | None) -> int:
+    """Threads of each rank on reserved cores: more would only wait for each other."""
+    most = max(1, cores // ranks)
+    return min(most, int(configured)) if configured and configured.isdigit() and int(configured) else most
+
+
 def _threads(ranks: int) -> int:
     return max(1, usable_cpus() // ranks)
 
@@ -145,6 +154,11 @@ def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
 def lock_name(device: str, environ: Mapping[str, str]) -> str:
     """The name under which a device is locked: programs that see different GPUs use the same name for one."""
     return f"cuda-{gpu_name(device, environ)}" if device.startswith("cuda:") else device
+
+
+def core_lock(number: int) -> str:
+    """The name under which a core is locked, beside the lock of the CPU that all tasks with cores share."""
+    return f"cpu-{number}"
 
 
 def task_marks(task: TaskSpec) -> dict[str, str]:

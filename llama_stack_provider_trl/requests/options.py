@@ -49,6 +49,8 @@ class Resources(Documented):
     """GiB that each of its GPUs has at least."""
     cpus: int | None = Field(None, gt=0, le=10**6)
     """CPUs that a node has at least."""
+    reserve_cpus: int | None = Field(None, gt=0, le=10**4)
+    """Train on the CPU, on this many cores of each node, which other jobs that reserve cores share."""
     memory_gb: float | None = Field(None, gt=0, le=10**6)
     """GiB of memory that a node has at least."""
     labels: dict[str, str] = Field(default={}, max_length=64)
@@ -198,7 +200,8 @@ class ProviderOptions(Documented):
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""
     resources: Resources | None = None
-    """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, memory_gb, labels, model_present}. The service only."""
+    """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, reserve_cpus, memory_gb, labels, model_present}. The service
+    only."""
     resume_from: str | None = None
     """Resume from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
     preflight: PreflightMode = "refuse"

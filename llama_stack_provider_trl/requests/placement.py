@@ -25,6 +25,26 @@ def resolve_placement(request: Request, options: ProviderOptions, settings: Sett
     }
 
 
+def on_reserved_cores(options: ProviderOptions, settings: Settings) -> ProviderOptions:
+    """The options of a job with device `cpu` where it reserves cores; the inline provider refuses that later."""
+    requested = options.resources
+    cores = None if requested is None or settings.sharding is None else requested.reserve_cpus
+    if requested is None or cores is None:
+        return options
+    field = "provider_options.resources.reserve_cpus"
+    if options.device not in (None, "cpu"):
+        raise InvalidRequest(field, cores, f"a job on {options.device} reserves no cores; leave one of the two out")
+    if requested.gpu_memory_gb:
+        raise InvalidRequest(field, cores, "the job trains on the CPU then; leave it or gpu_memory_gb out")
+    if "cpu" not in settings.devices and settings.max_nodes == 1:
+        hint = f"jobs train on {', '.join(settings.devices)} here, and no other machine can join; leave it out"
+        raise InvalidRequest(field, cores, hint)
+    if options.nproc_per_node and options.nproc_per_node > cores:
+        hint = f"each of the {options.nproc_per_node} processes of nproc_per_node needs a core; reserve as many"
+        raise InvalidRequest(field, cores, hint)
+    return options.model_copy(update={"device": "cpu"})
+
+
 def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
     """What the job asks of its nodes; None: it stays on this machine."""
     requested = options.resources
@@ -57,7 +77,8 @@ def resolve_ranks(
 ) -> dict[str, Any]:
     """Resolve the number of processes, and how they share the model."""
     nodes = resources.nodes if resources else 1
-    per_node = options.nproc_per_node or settings.ranks
+    cores = resources.reserve_cpus if resources else None
+    per_node = options.nproc_per_node or min(settings.ranks, cores or settings.ranks)
     ranks = per_node * nodes
     # The devices and cores of other machines are checked at placement: a job that requests too many waits and names
     # them in its status.

@@ -17,7 +17,7 @@ from .lifecycle import resolve_lifecycle
 from .method import resolve_method
 from .options import ProviderOptions
 from .paths import resolve_paths
-from .placement import resolve_placement
+from .placement import on_reserved_cores, resolve_placement
 from .settings import Request, Settings
 from .trackers import TrackerChoice, resolve_trackers
 from .training import resolve_training
@@ -51,6 +51,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     refuse_infinite(request, "")
     refuse_infinite(options, "provider_options.")
     refuse_unsupported(request, sharded=settings.sharding is not None)
+    options = on_reserved_cores(options, settings)
     trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)
     warnings: list[str] = []

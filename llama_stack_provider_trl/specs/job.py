@@ -180,6 +180,8 @@ class ResourcesSpec(_Frozen):
     """GiB that each of its GPUs has at least."""
     cpus: int | None = Field(None, gt=0)
     """Cores that a node has at least; this and `memory_gb` choose nodes and reserve nothing."""
+    reserve_cpus: int | None = Field(None, gt=0)
+    """Cores of the CPU that it reserves on a node; None: it gets the whole device."""
     memory_gb: float | None = Field(None, gt=0)
     """GiB of memory that a node has at least."""
     labels: dict[str, str] = {}
@@ -330,7 +332,9 @@ class JobSpec(_Frozen):
     """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
 
     def on(self, device: str) -> JobSpec:
-        """The job as an attempt on a concrete device trains it."""
+        """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""
+        if device.startswith("cpu:"):
+            device = "cpu"
         dtype = default_dtype(device) if self.dtype_by_device else self.dtype
         return self.model_copy(update={"device": device, "dtype": dtype})
 

@@ -353,14 +353,18 @@ def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> d
 
 
 class FileLock:
-    """An exclusive lock on a file, held until released or until this process ends in any way.
+    """A lock on a file, held until released or until this process ends in any way.
 
     The file is never removed. While the lock is held, the file names the holder, so that a waiting process can report
     it.
+
+    Args:
+        shared: any number of processes may hold it that do the same; the file names the last of them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shared: bool = False) -> None:
         self.path = path
+        self._mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._fd: int | None = None
 
     @property
@@ -376,7 +380,7 @@ class FileLock:
         assert self._fd is None, f"{self.path} is already held by this object"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, self._mode | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return False

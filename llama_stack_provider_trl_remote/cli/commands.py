@@ -136,17 +136,22 @@ async def list_datasets(client: ServiceClient, options: Namespace) -> int:
 
 async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get("/v1/nodes"))["data"]
-    rows = [
-        (node["node"], device, node.get("jobs", {}).get(device) or "free", node.get("state", "open"))
-        for node in found
-        for device in node["devices"]
-    ]
+    rows = [(node["node"], device, job, node.get("state", "open")) for node in found for device, job in _devices(node)]
     text = table(("node", "device", "job", "state"), rows)
     for node in found:
         if names := node.get("ollama_models"):
             text += f"\nOllama on {node['node']}, not for training: {', '.join(map(cleaned, names))}"
     emit(options, found, f"{text}\n\n{how_to_add_a_node(client.url)}")
     return 0
+
+
+def _devices(node: dict[str, Any]) -> list[tuple[str, str]]:
+    """A node's devices, and the cores of its CPU that jobs have reserved, with the job of each."""
+    jobs = node.get("jobs", {})
+    cores = {place: job for place, job in jobs.items() if place not in node["devices"]}
+    free = f"{max(0, node.get('cpus', 0) - len(cores))} of {node.get('cpus', 0)} cores free" if cores else "free"
+    found = [(device, jobs.get(device) or (free if device == "cpu" else "free")) for device in node["devices"]]
+    return [*found, *sorted(cores.items(), key=lambda one: (len(one[0]), one[0]))]
 
 
 async def list_pools(client: ServiceClient, options: Namespace) -> int:

@@ -27,7 +27,7 @@ MARK = ".shared"
 it may still write there."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"checkpoint-\d{1,12}")
-_DEVICE = re.compile(r"cpu|mps|cuda(:\d{1,4})?")
+_DEVICE = re.compile(r"cpu(:\d{1,4})?|mps|cuda(:\d{1,4})?")
 BORROWED = "borrowed"
 """Name, in a job's directory, of the directory for checkpoints of other jobs that it resumes from."""
 
@@ -150,7 +150,7 @@ def check_order(order: TaskOrder) -> None:
     wanted = f"{order.job_uuid}-{order.attempt}"
     _expect("task_id", order.task_id, order.task_id == wanted, wanted)
     for device in order.devices:
-        _expect("devices", device, bool(_DEVICE.fullmatch(device)), "cpu, mps or cuda:N")
+        _expect("devices", device, bool(_DEVICE.fullmatch(device)), "cpu, cpu:N, mps or cuda:N")
     if order.spec:
         _check_spec(order)
         _check_models(order)

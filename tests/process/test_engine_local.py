@@ -30,6 +30,7 @@ from llama_stack_provider_trl.system.process import ProcessId, alive, marked
 from tests.fakes import SHEBANG, job_spec
 from tests.isolated import isolation
 from tests.process.waiting import reaches, until
+from tests.required import lacking
 
 pytestmark = pytest.mark.process
 
@@ -289,6 +290,42 @@ def test_tasks_on_different_devices_run_side_by_side(stage: Stage) -> None:
     tasks = [stage.start("time.sleep(600)", task_id=f"job-{n}", devices=(f"cuda:{n}",)) for n in range(2)]
     for task in tasks:
         stage.reaches(task, TaskState.running)
+
+
+AFFINITY = "note(','.join(map(str, sorted(os.sched_getaffinity(0))))); time.sleep(600)"
+
+
+@pytest.fixture
+def cores() -> list[int]:
+    """The first two cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        lacking("two cores that a process can be bound to")
+    return sorted(os.sched_getaffinity(0))[:2]
+
+
+def test_tasks_with_cores_of_their_own_run_side_by_side_each_on_its_cores(stage: Stage, cores: list[int]) -> None:
+    tasks = [stage.start(AFFINITY, task_id=f"job-{n}", devices=(f"cpu:{n}",)) for n in range(2)]
+    for task, core in zip(tasks, cores, strict=True):
+        stage.reaches(task, TaskState.running)
+        assert until(lambda task=task: notes(task)) == [str(core)]
+
+
+def test_a_task_with_the_whole_cpu_and_tasks_with_cores_exclude_each_other(stage: Stage, cores: list[int]) -> None:
+    first = stage.start(AFFINITY, task_id="first-1", devices=("cpu:0",))
+    stage.reaches(first, TaskState.running)
+    whole = stage.start("note('ran'); time.sleep(600)", task_id="whole-1")
+    assert "waiting for device cpu, held by task first-1" in until(lambda: stage.launcher.poll(whole).detail)
+    same = stage.start("note('ran')", task_id="same-1", devices=("cpu:0", "cpu:1"))
+    assert f"waiting for device cpu-{cores[0]}, held by task first-1" in until(lambda: stage.launcher.poll(same).detail)
+    stage.launcher.cancel(same)
+    stage.reaches(same, TaskState.exited)
+    os.kill(runner_of(first).pid, signal.SIGKILL)  # its cores are free at once
+    stage.reaches(whole, TaskState.running)
+    late = stage.start("note('ran')", task_id="late-1", devices=("cpu:1",))
+    assert "waiting for device cpu, held by task whole-1" in until(lambda: stage.launcher.poll(late).detail)
+    assert (notes(same), notes(late)) == ([], [])
+    stage.launcher.cancel(whole)
+    assert stage.reaches(late, TaskState.exited).exit_code == 0
 
 
 # One process, no corpses

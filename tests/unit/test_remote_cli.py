@@ -546,6 +546,17 @@ def test_the_models_of_a_node_s_ollama_are_below_the_table(
     assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in run("nodes")[1]
 
 
+def test_reserved_cores_are_listed_below_their_cpu(run: Run, service: FakeService) -> None:
+    jobs = {"cpu:10": "b", "cpu:2": "a", "cpu:0": "a"}
+    service.nodes = [{"node": "head", "devices": ["cpu"], "cpus": 16, "jobs": jobs, "state": "open"}]
+    assert [re.sub(" +", " ", line) for line in run("nodes")[1].partition("\n\n")[0].splitlines()[1:]] == [
+        "head cpu 13 of 16 cores free open",
+        "head cpu:0 a open",
+        "head cpu:2 a open",
+        "head cpu:10 b open",
+    ]
+
+
 def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
     code, out, _ = run("nodes", "show", "gpu-b")
     assert (code, json.loads(out)) == (0, {"node": "gpu-b", "devices": ["cuda:0"], "jobs": {}})

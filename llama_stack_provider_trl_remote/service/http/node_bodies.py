@@ -11,7 +11,7 @@ class NodeRow(BaseModel):
     node: str
     devices: list[str]
     jobs: dict[str, str]
-    """Device -> the job that has it."""
+    """Device, or core of the CPU that is reserved (`cpu:0`) -> the job that has it."""
     cpus: int
     memory_bytes: int
     memory_available_bytes: int | None
@@ -34,6 +34,11 @@ class NodeRow(BaseModel):
     """GPU -> bytes, as far as known."""
     load: Load | None = None
     """What runs on it now takes; null: its agent has reported none for 30 seconds."""
+
+    @property
+    def reserved(self) -> dict[str, str]:
+        """Core -> the job that has reserved it."""
+        return {place: job for place, job in self.jobs.items() if place not in self.devices}
 
 
 class ListNodesResponse(BaseModel):

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.jobs.cores import Held, slot_of
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -77,10 +78,11 @@ class StoreCollector(Collector):
         """How many devices are free, and what each is."""
         counts = dict.fromkeys(("free", "used", "closed"), 0)
         names: dict[str, Labels] = {}
+        taken = Held(holders)
         for node in nodes:
             for device in node.devices:
                 place = node.place(device)
-                counts["used" if place in holders else "closed" if node.why_closed else "free"] += 1
+                counts["used" if taken.of(place) else "closed" if node.why_closed else "free"] += 1
                 names[place] = (node.name, device, self._uuid(node, device))
         yield _gauge(
             "devices",
@@ -89,7 +91,8 @@ class StoreCollector(Collector):
             {(state,): count for state, count in counts.items()},
         )
         yield _gauge("device_info", "The devices of all machines.", [*_DEVICE], dict.fromkeys(names.values(), 1))
-        of_jobs = {(job.job_uuid, *names[place]): 1 for job in running for place in job.places if place in names}
+        slots = {job.job_uuid: {slot_of(place) for place in job.places} for job in running}
+        of_jobs = {(job_uuid, *names[slot]): 1 for job_uuid, found in slots.items() for slot in found if slot in names}
         yield _gauge("job_device_info", "The devices of running jobs.", [_JOB, *_DEVICE], of_jobs)
 
     def _uuid(self, node: Node, device: str) -> str:
