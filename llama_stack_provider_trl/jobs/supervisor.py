@@ -25,6 +25,7 @@ from ..system.process import FileLock
 from .announced import accepted
 from .attempts import Attempts
 from .database import private_data_dir
+from .graph import Blocked
 from .housekeeping import INTERVAL, remove_unused_rows
 from .placement import Node, Queued, is_remote, place, why_waits
 from .pooling import Kind, kind_of_job
@@ -142,9 +143,15 @@ class Supervisor:
             self._guarded(job, partial(self._advance, job))
             if draining:
                 self._guarded(job, partial(self._drain, job, head.name, draining))
+        self._store.chains.advance(self._end_blocked)
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()
+
+    def _end_blocked(self, job: Blocked, state: JobState, reason: Reason | None, message: str) -> None:
+        """End a job that waits for one that will never complete."""
+        if self._store.transition(job.job_uuid, job.attempt, JobState.scheduled, state, reason, message):
+            log.warning("job %s: scheduled -> %s: %s", job.job_uuid, state, message)
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -201,6 +201,10 @@ class ProviderOptions(Documented):
     """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, memory_gb, labels, model_present}. The service only."""
     resume_from: str | None = None
     """Resume from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
+    after: list[str] | None = Field(None, min_length=1, max_length=64)
+    """Jobs that must have completed before this one starts; one that fails, or is cancelled, fails this one."""
+    cancel_with: bool = False
+    """With `after`: this job is cancelled, and does not fail, where one of those is cancelled."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None

@@ -62,7 +62,7 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
         **paths,
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
-        **resolve_lifecycle(options, settings),
+        **resolve_lifecycle(request, options, settings),
         **resolve_placement(request, options, settings, paths["model"]),
     }
     share = resolve_train_share(data)

@@ -348,6 +348,10 @@ class JobSpec(_Frozen):
     """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None
     """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+    after: tuple[str, ...] = ()
+    """Jobs that must have completed before this one starts."""
+    cancel_with: bool = False
+    """A cancel of one of these cancels this job; False: it fails."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device trains it."""

@@ -362,6 +362,8 @@ OPTION_ASKS: dict[str, Try] = {
     "nproc_per_node": Try(2),
     "resources": Try({"cpus": 4}),
     "resume_from": Try("job-0/checkpoint-6"),
+    "after": Try(["job-0"]),
+    "cancel_with": Try(True, options={"after": ["job-0"]}),
     "preflight": Try("warn"),
     "device": Try("cuda:1"),
 }

@@ -333,6 +333,8 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "failover": NO_TRAINING + "tests/unit/test_cluster.py",
     OPTION + "oom_retry": "the attempt after one that failed: tests/process/test_recovery.py",
     OPTION + "resume_from": "needs a job before it: tests/process/test_checkpoints.py, tests/unit/test_resume_from.py",
+    OPTION + "after": NO_TRAINING + "tests/unit/test_chains.py, tests/contract/test_chains.py",
+    OPTION + "cancel_with": NO_TRAINING + "tests/unit/test_chains.py",
     OPTION + "preflight": "tests/process/test_preflight.py",
     OPTION + "max_duration": NO_TRAINING + "tests/unit/test_supervisor.py",
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",
