@@ -47,6 +47,10 @@ class Chains:
         rows = self._database.select("select_blocked", {})
         return [_blocked(list(group)) for _, group in groupby(rows, key=lambda row: row["job_uuid"])]
 
+    def needed_checkpoints(self, job_uuid: str) -> set[str]:
+        """Names of a job's checkpoints that jobs which have not ended begin with."""
+        return {row["base"] for row in self._database.select("select_needed_checkpoints", {"job_uuid": job_uuid})}
+
     def advance(self, end: Callable[[Blocked, JobState, Reason | None, str], object]) -> None:
         """Release the jobs that wait for none any longer, and end those that can never start.
 
@@ -97,7 +101,8 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
             )
             raise InvalidRequest(AFTER, list(spec.after), hint)
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
-        execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with)})
+        base = next((one.checkpoint for one in spec.bases if one.job_uuid == name), None)
+        execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with), "base": base})
 
 
 def _chained(row: Any) -> ChainedJob:

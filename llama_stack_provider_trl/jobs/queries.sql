@@ -141,8 +141,8 @@ FROM first JOIN jobs USING (age) LEFT JOIN attempts ON attempts.job_uuid = jobs.
 ORDER BY -priority, age;
 
 -- name: insert_predecessor
-INSERT INTO predecessors (job_uuid, predecessor, position, cancel_with)
-VALUES (:job_uuid, :predecessor, :position, :cancel_with);
+INSERT INTO predecessors (job_uuid, predecessor, position, cancel_with, base)
+VALUES (:job_uuid, :predecessor, :position, :cancel_with, :base);
 
 -- name: select_blocked
 -- The scheduled jobs that wait for others, oldest first, with each of those: one row per pair. Runs at every pass.
@@ -169,10 +169,16 @@ WHERE predecessors.job_uuid = :job_uuid ORDER BY position;
 SELECT jobs.job_uuid, state FROM predecessors JOIN jobs USING (job_uuid)
 WHERE predecessor = :job_uuid ORDER BY age LIMIT :limit;
 
--- name: select_waiting_for
--- Of those, the ones that still wait.
+-- name: select_needing
+-- Of those, the ones that still wait, or that begin each attempt with a checkpoint of it.
 SELECT jobs.job_uuid FROM predecessors JOIN jobs USING (job_uuid)
-WHERE predecessor = :job_uuid AND blocked = 1 AND state IN ('scheduled', 'paused') ORDER BY age LIMIT 4;
+WHERE predecessor = :job_uuid AND (blocked = 1 OR base IS NOT NULL) AND state NOT IN ('completed', 'failed', 'cancelled')
+ORDER BY age LIMIT 4;
+
+-- name: select_needed_checkpoints
+-- Checkpoints of a job that others begin with.
+SELECT DISTINCT base FROM predecessors JOIN jobs USING (job_uuid)
+WHERE predecessor = :job_uuid AND base IS NOT NULL AND state NOT IN ('completed', 'failed', 'cancelled');
 
 -- name: delete_predecessors
 DELETE FROM predecessors WHERE job_uuid = :job_uuid;

@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS predecessors (
     predecessor TEXT NOT NULL,
     position INTEGER NOT NULL,              -- in the job's list
     cancel_with INTEGER NOT NULL,           -- 1: a cancel of the predecessor cancels the job
+    base TEXT,                              -- the predecessor's checkpoint that the job begins with; NULL: none
     PRIMARY KEY (job_uuid, predecessor)
 ) STRICT, WITHOUT ROWID;
 

@@ -160,11 +160,11 @@ class Store(JobReader):
                     f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
                     "reported that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
                 )
-            if waiting := [row["job_uuid"] for row in execute("select_waiting_for", key)]:
+            if waiting := [row["job_uuid"] for row in execute("select_needing", key)]:
                 raise JobConflict(
                     f"job {job_uuid!r} cannot be deleted while {', '.join(waiting[:3])}"
-                    f"{' and others' if len(waiting) > 3 else ''} may still wait for it: delete it once they have "
-                    "started, or cancel them first"
+                    f"{' and others' if len(waiting) > 3 else ''} wait for it or use its checkpoint: delete it once "
+                    "they have ended, or cancel them first"
                 )
             set_aside(job)
             for name in (

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import JobConflict, StoreError, is_exhausted
+from ..errors import InvalidRequest, JobConflict, StoreError, is_exhausted
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
 from ..system.files import RunDir, tail
@@ -354,6 +354,8 @@ class Supervisor:
             self._attempts.start(job, task)
         except JobConflict as error:
             self._move(job, JobState.failed, Reason.invalid_request, str(error))
+        except InvalidRequest as error:
+            self._move(job, JobState.failed, Reason.invalid_model, str(error))
         except OSError as error:
             if is_exhausted(error):
                 raise  # nothing was started; the next pass starts it

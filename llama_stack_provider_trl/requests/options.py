@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..documented import Documented
 from ..errors import InvalidRequest
+from ..specs.beginnings import AdapterUse
 from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
 from .bodies import LoraFinetuningConfig
 
@@ -132,6 +133,8 @@ class ProviderOptions(Documented):
     """Under LoRA: scale adapters by alpha / sqrt(rank) in place of alpha / rank."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
+    adapter: AdapterUse | None = None
+    """Where `model` is an adapter: `continue`, train it further; `merge`, merge it into its base model first."""
     reference_model: str | None = Field(None, min_length=1)
     """DPO: the model that the trained one is compared with, a directory or a model id. Default: the base model."""
     precompute_reference: bool = False

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.contract.crashing import Crashing, CrashingService, CrashingStack, crashing_stack
-from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
-from tests.contract.stack import SFT, Json, poll
+from tests.contract.stack import DPO, SFT, Json, poll
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
@@ -107,3 +107,33 @@ def test_the_service_refuses_by_name_and_passes_failures_on(tmp_path: Path) -> N
         assert error["reason"] == "predecessor_failed"
         assert error["message"].startswith("job 'b', which it waited for, failed (predecessor_failed)\nCorrect the job")
         assert service.delete(f"{JOBS}/a").status_code == 204
+
+
+def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
+    """Both are submitted at once, also for two processes that shard the model; a third begins with a whole model."""
+    with running_service(tmp_path, torch_run_config={"nproc_per_node": 2}) as service:
+        service.register("rows", QUESTIONS)
+        service.register("pairs", PAIRS, dataset_type="preference")
+        body, options = request("tune", nproc_per_node=1)
+        service.submit(SFT, {**body, "algorithm_config": LORA}, options={**options, "merge_adapter": True})
+        training = {**body["training_config"], "data_config": {"dataset_id": "pairs", "batch_size": 2}}
+        preferring = {**body, "job_uuid": "prefer", "model": "job:tune", "training_config": training}
+        preferring["algorithm_config"] = {"type": "dpo", "beta": 0.1}
+        service.submit(DPO, preferring, options={"adapter": "continue", "retries": 0})
+        submit_on(service, "whole", "job:tune/tune-merged")
+        found = service.status("prefer")["resources_allocated"]
+        assert found["after"] == [{"job_uuid": "tune", "state": found["after"][0]["state"]}]
+        for name in ("tune", "prefer", "whole"):
+            service.wait(name, "completed", timeout=150)
+        config = service.status("prefer")["resources_allocated"]["effective_config"]
+        assert config["recipe"]["effective"]["adapters"] == {"default": "trained", "reference": "frozen"}
+        assert config["recipe"]["effective"]["sharding"]["ranks"] == 2
+        final = Path(config["checkpoint_dir"]) / "final"
+        assert sorted(path.name for path in final.glob("*.safetensors")) == ["adapter_model.safetensors"]
+        (tuned,) = (one["path"] for one in service.status("tune")["checkpoints"] if one["path"].endswith("merged"))
+        assert service.status("whole")["resources_allocated"]["effective_config"]["model"] == tuned
+
+
+def submit_on(service: TrainingService, job_uuid: str, model: str) -> None:
+    body, options = request(job_uuid, nproc_per_node=1)
+    service.submit(SFT, {**body, "model": model}, options=options)

@@ -149,7 +149,7 @@ def test_a_job_that_others_wait_for_is_not_deleted(world: World) -> None:
     world.add("b", "a")
     world.store.request_pause("b")
     world.store.request_cancel("a")
-    with pytest.raises(JobConflict, match="cannot be deleted while b may still wait for it"):
+    with pytest.raises(JobConflict, match="cannot be deleted while b wait for it or use its checkpoint"):
         world.store.delete("a")
     world.store.request_cancel("b")
     world.store.delete("a")
