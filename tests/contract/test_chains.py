@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
+from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.crashing import Crashing, CrashingService, CrashingStack, crashing_stack
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
@@ -137,3 +140,42 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
 def submit_on(service: TrainingService, job_uuid: str, model: str) -> None:
     body, options = request(job_uuid, nproc_per_node=1)
     service.submit(SFT, {**body, "model": model}, options=options)
+
+
+def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(dataset_id: str, **changes: object) -> Json:
+        body = sft("unused", dataset_id, **changes)
+        del body["job_uuid"]
+        return body
+
+    tune = job("rows", algorithm_config=LORA)
+    prefer = job("pairs", model="job:tune", algorithm_config={"type": "dpo", "beta": 0.1})
+    prefer["provider_options"] = {"adapter": "continue"}
+    file = tmp_path / "pipeline.yaml"
+
+    def run(**jobs: Json) -> list[Json]:
+        file.write_text(yaml.safe_dump({"jobs": jobs}))
+        status = main(["run", str(file), "--json", "--interval", "0.2"])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        first, *_, last = captured.out.splitlines()
+        assert json.loads(last)["status"] == "completed"
+        placed: list[Json] = json.loads(first)
+        return placed
+
+    with running_service(tmp_path) as service:
+        monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+        service.register("rows", QUESTIONS)
+        service.register("pairs", PAIRS, dataset_type="preference")
+        first = run(prefer=prefer, tune=tune)
+        assert [(one["name"], one["is_new"]) for one in first] == [("tune", True), ("prefer", True)]
+        assert [one["is_new"] for one in run(tune=tune, prefer=prefer)] == [False, False]
+        prefer["algorithm_config"] = {"type": "dpo", "beta": 0.2}
+        again = run(tune=tune, prefer=prefer)
+        assert [one["is_new"] for one in again] == [False, True]
+        assert again[0] == {**first[0], "is_new": False, "state": "completed"}
+        assert len(service.jobs()) == 3
+        assert main(["run", str(file), "--pull", str(tmp_path / "model")]) == 1
+        assert "--pull" in capsys.readouterr().err
