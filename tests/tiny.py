@@ -6,6 +6,7 @@ Nothing is downloaded. Models are cached under `.pytest_cache/tiny`, keyed by th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -84,6 +85,16 @@ def tiny_tokenizer(
         chat_template=CHATML if chat_template else None,
         model_max_length=2048,
     )
+
+
+def tiny_adapter(cache: Path = CACHE) -> Path:
+    """The configuration of an adapter as PEFT saves it, without weights: for tests that train nothing."""
+
+    def build(path: Path) -> None:
+        config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8}
+        (path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj", "v_proj"]}))
+
+    return _cached(cache, "adapter", build)
 
 
 def shared_dir() -> Path:

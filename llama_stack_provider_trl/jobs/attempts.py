@@ -9,6 +9,7 @@ from pathlib import Path
 from ..launch.base import Launcher, MasterPorts, TaskSpec
 from ..specs.job import derive
 from ..system.files import RunDir, atomic_write, free_bytes, remove_leftovers, resolve_under, set_aside
+from .bases import check_base
 from .ownership import Ownership
 from .placement import is_remote, nodes_of
 from .records import JobRecord
@@ -64,9 +65,11 @@ class Attempts:
         """Start the task of a recorded attempt. May be repeated.
 
         Raises:
+            InvalidRequest: the checkpoint that the job begins with is damaged or gone.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
+        check_base(job.spec)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)

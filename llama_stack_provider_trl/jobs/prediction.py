@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .cores import Held
@@ -29,6 +29,8 @@ class WaitingJob(NamedTuple):
     not_before: float
     """It waits for its next attempt until then, seconds since the epoch."""
     pace: StepPace
+    after: frozenset[str] = frozenset()
+    """Jobs that it waits for and that have not completed."""
 
 
 class RunningJob(NamedTuple):
@@ -55,8 +57,8 @@ def predict(
 ) -> dict[str, PredictedStart]:
     """Run the queue ahead of time: at each end that is known the devices become free, and `place` gives them to jobs.
 
-    A job that has never trained has no known duration. It keeps its devices here, so what waits for these is not
-    predicted.
+    A job that has never trained has no known duration. It keeps its devices here, so what waits for these, or for it,
+    is not predicted.
 
     Args:
         nodes: the service's own machine first.
@@ -74,9 +76,10 @@ def predict(
         if job_uuid not in ends:
             unknown.setdefault(job_uuid, f"processes of job {job_uuid} have not ended yet")
     found: dict[str, PredictedStart] = {}
+    completed: set[str] = set()
     time = now
     while left:
-        ready = [one.job for one in left.values() if one.not_before <= time]
+        ready = [one.job for one in left.values() if one.not_before <= time and one.after <= completed]
         for job_uuid, places in place(ready, nodes, held, time).items():
             found[job_uuid] = PredictedStart(time)
             held |= dict.fromkeys(places, job_uuid)
@@ -90,10 +93,14 @@ def predict(
             break
         time = max(time, min(coming))
         over = {job_uuid for job_uuid, end in ends.items() if end <= time}
+        completed |= over
         ends = {job_uuid: end for job_uuid, end in ends.items() if job_uuid not in over}
         held = {place_: job_uuid for place_, job_uuid in held.items() if job_uuid not in over}
     return found | {
-        job_uuid: PredictedStart(None, _why(one.job, nodes, held, unknown)) for job_uuid, one in left.items()
+        job_uuid: PredictedStart(
+            None, _why_blocked(one.after - completed, unknown) or _why(one.job, nodes, held, unknown)
+        )
+        for job_uuid, one in left.items()
     }
 
 
@@ -112,6 +119,14 @@ def _ends(running: Iterable[RunningJob], now: float) -> tuple[dict[str, float], 
             # Of a job that is overdue no more than the step that it is at counts as done.
             ends[job.job_uuid] = max(stepped_at, now - (job.pace.step_seconds or 0.0)) + seconds
     return ends, unknown
+
+
+def _why_blocked(after: Collection[str], unknown: Mapping[str, str]) -> str:
+    if not after:
+        return ""
+    first = next((name for name in sorted(after) if name in unknown), min(after))
+    known = unknown.get(first, "").removeprefix(f"job {first} ")
+    return f"it waits for job {first}" + (f", which {known}" if known else "")
 
 
 def _why(job: Queued, nodes: Sequence[Node], held: Mapping[str, str], unknown: Mapping[str, str]) -> str:

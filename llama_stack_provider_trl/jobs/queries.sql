@@ -3,9 +3,9 @@
 -- name: insert_job
 -- A job whose job_uuid is taken is left as it is; the caller compares request_digest.
 INSERT INTO jobs (job_uuid, request_digest, spec, state, scheduled_at, wanted_device, priority, ranks, checkpoint_dir,
-                  demand, created_by)
+                  demand, created_by, blocked)
 VALUES (:job_uuid, :request_digest, :spec, 'scheduled', :now, :wanted_device, :priority, :ranks, :checkpoint_dir,
-        :demand, :created_by)
+        :demand, :created_by, :blocked)
 ON CONFLICT (job_uuid) DO NOTHING;
 
 -- name: count_waiting
@@ -59,11 +59,11 @@ ORDER BY age LIMIT :limit;
 
 -- name: select_queue_page
 -- Jobs in the order in which they run: those with processes, those that wait (as `placement.place` sorts them; after these
--- the ones that wait for the time of their next attempt), paused ones, then those that have ended, the last one first.
+-- the ones that wait for other jobs or for the time of their next attempt), paused ones, then those that have ended, the last one first.
 -- The names are sorted first: a sort of whole rows would extract the model from every spec.
 WITH page AS (
     SELECT age, CASE WHEN state IN ('launching', 'in_progress', 'pausing', 'cancelling') THEN 0
-                     WHEN state = 'scheduled' THEN 1 + (not_before > :now)
+                     WHEN state = 'scheduled' THEN 1 + (blocked OR not_before > :now)
                      WHEN state = 'paused' THEN 3 ELSE 4 END AS part
     FROM jobs
     WHERE (:state IS NULL OR state = :state)
@@ -114,27 +114,74 @@ SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing',
 SELECT job_uuid, device AS places FROM jobs WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
 
 -- name: select_queue
--- A `Queued` for each job that waits, oldest first; not of those that wait for their next try.
+-- A `Queued` for each job that waits, oldest first; not of those that wait for other jobs, or for their next try.
 SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0,
     CASE WHEN attempt > 0 THEN coalesce((SELECT group_concat(device) FROM attempts
         WHERE attempts.job_uuid = jobs.job_uuid AND reason = 'launch_failed'), '') ELSE '' END
-FROM jobs WHERE state = 'scheduled' AND not_before <= :now ORDER BY age;
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked ORDER BY age;
 
 -- name: select_kinds_waiting
 -- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
 SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried, ''
-FROM jobs WHERE state = 'scheduled' AND not_before <= :now GROUP BY wanted_device, ranks, detail, demand, tried;
+FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked GROUP BY wanted_device, ranks, detail, demand, tried;
 
 -- name: select_first_waiting
 -- As select_queue, the first jobs as `placement.place` sorts them, with the last attempt of each. Those that wait for their
--- next try are among them. The limit is applied before attempts are read.
+-- next try, and for other jobs (`after`: those that have not completed), are among them. The limit is applied before attempts
+-- are read.
 WITH first AS (SELECT age FROM jobs WHERE state = 'scheduled' ORDER BY -priority, age LIMIT :limit)
 SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, jobs.attempt > 0,
        CASE WHEN jobs.attempt > 0 THEN coalesce((SELECT group_concat(failed.device) FROM attempts AS failed
            WHERE failed.job_uuid = jobs.job_uuid AND failed.reason = 'launch_failed'), '') ELSE '' END,
-       not_before, prepared_at, stepped_at, total_steps, start_step, step
+       not_before, prepared_at, stepped_at, total_steps, start_step, step,
+       CASE WHEN blocked THEN coalesce((SELECT group_concat(predecessor) FROM predecessors
+           LEFT JOIN jobs AS other ON other.job_uuid = predecessor
+           WHERE predecessors.job_uuid = jobs.job_uuid AND other.state IS NOT 'completed'), '') ELSE '' END AS after
 FROM first JOIN jobs USING (age) LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
 ORDER BY -priority, age;
+
+-- name: insert_predecessor
+INSERT INTO predecessors (job_uuid, predecessor, position, cancel_with, base)
+VALUES (:job_uuid, :predecessor, :position, :cancel_with, :base);
+
+-- name: select_blocked
+-- The scheduled jobs that wait for others, oldest first, with each of those: one row per pair. Runs at every pass.
+SELECT jobs.job_uuid, jobs.attempt, jobs.detail, cancel_with, predecessor, other.state, other.reason,
+       attempts.step, attempts.total_steps
+FROM jobs JOIN predecessors ON predecessors.job_uuid = jobs.job_uuid
+LEFT JOIN jobs AS other ON other.job_uuid = predecessor
+LEFT JOIN attempts ON attempts.job_uuid = other.job_uuid AND attempts.attempt = other.attempt
+WHERE jobs.blocked = 1 AND jobs.state = 'scheduled' ORDER BY jobs.age, position;
+
+-- name: unblock_job
+UPDATE jobs SET blocked = 0, detail = '' WHERE job_uuid = :job_uuid AND blocked = 1 AND state = 'scheduled';
+
+-- name: change_blocked_detail
+UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND blocked = 1 AND state = 'scheduled';
+
+-- name: select_after
+-- The jobs that a job comes after, in the order of its list. No state: it was deleted.
+SELECT predecessor AS job_uuid, state FROM predecessors LEFT JOIN jobs ON jobs.job_uuid = predecessor
+WHERE predecessors.job_uuid = :job_uuid ORDER BY position;
+
+-- name: select_before
+-- The jobs that come after a job, the oldest first.
+SELECT jobs.job_uuid, state FROM predecessors JOIN jobs USING (job_uuid)
+WHERE predecessor = :job_uuid ORDER BY age LIMIT :limit;
+
+-- name: select_needing
+-- Of those, the ones that still wait, or that begin each attempt with a checkpoint of it.
+SELECT jobs.job_uuid FROM predecessors JOIN jobs USING (job_uuid)
+WHERE predecessor = :job_uuid AND (blocked = 1 OR base IS NOT NULL) AND state NOT IN ('completed', 'failed', 'cancelled')
+ORDER BY age LIMIT 4;
+
+-- name: select_needed_checkpoints
+-- Checkpoints of a job that others begin with.
+SELECT DISTINCT base FROM predecessors JOIN jobs USING (job_uuid)
+WHERE predecessor = :job_uuid AND base IS NOT NULL AND state NOT IN ('completed', 'failed', 'cancelled');
+
+-- name: delete_predecessors
+DELETE FROM predecessors WHERE job_uuid = :job_uuid;
 
 -- name: select_paces
 -- Of jobs in states.ACTIVE.
@@ -225,7 +272,7 @@ UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND state = :state;
 
 -- name: change_waiting
 UPDATE jobs SET detail = :detail
-WHERE state = 'scheduled' AND not_before <= :now AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :expected_detail
+WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked AND wanted_device = :wanted_device AND ranks = :ranks AND detail = :expected_detail
   AND demand = :demand AND (attempt > 0) = :tried;
 
 -- name: launch_job

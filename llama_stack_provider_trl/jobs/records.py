@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..specs.events import Answer, Failed, ProgressValues, Reason
 from ..specs.job import Dtype, JobSpec
@@ -96,6 +96,26 @@ class JobRecord:
     def advice(self) -> str:
         """The remedy for the failure, as a sentence; empty where there is none."""
         return REASONS[self.reason].advice if self.reason else ""
+
+
+class ChainedJob(NamedTuple):
+    """A job before or after another one."""
+
+    job_uuid: str
+    state: JobState | None
+    """None: it was deleted."""
+
+
+class Chain(NamedTuple):
+    """The jobs before and after a job."""
+
+    after: tuple[ChainedJob, ...] = ()
+    """It comes after these."""
+    before: tuple[ChainedJob, ...] = ()
+    """These come after it, as far as they are listed."""
+
+
+NO_CHAIN = Chain()
 
 
 @dataclass(frozen=True)

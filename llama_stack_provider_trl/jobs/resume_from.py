@@ -18,7 +18,19 @@ FIELD = "provider_options.resume_from"
 # A checkpoint's weights, optimizer, schedule and data position depend on these fields. Others, such as n_epochs, ranks,
 # save_steps and the options that save memory, may differ.
 _MUST_MATCH = (
-    *("algorithm", "model", "revision", "lora", "qat", "dpo", "optimizer", "data_format", "train_on_input", "packed"),
+    *(
+        "algorithm",
+        "model",
+        "revision",
+        "adapter",
+        "lora",
+        "qat",
+        "dpo",
+        "optimizer",
+        "data_format",
+        "train_on_input",
+        "packed",
+    ),
     *("max_seq_length", "truncation_side", "shuffle", "seed", "max_steps_per_epoch"),
 )
 

@@ -171,7 +171,8 @@ def pace(row: sqlite3.Row) -> StepPace:
 
 
 def waiting_job(row: sqlite3.Row) -> WaitingJob:
-    return WaitingJob(Queued(*row[: len(Queued._fields)]), row["not_before"], pace(row))
+    after = frozenset(row["after"].split(",")) if row["after"] else frozenset()
+    return WaitingJob(Queued(*row[: len(Queued._fields)]), row["not_before"], pace(row), after)
 
 
 def running_job(row: sqlite3.Row) -> RunningJob:

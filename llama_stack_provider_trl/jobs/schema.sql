@@ -24,11 +24,25 @@ CREATE TABLE IF NOT EXISTS jobs (
     checkpoint_dir TEXT NOT NULL DEFAULT '',
     demand TEXT NOT NULL DEFAULT '',            -- placement.Demand as JSON; '': the service's own node alone
     created_by TEXT NOT NULL DEFAULT '',        -- name of the token that submitted it; '': not known (inline provider)
-    tokens INTEGER NOT NULL DEFAULT 0           -- tokens_seen at its furthest step: what totals has of it
+    tokens INTEGER NOT NULL DEFAULT 0,          -- tokens_seen at its furthest step: what totals has of it
+    blocked INTEGER NOT NULL DEFAULT 0          -- 1: a job that it comes after has not completed yet; never 1 again
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
 CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
+CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
+
+-- The jobs that a job comes after. Those may be deleted once they have completed.
+CREATE TABLE IF NOT EXISTS predecessors (
+    job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
+    predecessor TEXT NOT NULL,
+    position INTEGER NOT NULL,              -- in the job's list
+    cancel_with INTEGER NOT NULL,           -- 1: a cancel of the predecessor cancels the job
+    base TEXT,                              -- the predecessor's checkpoint that the job begins with; NULL: none
+    PRIMARY KEY (job_uuid, predecessor)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS predecessors_by_predecessor ON predecessors (predecessor);
 
 -- One row per try. The cursor counts the bytes of events.jsonl that the other columns and tables reflect.
 CREATE TABLE IF NOT EXISTS attempts (
@@ -244,5 +258,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 10;
+PRAGMA user_version = 11;
 COMMIT;

@@ -10,7 +10,7 @@ from ..specs.events import Reason
 
 class JobState(StrEnum):
     scheduled = "scheduled"
-    """Waits for a device."""
+    """Waits for a device, or for the jobs that it comes after."""
     launching = "launching"
     """Has an attempt and a device; no rank has reported yet."""
     in_progress = "in_progress"
@@ -107,6 +107,11 @@ REASONS: dict[Reason, Remedy] = {
     ),
     Reason.node_lost: Remedy(
         2.0, "The machine restarted or the training processes were killed from outside: submit the job again."
+    ),
+    Reason.predecessor_failed: Remedy(
+        None,
+        "Correct the job that it waited for and submit that one again under another job_uuid, then this one with "
+        "the new name in `after`.",
     ),
     Reason.no_result: Remedy(
         None, "The training process ended early by itself: read the end of the log file (log_path)."

@@ -30,7 +30,10 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
     # A better one may be in progress and never be announced: the best is one that a retry would find.
     evaluations = [one for one in store.evaluations(job.job_uuid) if steps and one[0] <= steps[-1].step]
     best = best_step(metric, evaluations) if metric else None
+    needed = store.chains.needed_checkpoints(job.job_uuid)
     for checkpoint in superfluous(steps, job, best):
+        if checkpoint.path.name in needed:
+            continue
         store.remove_checkpoint(checkpoint)
         # Checked again: an earlier release may have listed it unchecked, and the training may have replaced it since.
         if misplaced(checkpoint.path, checkpoint.kind, job.spec.checkpoint_dir) is None:

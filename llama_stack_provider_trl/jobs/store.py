@@ -19,6 +19,7 @@ from ..specs.job import JobSpec
 from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
+from .chains import Chains, insert_predecessors
 from .database import Database
 from .exports import Exports
 from .node_tasks import NodeTasks
@@ -46,6 +47,7 @@ class Store(JobReader):
         exports: what trackers have of the points.
         totals: what monitoring reads.
         ahead: what the start of waiting jobs is predicted from.
+        chains: jobs that come after others.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -56,6 +58,7 @@ class Store(JobReader):
         self.allocations = Allocations(self.database, clock)
         self.totals = Totals(self.database)
         self.ahead = QueueAhead(self.database)
+        self.chains = Chains(self.database)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -84,6 +87,7 @@ class Store(JobReader):
             Whether the job is new.
 
         Raises:
+            InvalidRequest: a job that it comes after does not exist, or can never complete.
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
             LimitReached: `created_by` has `max_waiting` waiting jobs.
@@ -100,7 +104,7 @@ class Store(JobReader):
                 "ranks": spec.ranks,
                 "checkpoint_dir": checkpoint_dir,
             },
-            **{"demand": Demand.of(spec).text(), "created_by": created_by},
+            **{"demand": Demand.of(spec).text(), "created_by": created_by, "blocked": int(bool(spec.after))},
         }
         with self.database.transaction() as execute:
             neighbour = execute("select_neighbour", {"ours": checkpoint_dir, "here_or_above": here_or_above}).fetchone()
@@ -115,6 +119,8 @@ class Store(JobReader):
                     raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
             if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
                 raise digest_conflict(spec.job_uuid)
+            if created:
+                insert_predecessors(execute, spec)
             if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
                 raise LimitReached(
                     f"the token {created_by!r} has {max_waiting} waiting jobs, and max_queued_jobs allows no more: "
@@ -140,7 +146,7 @@ class Store(JobReader):
 
         Raises:
             JobNotFound.
-            JobConflict: the job has not ended.
+            JobConflict: the job has not ended, or others wait for it.
         """
         key = {"job_uuid": job_uuid}
         with self.database.transaction() as execute:
@@ -154,6 +160,12 @@ class Store(JobReader):
                     f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
                     "reported that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
                 )
+            if waiting := [row["job_uuid"] for row in execute("select_needing", key)]:
+                raise JobConflict(
+                    f"job {job_uuid!r} cannot be deleted while {', '.join(waiting[:3])}"
+                    f"{' and others' if len(waiting) > 3 else ''} wait for it or use its checkpoint: delete it once "
+                    "they have ended, or cancel them first"
+                )
             set_aside(job)
             for name in (
                 "delete_tasks",
@@ -163,6 +175,7 @@ class Store(JobReader):
                 "delete_checkpoints",
                 "delete_warnings",
                 "delete_exports",
+                "delete_predecessors",
                 "delete_job",
             ):
                 execute(name, key)

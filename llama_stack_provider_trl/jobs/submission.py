@@ -20,6 +20,7 @@ from ..requests.trackers import TrackerChoice
 from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
+from .bases import find_base
 from .ownership import Ownership
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .store import Store
@@ -79,7 +80,7 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
-    job = await resolved(request, options, settings, datasets)
+    job = await resolved(request, options, settings, datasets, store)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
@@ -105,14 +106,20 @@ def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: 
     return created
 
 
-async def resolved(request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets) -> ResolvedJob:
+async def resolved(
+    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store | None
+) -> ResolvedJob:
     """Resolve a request to a job with its rows.
+
+    Args:
+        store: the jobs that the request may name as its base; None: there are none.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
         StoreError: the rows cannot be stored.
     """
-    resolution = resolve(request, options, settings)
+    named = await asyncio.to_thread(find_base, request, store) if store is not None else None
+    resolution = resolve(request, options, settings, named)
     await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     algorithm: Algorithm = resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import JobConflict, StoreError, is_exhausted
+from ..errors import InvalidRequest, JobConflict, StoreError, is_exhausted
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
 from ..system.files import RunDir, tail
@@ -26,6 +26,7 @@ from .announced import accepted
 from .attempts import Attempts
 from .cores import Held
 from .database import private_data_dir
+from .graph import Blocked
 from .housekeeping import INTERVAL, remove_unused_rows
 from .placement import Node, Queued, is_remote, place, why_waits
 from .pooling import Kind, kind_of_job
@@ -143,9 +144,15 @@ class Supervisor:
             self._guarded(job, partial(self._advance, job))
             if draining:
                 self._guarded(job, partial(self._drain, job, head.name, draining))
+        self._store.chains.advance(self._end_blocked)
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()
+
+    def _end_blocked(self, job: Blocked, state: JobState, reason: Reason | None, message: str) -> None:
+        """End a job that waits for one that will never complete."""
+        if self._store.transition(job.job_uuid, job.attempt, JobState.scheduled, state, reason, message):
+            log.warning("job %s: scheduled -> %s: %s", job.job_uuid, state, message)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -353,6 +360,8 @@ class Supervisor:
             self._attempts.start(job, task)
         except JobConflict as error:
             self._move(job, JobState.failed, Reason.invalid_request, str(error))
+        except InvalidRequest as error:
+            self._move(job, JobState.failed, Reason.invalid_model, str(error))
         except OSError as error:
             if is_exhausted(error):
                 raise  # nothing was started; the next pass starts it

@@ -208,8 +208,8 @@ class SpecPaths:
 
 
 def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPaths:
-    """Paths that the attempt of a `spec.json` reads and writes. A `model` is a text of a client: it counts only where
-    it is a directory with a model's files, outside of those in `directories` that hold our own."""
+    """Paths that the attempt of a `spec.json` reads and writes. A `model` and an adapter are texts of a client: they
+    count only where they are directories with such files, outside of those in `directories` that hold our own."""
     found = SpecPaths()
     job = spec.get("job") or {}
     reference = (job.get("dpo") or {}).get("reference") or {}
@@ -221,7 +221,7 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
     for model in _paths(job.get("model_path"), reference.get("model_path")):  # which the agent has chosen
         found.read += [model, *_links_of(model, directories)]
-    for model in _paths(job.get("model"), reference.get("model")):
+    for model in _paths(job.get("model"), reference.get("model"), (job.get("adapter") or {}).get("path")):
         if _is_model(model, directories):
             found.read += [model, *_links_of(model, directories)]
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
@@ -24,6 +24,7 @@ from .data.sampling import BatchPlan
 from .fast.model import use_rows
 from .fast.parts import in_parts
 from .fast.support import with_batches
+from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.deferred import DeferredWeights, has_placeholders
 from .model.loading import (
@@ -71,7 +72,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Policy:
-    """The model to train, as it is loaded; TRL's trainer adds the adapters."""
+    """The model to train, as it is loaded; TRL's trainer adds new adapters."""
 
     model: PreTrainedModel
     quantization: dict[str, Any] | None
@@ -79,6 +80,8 @@ class Policy:
     adapters: PeftConfig | None
     deferred: DeferredWeights | None = None
     """Its weights, where they stay in their files until it is sharded."""
+    continued: PeftModel | None = None
+    """The model with the adapter that the job continues."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,10 @@ class BuiltTrainer:
             found["quantization"] = policy.quantization
         if policy.adapters:
             found["lora_target_modules"] = sorted(policy.adapters.target_modules or ())
+        if policy.continued:
+            found["adapters"] = {
+                name: "trained" if name == DEFAULT else "frozen" for name in policy.continued.peft_config
+            }
         if data.validation_report:
             found["validation_data"] = _counts(data.validation_report)
         return found
@@ -180,13 +187,13 @@ def build_trainer(
         writer=writer,
         fencing_token=fencing_token or FencingToken(),
         require_space=require_space or partial(need_space, spec),
-        model=policy.model,
+        model=policy.continued or policy.model,
         deferred=policy.deferred,
         args=arguments(spec, device),
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
-        peft_config=policy.adapters,
+        peft_config=None if policy.continued else policy.adapters,
     )
     return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts)
 
@@ -231,7 +238,10 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     if storage.in_4_bits:
         quantization = quantize(spec, model)
     adapters = adapter_config(model, spec.lora) if spec.lora else None
-    return Policy(model, quantization, adapters, deferred)
+    trained = None
+    if adapters is not None and continues(spec):
+        trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))
+    return Policy(model, quantization, adapters, deferred, trained)
 
 
 def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:

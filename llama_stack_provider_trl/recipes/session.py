@@ -26,6 +26,7 @@ from ..system.files import RunDir
 from .build import BuiltTrainer, build_trainer
 from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .checkpoint.fencing import FencingToken
+from .checkpoint.merged_base import with_merged_base
 from .checkpoint.step import first_undamaged, need_space, step_bytes
 from .checkpoint.transfer import Disks
 from .data.sampling import BatchPlan
@@ -114,6 +115,7 @@ def _prepare(
     run_dir = RunDir(attempt.run_dir)
     require_space = partial(need_space, spec, uploads=run_dir.uploads, writer=writer)
     with heartbeat(writer):
+        spec = with_merged_base(spec, require_space)
         built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space)
         trainer = built.trainer
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)

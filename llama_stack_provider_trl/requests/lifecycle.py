@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from ..errors import InvalidRequest
+from .bases import Base
+from .bodies import JOB_UUID_PATTERN
 from .options import PRIORITIES, ProviderOptions
-from .settings import Settings
+from .settings import Request, Settings
 
 
-def resolve_lifecycle(options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+def resolve_lifecycle(request: Request, options: ProviderOptions, settings: Settings, base: Base) -> dict[str, Any]:
     return {
         "priority": PRIORITIES[options.priority or settings.priority],
         "preflight": options.preflight,
@@ -21,4 +25,24 @@ def resolve_lifecycle(options: ProviderOptions, settings: Settings) -> dict[str,
         "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
         "failover": options.failover,
         "max_duration": options.max_duration or settings.max_duration,
+        **resolve_after(request, options, base),
     }
+
+
+def resolve_after(request: Request, options: ProviderOptions, base: Base) -> dict[str, Any]:
+    """The jobs before this one; whether they exist is checked when the job is stored."""
+    after = options.after or []
+    if options.cancel_with and not after and not base.jobs:
+        raise InvalidRequest("provider_options.cancel_with", True, "it belongs to `after`: name the jobs there")
+    for number, name in enumerate(after):
+        if not re.fullmatch(JOB_UUID_PATTERN, name):
+            hint = f"{name!r} is no name of a job: send the job_uuid of jobs of this provider"
+        elif name == request.job_uuid:
+            hint = "a job cannot come after itself: leave its own name out"
+        elif name in after[:number]:
+            hint = f"job {name!r} is named twice: name each job once"
+        else:
+            continue
+        raise InvalidRequest("provider_options.after", after, hint)
+    implied = tuple(name for name in (job.job_uuid for job in base.jobs) if name not in after)
+    return {"after": (*implied, *after), "cancel_with": options.cancel_with}

@@ -14,6 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
+from .bases import Base
 from .bodies import (
     DPOAlignmentConfig,
     LoraFinetuningConfig,
@@ -23,7 +24,7 @@ from .bodies import (
 )
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .options import ProviderOptions
-from .paths import resolve_base_model, resolve_names, resolve_trust
+from .paths import resolve_base_model, resolve_trust
 from .settings import Request, Settings
 
 # Llama Stack's names (from torchtune) that differ from Hugging Face's.
@@ -36,7 +37,7 @@ INT4_GROUP_SIZES = (32, 64, 128, 256)
 
 
 def resolve_method(
-    request: Request, options: ProviderOptions, settings: Settings, warnings: list[str]
+    request: Request, options: ProviderOptions, settings: Settings, warnings: list[str], base: Base
 ) -> dict[str, Any]:
     fields: dict[str, Any]
     if isinstance(request, SupervisedFineTuneRequest):
@@ -44,11 +45,41 @@ def resolve_method(
         fields = {"algorithm": "sft", "lora": lora, "qat": resolve_qat(request)}
         refuse_dpo_options(options)
     else:
-        dpo = resolve_dpo(request, options, settings, warnings)
+        dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}
+    if base.lora is not None:
+        fields["lora"] = _continued(base.lora, fields, options)
     if fields["lora"] is None:
         _refuse_adapter_options(options)
     return {**fields, "merge_adapter": options.merge_adapter}
+
+
+def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:
+    """The settings of a continued adapter. A request may leave them out, or send the same; whether the base is in 4
+    bits, and the dropout, are its own."""
+    name = "algorithm_config" if fields["algorithm"] == "sft" else "provider_options.lora"
+    if fields.get("qat") is not None:
+        raise InvalidRequest("algorithm_config.type", "QAT", "QAT trains every weight: set adapter to 'merge'")
+    requested: LoraSpec | None = fields["lora"]
+    if requested is None:
+        _refuse_other_options(trained, options)
+        return trained.model_copy(update={"dropout": options.lora_dropout})
+    own = {"dropout": requested.dropout, "quantize_base": requested.quantize_base}
+    expected = trained.model_copy(update=own)
+    for field in LoraSpec.model_fields:
+        ours, theirs = getattr(requested, field), getattr(expected, field)
+        if ours != theirs:
+            hint = f"the adapter that is continued has {field} {theirs!r}, not {ours!r}: leave these settings out"
+            raise InvalidRequest(name, "...", hint)
+    return expected
+
+
+def _refuse_other_options(trained: LoraSpec, options: ProviderOptions) -> None:
+    for name, theirs in (("peft_method", trained.method), ("use_rslora", trained.use_rslora)):
+        ours = getattr(options, name)
+        if ours not in (theirs, ProviderOptions.model_fields[name].default):
+            hint = f"the adapter that is continued has {theirs!r}: leave it out"
+            raise InvalidRequest(f"provider_options.{name}", ours, hint)
 
 
 def _refuse_adapter_options(options: ProviderOptions) -> None:
@@ -146,7 +177,11 @@ def resolve_qat(request: SupervisedFineTuneRequest) -> QatSpec | None:
 
 
 def resolve_dpo(
-    request: PreferenceOptimizeRequest, options: ProviderOptions, settings: Settings, warnings: list[str]
+    request: PreferenceOptimizeRequest,
+    options: ProviderOptions,
+    settings: Settings,
+    warnings: list[str],
+    base: Base,
 ) -> DpoSpec:
     config = parse_fields(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
     for path, name, value, known in unknown_fields(config, "algorithm_config."):
@@ -184,17 +219,17 @@ def resolve_dpo(
         reward_scale=config.reward_scale or 1.0,
         reward_clip=config.reward_clip,
         label_smoothing=options.label_smoothing,
-        reference=_reference(options, resolve_names(request, settings)["model"], settings),
+        reference=_reference(options, base, settings),
     )
 
 
-def _reference(options: ProviderOptions, base_model: str, settings: Settings) -> ReferenceSpec:
+def _reference(options: ProviderOptions, base: Base, settings: Settings) -> ReferenceSpec:
     fields: dict[str, Any] = {}
     if options.precompute_reference:
         fields = {"precompute": True, "cache": settings.data_dir / "reference"}
     if options.reference_model is not None:
         model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
-        if model != base_model:
+        if model != base.model or base.adapter is not None:
             fields |= {"model": model, **resolve_trust(model, settings)}
     return ReferenceSpec(**fields)
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..documented import Documented
 from ..errors import InvalidRequest
+from ..specs.beginnings import AdapterUse
 from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
 from .bodies import LoraFinetuningConfig
 
@@ -134,6 +135,8 @@ class ProviderOptions(Documented):
     """Under LoRA: scale adapters by alpha / sqrt(rank) in place of alpha / rank."""
     merge_adapter: bool = False
     """Under LoRA: besides the adapter, write the base model with the adapter merged in, as checkpoint `merged`."""
+    adapter: AdapterUse | None = None
+    """Where `model` is an adapter: `continue`, train it further; `merge`, merge it into its base model first."""
     reference_model: str | None = Field(None, min_length=1)
     """DPO: the model that the trained one is compared with, a directory or a model id. Default: the base model."""
     precompute_reference: bool = False
@@ -204,6 +207,10 @@ class ProviderOptions(Documented):
     only."""
     resume_from: str | None = None
     """Resume from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
+    after: list[str] | None = Field(None, min_length=1, max_length=64)
+    """Jobs that must have completed before this one starts; one that fails, or is cancelled, fails this one."""
+    cancel_with: bool = False
+    """With `after`: this job is cancelled, and does not fail, where one of those is cancelled."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None

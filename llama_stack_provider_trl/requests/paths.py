@@ -19,15 +19,13 @@ from .options import ProviderOptions
 from .settings import Request, Settings
 
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
-RESERVED_NAMES = r"(final|merged)(\.tmp)?|checkpoint-\d+"
+RESERVED_NAMES = r"(final|merged|merged-base)(\.tmp)?|checkpoint-\d+"
 
 
 def resolve_paths(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:
-    names = resolve_names(request, settings)
     return {
         "job_uuid": resolve_job_uuid(request.job_uuid),
-        **names,
-        **resolve_trust(names["model"], settings),
+        "output_name": resolve_output_name(request),
         "checkpoint_dir": resolve_checkpoint_dir(request, settings),
         "resume_from": resolve_resume_from(options),
     }
@@ -39,20 +37,16 @@ def resolve_job_uuid(job_uuid: str) -> str:
             "job_uuid",
             job_uuid,
             "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit, and not a name that "
-            "checkpoints have (final, merged, checkpoint-7); it names a directory",
+            "checkpoints have (final, merged, merged-base, checkpoint-7); it names a directory",
         )
     return job_uuid
 
 
-def resolve_names(request: Request, settings: Settings) -> dict[str, str]:
-    """Base model and name of the result."""
-    if isinstance(request, SupervisedFineTuneRequest):
-        return {"model": resolve_base_model("model", request.model, settings), "output_name": request.job_uuid}
-    if request.model is None:
-        model = resolve_base_model("finetuned_model", request.finetuned_model, settings)
-        return {"model": model, "output_name": request.job_uuid}
-    model = resolve_base_model("model", request.model, settings)
-    return {"model": model, "output_name": request.finetuned_model or request.job_uuid}
+def resolve_output_name(request: Request) -> str:
+    """The name of the result. DPO without a `model` names the base model in `finetuned_model`."""
+    if isinstance(request, SupervisedFineTuneRequest) or request.model is None:
+        return request.job_uuid
+    return request.finetuned_model or request.job_uuid
 
 
 def resolve_trust(model: str, settings: Settings) -> dict[str, Any]:
@@ -67,10 +61,12 @@ def resolve_trust(model: str, settings: Settings) -> dict[str, Any]:
 def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
     if not model:
         raise InvalidRequest(name, model, "name the base model: a local directory or a model id such as org/name")
+    if model.startswith("job:"):
+        raise InvalidRequest(name, model, "a job is taken as the base model only: name the directory of its checkpoint")
     path = absolute_path(name, model)
     is_path = model.startswith(("/", "./", "~")) or ".." in Path(model).parts
     # Checked before the existence of anything is disclosed.
-    if (is_path or path.is_dir()) and not _may_be_read(path, settings):
+    if (is_path or path.is_dir()) and not may_be_read(path, settings):
         roots = ", ".join(map(str, settings.model_roots or ())) or "none is configured"
         raise InvalidRequest(
             name,
@@ -87,14 +83,14 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
             raise InvalidRequest(
                 name,
                 model,
-                "this directory holds a LoRA adapter, not a model; train it with provider option merge_adapter and "
-                "name its `merged` checkpoint",
+                "this directory holds an adapter, not a model; name its base model, or the `merged` checkpoint that "
+                "the provider option merge_adapter writes",
             )
         raise InvalidRequest(name, model, "the directory has no config.json; expected what save_pretrained writes")
     return str(path)
 
 
-def _may_be_read(path: Path, settings: Settings) -> bool:
+def may_be_read(path: Path, settings: Settings) -> bool:
     """Whether a request may name a model's directory: everywhere without `model_roots`; else below one of them, where
     jobs write checkpoints, and what the operator trusts by its path."""
     if settings.model_roots is None:

@@ -9,13 +9,14 @@ from ..errors import InvalidRequest
 from ..specs.job import (
     ResourcesSpec,
 )
+from .bases import Base
 from .checks import NO_SAVERS, nearest_choice
 from .options import ProviderOptions
 from .settings import Request, Settings
 
 
-def resolve_placement(request: Request, options: ProviderOptions, settings: Settings, model: str) -> dict[str, Any]:
-    device, resources = resolve_device(options, settings), resolve_resources(options, settings, model)
+def resolve_placement(request: Request, options: ProviderOptions, settings: Settings, base: Base) -> dict[str, Any]:
+    device, resources = resolve_device(options, settings), resolve_resources(options, settings, base)
     is_open = device == "auto" and resources is not None
     return {
         "device": device,
@@ -45,9 +46,11 @@ def on_reserved_cores(options: ProviderOptions, settings: Settings) -> ProviderO
     return options.model_copy(update={"device": "cpu"})
 
 
-def resolve_resources(options: ProviderOptions, settings: Settings, model: str) -> ResourcesSpec | None:
+def resolve_resources(options: ProviderOptions, settings: Settings, base: Base) -> ResourcesSpec | None:
     """What the job asks of its nodes; None: it stays on this machine."""
-    requested = options.resources
+    requested, model = options.resources, base.model
+    if base.jobs or base.adapter is not None:
+        return None  # other requests for machines are refused (`bases`)
     if requested is not None and settings.sharding is None:
         hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
         raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)

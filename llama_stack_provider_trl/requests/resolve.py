@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..specs.job import DatasetRef, JobSpec
+from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_train_share
 from .lifecycle import resolve_lifecycle
@@ -40,8 +41,13 @@ class Resolution:
         return JobSpec(dataset=dataset, validation=validation, **self.fields)
 
 
-def resolve(request: Request, options: ProviderOptions, settings: Settings) -> Resolution:
+def resolve(
+    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None
+) -> Resolution:
     """Decide everything about a job that does not depend on its rows.
+
+    Args:
+        named: the job that the request names as its base (`bases.base_job_of`).
 
     Raises:
         InvalidRequest: names the field, its value and the nearest supported one.
@@ -55,16 +61,17 @@ def resolve(request: Request, options: ProviderOptions, settings: Settings) -> R
     trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)
     warnings: list[str] = []
-    method = resolve_method(request, options, settings, warnings)
+    base = resolve_base(request, options, settings, named)
+    method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["algorithm"], method["lora"] is not None
-    paths = resolve_paths(request, options, settings)
     fields = {
+        **base.fields(),
         **method,
-        **paths,
+        **resolve_paths(request, options, settings),
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
-        **resolve_lifecycle(options, settings),
-        **resolve_placement(request, options, settings, paths["model"]),
+        **resolve_lifecycle(request, options, settings, base),
+        **resolve_placement(request, options, settings, base),
     }
     share = resolve_train_share(data)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)

@@ -62,6 +62,7 @@ class Reason(StrEnum):
     hung = "hung"
     timed_out = "timed_out"
     node_lost = "node_lost"
+    predecessor_failed = "predecessor_failed"
     no_result = "no_result"
     internal = "internal"
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+from .beginnings import AdapterSpec, BaseJob, Frozen
+from .beginnings import ResumeFrom as ResumeFrom
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
@@ -41,11 +43,7 @@ def default_dtype(device: str) -> Dtype:
     return "bf16" if device.startswith("cuda") else "fp32"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class DatasetRef(_Frozen):
+class DatasetRef(Frozen):
     """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
 
     dataset_id: str
@@ -54,7 +52,7 @@ class DatasetRef(_Frozen):
     num_rows: int
 
 
-class LoraSpec(_Frozen):
+class LoraSpec(Frozen):
     """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request; or adapters of another
     kind in the same places."""
 
@@ -78,7 +76,7 @@ class LoraSpec(_Frozen):
     """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""
 
 
-class QatSpec(_Frozen):
+class QatSpec(Frozen):
     """Quantization-aware training: torchao's fake quantization of the linear layers of every block."""
 
     quantizer_name: Quantizer
@@ -88,7 +86,7 @@ class QatSpec(_Frozen):
     """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
 
 
-class DpoSpec(_Frozen):
+class DpoSpec(Frozen):
     """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
     `kto_pair` KTO on pairs (arXiv:2402.01306).
 
@@ -105,7 +103,7 @@ class DpoSpec(_Frozen):
     reference: ReferenceSpec = ReferenceSpec()
 
 
-class OptimizerSpec(_Frozen):
+class OptimizerSpec(Frozen):
     name: OptimizerName = "adamw"
     learning_rate: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -127,7 +125,7 @@ class OptimizerSpec(_Frozen):
     """Gradients are clipped to this norm; 0 switches clipping off."""
 
 
-class EarlyStoppingSpec(_Frozen):
+class EarlyStoppingSpec(Frozen):
     """When to end a job before its last step."""
 
     patience: int = Field(gt=0)
@@ -138,7 +136,7 @@ class EarlyStoppingSpec(_Frozen):
     """Its name in the evaluations' metrics."""
 
 
-class SampleMessage(_Frozen):
+class SampleMessage(Frozen):
     """One turn of a prompt."""
 
     role: str
@@ -146,7 +144,7 @@ class SampleMessage(_Frozen):
     content: str
 
 
-class SamplesSpec(_Frozen):
+class SamplesSpec(Frozen):
     """Prompts that the model answers greedily, without a change to the training: before its first step, before each
     step checkpoint is written, and at the end."""
 
@@ -155,7 +153,7 @@ class SamplesSpec(_Frozen):
     """Tokens of an answer at most."""
 
 
-class ShardingSpec(_Frozen):
+class ShardingSpec(Frozen):
     """How several ranks hold one model: FSDP2 (torch.distributed.fsdp.fully_shard, arXiv:2304.11277), or DDP."""
 
     strategy: ShardingStrategy = "FULL_SHARD"
@@ -169,7 +167,7 @@ class ShardingSpec(_Frozen):
     """BACKWARD_PRE: fetch the next block's weights before this one's gradients are computed; BACKWARD_POST: after."""
 
 
-class ResourcesSpec(_Frozen):
+class ResourcesSpec(Frozen):
     """The resources that a job requires, per node."""
 
     nodes: int = Field(1, gt=0)
@@ -184,20 +182,10 @@ class ResourcesSpec(_Frozen):
     """Cores of the CPU that it reserves on a node; None: it gets the whole device."""
     memory_gb: float | None = Field(None, gt=0)
     """GiB of memory that a node has at least."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default={})
     """Labels that a node has, with these values."""
     model_present: bool = False
     """Only nodes that have the model in their local cache."""
-
-
-class ResumeFrom(_Frozen):
-    """A step checkpoint of another job to begin with."""
-
-    job_uuid: str
-    checkpoint: str | None = None
-    """Such as `checkpoint-6`; None: the newest."""
-    path: Path | None = None
-    """The job's own copy of it; None: not looked up yet."""
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -205,7 +193,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) or (annotation,)
 
 
-class JobSpec(_Frozen):
+class JobSpec(Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
     job_uuid: str
@@ -281,6 +269,10 @@ class JobSpec(_Frozen):
     dataloader_num_workers: int | None = Field(0, ge=0)
     """Processes per rank that prepare batches; None: 2 on cuda, else 0. The default is that of earlier releases."""
     optimizer: OptimizerSpec
+    adapter: AdapterSpec | None = None
+    """A trained adapter of `model` to begin with; None: none."""
+    bases: tuple[BaseJob, ...] = ()
+    """Jobs whose checkpoints it begins with: the one that the request names, and those below an adapter of it."""
     lora: LoraSpec | None = None
     qat: QatSpec | None = None
     dpo: DpoSpec | None = None
@@ -330,6 +322,10 @@ class JobSpec(_Frozen):
     """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None
     """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
+    after: tuple[str, ...] = ()
+    """Jobs that must have completed before this one starts."""
+    cancel_with: bool = False
+    """A cancel of one of these cancels this job; False: it fails."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""
@@ -411,7 +407,7 @@ ROWS = tuple(name for name, field in JobSpec.model_fields.items() if DatasetRef 
 """Fields of a JobSpec that name rows."""
 
 
-class AttemptSpec(_Frozen):
+class AttemptSpec(Frozen):
     """One attempt at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
 
     job: JobSpec

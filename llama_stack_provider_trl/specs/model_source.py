@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from .beginnings import Frozen
 
 
-class _SourceModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class ModelSource(_SourceModel):
+class ModelSource(Frozen):
     """Where a model and its tokenizer are read from."""
 
     model: str
@@ -29,7 +25,7 @@ class ModelSource(_SourceModel):
         return self.model if self.path is None else str(self.path)
 
 
-class ReferenceSpec(_SourceModel):
+class ReferenceSpec(Frozen):
     """DPO's reference."""
 
     model: str | None = None

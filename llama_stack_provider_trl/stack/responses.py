@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..jobs.records import AttemptRecord, CheckpointRecord, ExportRecord, JobRecord
+from ..jobs.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
 from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
@@ -62,6 +62,7 @@ def status_response(
     checkpoints: Sequence[CheckpointRecord],
     attempts: Sequence[AttemptRecord] = (),
     exports: Sequence[ExportRecord] = (),
+    chain: Chain = NO_CHAIN,
 ) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
@@ -69,7 +70,7 @@ def status_response(
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job, attempts, exports),
+        resources_allocated=resources(job, attempts, exports, chain),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -80,12 +81,17 @@ def artifacts_response(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) 
 
 
 def resources(
-    job: JobRecord, attempts: Sequence[AttemptRecord] = (), exports: Sequence[ExportRecord] = ()
+    job: JobRecord,
+    attempts: Sequence[AttemptRecord] = (),
+    exports: Sequence[ExportRecord] = (),
+    chain: Chain = NO_CHAIN,
 ) -> dict[str, Any]:
     """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
         "state": job.state.value,
         "detail": job.detail,
+        "after": [_chained(one) for one in chain.after],
+        "before": [_chained(one) for one in chain.before],
         "created_by": job.created_by or None,
         "device": job.device,
         "attempt": job.attempt,
@@ -142,6 +148,10 @@ def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:
         "log_path": str(RunDir(attempt.run_dir).log),
         **trained,
     }
+
+
+def _chained(job: ChainedJob) -> dict[str, Any]:
+    return {"job_uuid": job.job_uuid, "state": job.state and job.state.value}
 
 
 def _tracker(export: ExportRecord) -> dict[str, Any]:

@@ -42,6 +42,8 @@ _OF_A_SERVICE = (
     "failover",
     "max_duration",
     "priority",
+    "after",
+    "cancel_with",
 )
 """Provider options that a service acts on: without one they would have no effect."""
 
@@ -187,5 +189,5 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
 
     if options.validation and (ids is None or not ids.validation_dataset_id):
         raise InvalidRequest("--validation", options.validation, "the request names no validation_dataset_id.")
-    job = await resolved(request, chosen.model_copy(update={"device": device}), settings, rows)
+    job = await resolved(request, chosen.model_copy(update={"device": device}), settings, rows, None)
     return job._replace(spec=job.spec.on(device))

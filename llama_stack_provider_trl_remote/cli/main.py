@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
-    _run_file(groups.add_parser("run", help="submit the job of a file, follow it, and pull its result"))
+    _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))

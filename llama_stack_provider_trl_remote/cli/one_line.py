@@ -9,6 +9,7 @@ import secrets
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,11 +18,12 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED
+from ..pipeline import is_pipeline, place, steps_of
 from ..pull import pull
 from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
 from ..trl_client import submit_request
-from .terminal import emit
+from .terminal import emit, table
 from .watch import exit_status, watch
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -53,9 +55,11 @@ async def train(client: ServiceClient, options: Namespace) -> int:
 
 
 async def run(client: ServiceClient, options: Namespace) -> int:
-    """Submit the job of a file, follow it, and pull its result."""
+    """Submit the job of a file, follow it, and pull its result; or the jobs of a pipeline."""
     _check_pull(options)
     body = read_request(options.file)
+    if is_pipeline(body):
+        return await _run_pipeline(client, body, options)
     given = body.get("job_uuid")
     # A job that resumes from another one is another job.
     stem = str(given or ("job" if options.file == "-" else Path(options.file).stem))
@@ -67,6 +71,29 @@ async def run(client: ServiceClient, options: Namespace) -> int:
         except (TypeError, AttributeError) as error:
             raise InvalidRequest("provider_options", body["provider_options"], "expected an object.") from error
     return await _submit_and_follow(client, body, options, options.algorithm)
+
+
+async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Namespace) -> int:
+    """Submit the jobs that the service does not have yet, and follow all of them."""
+    for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint"):
+        if (value := getattr(options, name)) is not None:
+            hint = "it is for the file of one job: set it in the requests, or fetch a result with trl-remote jobs pull."
+            raise InvalidRequest(f"--{name.replace('_', '-')}", value, hint)
+    placed = await place(client, steps_of(body))
+    if options.json:
+        print(json.dumps([asdict(one) for one in placed]), flush=True)
+    else:
+        rows = [
+            (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {one.state}") for one in placed
+        ]
+        print(table(("job", "job_uuid", "state"), rows), flush=True)
+    if options.detach:
+        return 0
+    ended = await watch(client, [one.job_uuid for one in placed], options.interval, as_json=options.json)
+    for status in ended:
+        if status["status"] != "completed":
+            print(f"trl-remote: {_ending(status)}", file=sys.stderr)
+    return exit_status(ended)
 
 
 async def resume(client: ServiceClient, options: Namespace) -> int:

@@ -22,7 +22,8 @@ def job_line(job: dict[str, Any]) -> str:
     state = job.get("state") or job.get("status") or "?"
     steps = f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
     created = str(job.get("scheduled_at") or "")[:19].replace("T", " ")
-    return f"{created:<19}  {state:<11}  {steps:>11}  {job['job_uuid']}"
+    waits = f"  {job['detail']}" if state == "scheduled" and job.get("detail") else ""
+    return f"{created:<19}  {state:<11}  {steps:>11}  {job['job_uuid']}{waits}"
 
 
 def progress_line(status: dict[str, Any]) -> str:

@@ -20,14 +20,14 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.system.logs import AGENT_LOG, DIRECTORY, LogLevel, Unsent, start_logging
-from llama_stack_provider_trl.system.process import hide_from_other_processes
+from llama_stack_provider_trl.system.process import hide_from_other_processes, usable_cpus
 
 from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
 from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
-from .identity import NodeError, machine_id, node_name, node_report, reachable_address, usable_cpus
+from .identity import NodeError, machine_id, node_name, node_report, reachable_address
 from .load import LoadMeter
 from .models import Models
 from .ollama import ollama_models

@@ -7,10 +7,11 @@ import os
 import socket
 
 from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..nodes.discovery.mdns import announce, own_addresses
 from ..nodes.discovery.sightings import Sighting, literal_addresses, machine_hash
-from ..nodes.identity import machine_id, usable_cpus
+from ..nodes.identity import machine_id
 from .context import Service
 
 

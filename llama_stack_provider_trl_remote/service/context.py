@@ -258,7 +258,7 @@ class Service(StoredJobs):
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
         options = ProviderOptions.parse(job.provider_options)
-        return await resolved(request, options, self.for_jobs, self._rows(job))
+        return await resolved(request, options, self.for_jobs, self._rows(job), self.store)
 
     def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
         """The source of the rows for a body's dataset ids."""

@@ -67,12 +67,13 @@ class StoredJobs:
         return queue_page(self.store, state, search, limit, offset, self.nodes())
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by four point reads. Raises JobNotFound."""
+        """The status of a job, by six point reads. Raises JobNotFound."""
         store = self.store
         with store.snapshot():
             return status_response(
                 *(store.get(job_uuid), store.checkpoints(job_uuid)),
                 *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
+                chain=store.chains.of_job(job_uuid),
             )
 
     async def cancel(self, job_uuid: str) -> None:

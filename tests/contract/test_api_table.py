@@ -23,7 +23,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.trackers import TrackerSettings
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.stack import responses as our_responses
-from tests.tiny import REPOSITORY
+from tests.tiny import REPOSITORY, tiny_adapter
 
 pytestmark = pytest.mark.contract
 
@@ -335,6 +335,7 @@ OPTION_ASKS: dict[str, Try] = {
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
     "use_rslora": Try(True, around={"algorithm_config": LORA}),
     "merge_adapter": Try(True, around={"algorithm_config": LORA}),
+    "adapter": Try("continue", around={"model": str(tiny_adapter())}, options={"adapter": "merge"}),
     "reference_model": Try("org/another", "dpo"),
     "precompute_reference": Try(True, "dpo"),
     "max_seq_length": Try(77),
@@ -362,6 +363,8 @@ OPTION_ASKS: dict[str, Try] = {
     "nproc_per_node": Try(2),
     "resources": Try({"cpus": 4}),
     "resume_from": Try("job-0/checkpoint-6"),
+    "after": Try(["job-0"]),
+    "cancel_with": Try(True, options={"after": ["job-0"]}),
     "preflight": Try("warn"),
     "device": Try("cuda:1"),
 }

@@ -286,12 +286,16 @@ print(os.path.exists(f"/proc/{{os.getpid()}}/status"))
     assert (cache / "downloaded").read_text() == "weights"
 
 
+@pytest.mark.parametrize("field", ["model", "adapter"])
 @pytest.mark.parametrize("model", ["jobs/other/attempts/1", "jobs", "", "datasets"])
-def test_a_job_that_names_our_own_directories_as_its_model_does_not_see_them(site: Site, model: str) -> None:
+def test_a_job_that_names_our_own_directories_as_its_model_does_not_see_them(
+    site: Site, model: str, field: str
+) -> None:
     for directory in ("jobs/other/attempts/1", "jobs", "", "datasets"):
         (site.data / directory / "config.json").write_text("{}")
     named = site.data / model
-    task = site.task(f"{SHEBANG}\nimport os\nprint(os.path.exists('{named}/config.json'))", model=str(named))
+    given: dict[str, Any] = {field: str(named) if field == "model" else {"path": str(named), "use": "continue"}}
+    task = site.task(f"{SHEBANG}\nimport os\nprint(os.path.exists('{named}/config.json'))", **given)
     ran(site.launcher(), task)
     assert RunDir(task.run_dir).log.read_text() == "False\n"
 

@@ -293,10 +293,13 @@ def test_an_upgrade_begins_with_what_the_jobs_of_the_database_have_done(world: W
                 "DROP TRIGGER attempt_ended",
                 "DROP TABLE totals",
                 "DROP TABLE loads",
+                "DROP TABLE predecessors",
+                "DROP INDEX jobs_blocked",
             ),
             *(
                 "ALTER TABLE warnings DROP COLUMN step",
                 "ALTER TABLE jobs DROP COLUMN tokens",
+                "ALTER TABLE jobs DROP COLUMN blocked",
                 "PRAGMA user_version = 6",
             ),
         ):

@@ -92,3 +92,13 @@ def test_where_no_machine_can_serve_a_job_nothing_is_predicted() -> None:
     assert predict([waiting("next", 1)], closed, {}, [], NOW) == {
         "next": PredictedStart(None, "no machine that takes jobs now can serve it")
     }
+
+
+def test_a_job_that_comes_after_others_starts_when_their_steps_are_done() -> None:
+    after = waiting("after", 1)._replace(after=frozenset({"runs"}))
+    later = waiting("later", 2)._replace(after=frozenset({"paused"}))
+    at_work = [running("runs", StepPace(30, 2.0, NOW - 1))]
+    assert starts([after, later], {"cuda:0": "runs"}, at_work, TWO) == {
+        "after": 59.0,
+        "later": "it waits for job paused",
+    }

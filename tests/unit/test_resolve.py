@@ -460,7 +460,7 @@ def test_a_job_whose_directory_would_be_the_data_directory_or_hold_it_is_refused
 
 def test_an_adapter_directory_as_base_model_is_refused_with_the_way_out(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="merge_adapter"):
+    with pytest.raises(InvalidRequest, match="set the provider option adapter"):
         resolve(sft(model=str(tmp_path)), ProviderOptions(), settings)
 
 
@@ -483,7 +483,7 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert read & ProviderOptions.model_fields.keys() == set()
     written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert written & JobSpec.model_fields.keys() == {"algorithm", "lora", "model"}
+    assert written & JobSpec.model_fields.keys() == {"algorithm", "lora"}
 
 
 @pytest.mark.parametrize(

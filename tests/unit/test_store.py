@@ -518,7 +518,7 @@ def test_checkpoint_directories_beside_each_other_are_free(store: Store) -> None
         assert store.add_job(job_spec(f"job-{number}", checkpoint_dir=Path("/out") / name), "digest")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 8, 10])
 def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, version: int) -> None:
     path = tmp_path / "jobs.db"
     store = Store(path)
@@ -589,6 +589,12 @@ def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
 def rewind(connection: sqlite3.Connection, version: int) -> None:
     """Make a database of the present schema one of an earlier version."""
     connection.execute("DROP VIEW job_records")
+    connection.execute("DROP TABLE predecessors")
+    connection.execute("DROP INDEX jobs_blocked")
+    connection.execute("ALTER TABLE jobs DROP COLUMN blocked")
+    if version == 10:
+        connection.execute("PRAGMA user_version = 10")
+        return
     connection.execute("DROP TABLE samples")
     if version == 8:
         connection.execute("PRAGMA user_version = 8")

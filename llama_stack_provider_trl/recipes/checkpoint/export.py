@@ -200,7 +200,7 @@ def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], No
             state[name] = whole
     if ranks.rank() != 0:
         return {}
-    model.save_pretrained(directory, state_dict=state)
+    model.save_pretrained(directory, selected_adapters=["default"], state_dict=state)
     return {name: digest(weight) for name, weight in get_peft_model_state_dict(model, state_dict=state).items()}
 
 

@@ -220,7 +220,12 @@ class Saver:
             if ranks.rank() == 0:
                 # Without weights: the configuration and other files of a model that transformers loads.
                 if isinstance(model, PeftModel):
-                    model.save_pretrained(staging, state_dict=_untrained(model), save_embedding_layers=False)
+                    model.save_pretrained(
+                        staging,
+                        selected_adapters=["default"],
+                        state_dict=_untrained(model),
+                        save_embedding_layers=False,
+                    )
                 else:
                     model.save_pretrained(staging, state_dict={})
                 tokenizer.save_pretrained(staging)

@@ -119,8 +119,7 @@ def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if isinstance(model.base_model, VeraModel):
         for name in ("vera_A", "vera_B"):
-            shared = getattr(model.base_model, name)
-            found |= {f"base_model.{name}.{adapter}": matrix for adapter, matrix in shared.items()}
+            found[f"base_model.{name}.default"] = getattr(model.base_model, name)["default"]
     return found
 
 

@@ -29,6 +29,7 @@ from ...specs.model_source import ModelSource
 from ...specs.moments import elements_in_8_bits
 from ..fast.layout import Group, Layout
 from ..fast.model import use_rows
+from ..model.adapters import REFERENCE, has_reference_adapter
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
@@ -239,7 +240,16 @@ class _LiveMemory(TorchDispatchMode):
 
 def _key(spec: JobSpec) -> str:
     """The inputs of a trace, as a key: other fields of a job do not change it."""
-    relevant = {"model", "revision", "trust_remote_code", "algorithm", "dtype", "gradient_checkpointing", "lora"}
+    relevant = {
+        "model",
+        "revision",
+        "trust_remote_code",
+        "algorithm",
+        "dtype",
+        "gradient_checkpointing",
+        "lora",
+        "adapter",
+    }
     relevant |= {
         "padding_free",
         "checkpoint_every",
@@ -399,6 +409,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if spec.qat:
                 quantize(spec, model)
             trained: Any = get_peft_model(model, adapter_config(model, spec.lora)) if spec.lora else model
+            if has_reference_adapter(spec):
+                trained.add_adapter(REFERENCE, copy.deepcopy(trained.peft_config["default"]))
             reference = _shallow_reference(spec) if _has_other_reference(spec) else None
         stack.enter_context(traced_attention(packed=spec.packed and not spec.uses_flash_kernels))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

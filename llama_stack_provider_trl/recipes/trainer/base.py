@@ -25,6 +25,7 @@ from ..checkpoint.transfer import Disks
 from ..data.lengths import num_rows, row_lengths
 from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
+from ..model.adapters import continues, read_weights
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
@@ -79,6 +80,8 @@ class RecipeTrainer(Trainer):
         keep_allocator_cache(self)
         if spec.lora and spec.lora.quantize_base:
             keep_adapters_in_fp32(self.model)
+            if continues(spec):
+                read_weights(spec, self.model)  # TRL has rounded them to bf16
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
         self._chooses_gradient_sync, self._deferred = chooses_gradient_sync, deferred
         self.notes: dict[str, Any] = {}

@@ -20,11 +20,12 @@ from trl import DPOTrainer
 
 from ...specs.job import DpoSpec, JobSpec
 from ..fast.batches import FlatPairs
+from ..model.adapters import DEFAULT, REFERENCE
 from ..model.fsdp import is_sharded
 from .base import RecipeTrainer
 from .pairs import PaddedPairs
 from .reference import NoReference, is_needed, load_reference, precomputes
-from .trl_patches import PreparedDatasets, without_adapter
+from .trl_patches import PreparedDatasets, with_adapter, without_adapter
 
 
 def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
@@ -75,9 +76,9 @@ def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
 def _set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
     """TRL switches off all dropout. The policy differs from its reference by the adapter, so that of adapters stays."""
     for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
-        for dropout in layer.lora_dropout.values():
-            if isinstance(dropout, torch.nn.Dropout):
-                dropout.p = probability
+        dropout = dict(layer.lora_dropout).get(DEFAULT)
+        if isinstance(dropout, torch.nn.Dropout):
+            dropout.p = probability
 
 
 def _real(lengths: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,8 @@ def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
 
 
 class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
-    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off.
+    """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off, or
+    as it was in the beginning where that was trained before.
 
     Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
     """
@@ -176,7 +178,10 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         forward = self._batches.forward_arguments(model, inputs)
         adapter_off: AbstractContextManager[Any] = nullcontext()
         if self.ref_model is None and is_peft_model(self.model):
-            adapter_off = without_adapter(self.accelerator.unwrap_model(self.model))
+            policy = self.accelerator.unwrap_model(self.model)
+            adapter_off = (
+                with_adapter(policy, REFERENCE) if REFERENCE in policy.peft_config else without_adapter(policy)
+            )
         elif self.ref_model is None and self.state.global_step > 0:  # at step 0 it is still the base model
             raise AssertionError("full fine-tuning without a reference model")
         with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off, self.scoring():

@@ -1,7 +1,7 @@
 """DPO's reference: the frozen model that the policy is compared with.
 
-It is the base model (under LoRA the policy with its adapter switched off, else a second, frozen copy), or another
-model that the job names.
+It is the base model (under LoRA the policy with its adapter switched off, else a second, frozen copy), the policy with
+the adapter that it began with, or another model that the job names.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..distributed import ranks
 from ..fast.model import use_rows
+from ..model.adapters import frozen, has_reference_adapter
 from ..model.attention import set_attention
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import describe, is_sharded, shard_frozen
@@ -85,12 +86,11 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
         use_rows(model)
     check_length(model, spec.max_seq_length)
     fuse_head(model, outputs=("log_probs",))
+    deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
+    scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model
     if not is_sharded(spec):
-        return model
-    if storage.is_deferred:
-        sharded = shard_frozen(model, accelerator, DeferredWeights(model, storage.dtype, device).fully_shard)
-    else:
-        sharded = shard_frozen(model, accelerator)
+        return scored
+    sharded = shard_frozen(scored, accelerator, deferred.fully_shard) if deferred else shard_frozen(scored, accelerator)
     move_constants(sharded, device)
     return sharded
 
@@ -170,7 +170,13 @@ class Precomputation:
             device=self._trainer.args.device.type,
             # Where bf16 rounds depends on it; entries of earlier releases have none.
             precision="units" if is_sharded(self._spec) and self._spec.dtype != "fp32" else "autocast",
+            **self._adapter_of_key(cache),
         )
+
+    def _adapter_of_key(self, cache: LogProbCache) -> dict[str, str]:
+        """The adapter of the reference, by its content; keys of references without one have no such entry."""
+        adapter = self._spec.adapter
+        return {"adapter": cache.content(adapter.path)} if adapter and has_reference_adapter(self._spec) else {}
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()

@@ -53,7 +53,7 @@ class LogProbCache:
             rows: the token ids, as bytes. What decided them (tokenizer, chat template, truncation) is in them.
             settings: other inputs that determine the numbers; JSON values.
         """
-        weights = self._content(Path(model)) if Path(model).is_dir() else commit and f"{model}@{commit}"
+        weights = self.content(Path(model)) if Path(model).is_dir() else commit and f"{model}@{commit}"
         if not weights:
             return None
         digest = hashlib.sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode())
@@ -101,7 +101,7 @@ class LogProbCache:
             if total > KEEP_BYTES or now - used > KEEP_SECONDS:
                 path.unlink(missing_ok=True)
 
-    def _content(self, model: Path) -> str:
+    def content(self, model: Path) -> str:
         """Digest of the files of a model's directory. A file is read again when its inode, size or time differs."""
         remembered = self._remembered()
         known, parts = dict(remembered), []

@@ -177,6 +177,25 @@ def without_adapter(model: Any) -> AbstractContextManager[Any]:
     return use_adapter(model, adapter_name=None)
 
 
+@contextmanager
+def with_adapter(model: Any, name: str) -> Iterator[None]:
+    """While this is open, a PEFT model computes with another of its adapters, without a gradient.
+
+    PEFT's `set_adapter` also changes which parameters have a gradient, in the middle of a step and under FSDP2's units.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    active = [layer._active_adapter for layer in layers]
+    try:
+        for layer in layers:
+            layer._active_adapter = [name]
+        yield
+    finally:
+        for layer, before in zip(layers, active, strict=True):
+            layer._active_adapter = before
+
+
 class PreparedDatasets:
     """A mixin before `trl.DPOTrainer`, whose datasets are tokenized already. SFTTrainer has an argument for that."""
 

@@ -1,0 +1,50 @@
+"""Finds the job that a request names as its base, and checks its checkpoint when the job starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import InvalidRequest, JobNotFound
+from ..requests.bases import NamedJob, base_job_of
+from ..requests.settings import Request
+from ..specs.beginnings import MERGED_BASE
+from ..specs.job import JobSpec
+from ..system.files import is_whole
+from .states import JobState
+from .store import Store
+
+
+def find_base(request: Request, store: Store) -> NamedJob | None:
+    """The job that `model` names as `job:NAME`; None: it names none, or there is no such job.
+
+    Raises:
+        InvalidRequest: that is no name of a job.
+    """
+    job_uuid = base_job_of(request)
+    if job_uuid is None:
+        return None
+    try:
+        job = store.get(job_uuid)
+    except JobNotFound:
+        return None
+    names = tuple(checkpoint.path.name for checkpoint in store.checkpoints(job_uuid))
+    return NamedJob(job.spec, job.state is JobState.completed, names)
+
+
+def check_base(spec: JobSpec) -> None:
+    """Return if the checkpoint that a job begins with is complete on disk.
+
+    Raises:
+        InvalidRequest: names the job and the checkpoint.
+    """
+    if not spec.bases:
+        return
+    named = spec.bases[0]
+    model, adapter = Path(spec.model), spec.adapter
+    ours = model.name == MERGED_BASE or len(spec.bases) > 1  # else an adapter's base is a model like any other
+    directories = [model] if adapter is None else [adapter.path, *([model] if ours else [])]
+    for directory in directories:
+        if not is_whole(directory):
+            value = f"job:{named.job_uuid}/{named.checkpoint}"
+            hint = f"{directory} is damaged or gone: train job {named.job_uuid!r} again, or name another checkpoint"
+            raise InvalidRequest("model", value, hint)

@@ -1,0 +1,88 @@
+"""Trained adapters that a job continues (those that it merges: `recipes.checkpoint.merged_base`).
+
+A continued adapter is `default` in the model, as every trained one. Where DPO compares the policy with what it was in
+the beginning, a frozen copy is there too, as `reference`: switched off, the adapter would leave the bare base model.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from .loading import adapter_config
+
+DEFAULT, REFERENCE = "default", "reference"
+_FILE = "adapter_model.safetensors"
+
+
+def continues(spec: JobSpec) -> bool:
+    """Whether the job trains an adapter that was trained before."""
+    return spec.adapter is not None and spec.adapter.use == "continue"
+
+
+def has_reference_adapter(spec: JobSpec) -> bool:
+    """Whether DPO's reference is the adapter as it was in the beginning."""
+    return continues(spec) and spec.dpo is not None and spec.dpo.reference.model is None
+
+
+def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:
+    """The model with the adapter that the job continues, its weights read.
+
+    Args:
+        reference: add the frozen copy.
+
+    Raises:
+        JobFailure: invalid_model, where the adapter's file is missing, damaged, or of other modules or another rank.
+    """
+    with torch.random.fork_rng():  # what it begins with is read from the file
+        adapted: PeftModel = get_peft_model(model, config)
+        if reference:
+            adapted.add_adapter(REFERENCE, copy.deepcopy(config))
+    for name, weight in adapted.named_parameters():
+        if f".{REFERENCE}" in name:
+            weight.requires_grad_(False)
+    read_weights(spec, adapted)
+    return adapted
+
+
+def read_weights(spec: JobSpec, model: PeftModel) -> None:
+    """Read the weights of the adapter that the job continues, into the trained one and into the frozen copy."""
+    assert spec.adapter is not None
+    try:
+        found = load_file(spec.adapter.path / _FILE)
+    except (OSError, SafetensorError) as error:
+        raise unusable(spec.adapter.path, f"its weights cannot be read: {error}") from error
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if strange := sorted(found.keys() ^ expected.keys()):
+        raise unusable(
+            spec.adapter.path, f"{len(strange)} weights are in only one of it and this model, such as {strange[0]}"
+        )
+    if wrong := [name for name in sorted(found) if found[name].shape != expected[name].shape]:
+        shapes = f"{[*found[wrong[0]].shape]}, and {[*expected[wrong[0]].shape]} in this model"
+        raise unusable(spec.adapter.path, f"{wrong[0]} is {shapes}")
+    for adapter in model.peft_config:
+        set_peft_model_state_dict(model, found, adapter_name=adapter)
+
+
+def frozen(spec: JobSpec, model: PreTrainedModel) -> PeftModel:
+    """A reference model of its own with the adapter that the job continues."""
+    assert spec.lora is not None
+    return continued(spec, model, adapter_config(model, spec.lora), reference=False).requires_grad_(False)
+
+
+def unusable(path: Path, problem: str) -> JobFailure:
+    """The failure of a job whose adapter cannot be used, with the problem as a sentence's end."""
+    return JobFailure(
+        Reason.invalid_model,
+        f"adapter {str(path)!r}: {problem}. Name an adapter that was trained on this base model, with the same LoRA "
+        "settings.",
+    )

@@ -1,0 +1,252 @@
+"""Resolves what a job begins with: a model, a checkpoint of another job (`job:NAME`), or a trained adapter.
+
+The files of a checkpoint need not exist yet: the job waits for the other one, and its paths follow from that job's
+specification.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..specs.beginnings import MERGED_BASE, AdapterSpec, BaseJob
+from ..specs.job import JobSpec, LoraSpec
+from .bodies import JOB_UUID_PATTERN, SupervisedFineTuneRequest
+from .options import ProviderOptions
+from .paths import absolute_path, may_be_read, resolve_base_model, resolve_trust
+from .settings import Request, Settings
+
+PREFIX = "job:"
+_CHECKPOINT = r"final|merged|checkpoint-\d{1,12}"
+_CONFIG = "adapter_config.json"
+_MAX_CONFIG = 1 << 20
+"""Bytes."""
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "init_lora_weights": (True, False, "gaussian"),
+}
+"""Settings of PEFT's LoRA with values that make no difference to an adapter that is trained; see `_lora_of`."""
+_EMPTY = (
+    *("alpha_pattern", "exclude_modules", "layer_replication", "layers_to_transform", "lora_bias", "megatron_config"),
+    *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+)
+"""Settings of PEFT's LoRA that a job has no field for."""
+
+
+@dataclass(frozen=True)
+class NamedJob:
+    """The job that a request names as its base."""
+
+    spec: JobSpec
+    completed: bool
+    checkpoints: tuple[str, ...]
+    """Names of its listed checkpoints."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a job begins with."""
+
+    model: str
+    trust: dict[str, Any] = field(default_factory=dict)
+    adapter: AdapterSpec | None = None
+    lora: LoraSpec | None = None
+    """Settings of an adapter that is continued."""
+    jobs: tuple[BaseJob, ...] = ()
+    """Whose checkpoints it reads: the one that the request names, and those below an adapter of it."""
+
+    def fields(self) -> dict[str, Any]:
+        return {"model": self.model, **self.trust, "adapter": self.adapter, "bases": self.jobs}
+
+
+def named_base(request: Request) -> tuple[str, str | None]:
+    """The field that names the base model, and its value."""
+    if not isinstance(request, SupervisedFineTuneRequest) and request.model is None:
+        return "finetuned_model", request.finetuned_model
+    return "model", request.model
+
+
+def base_job_of(request: Request) -> str | None:
+    """The job that the base model names as `job:NAME`; None: it names none.
+
+    Raises:
+        InvalidRequest: that is no name of a job.
+    """
+    name, value = named_base(request)
+    if value is None or not value.startswith(PREFIX):
+        return None
+    job_uuid = value.removeprefix(PREFIX).partition("/")[0]
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or value.endswith("/"):
+        raise InvalidRequest(name, value, "send job:NAME, or job:NAME/CHECKPOINT, such as job:sft-1/checkpoint-100")
+    if job_uuid == request.job_uuid:
+        raise InvalidRequest(name, value, "a job cannot begin with its own result: name another job")
+    return job_uuid
+
+
+def resolve_base(request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None) -> Base:
+    """Decide what a job begins with.
+
+    Args:
+        named: the job of `base_job_of`.
+
+    Raises:
+        InvalidRequest.
+    """
+    name, value = named_base(request)
+    if base_job_of(request) is not None:
+        assert value is not None
+        if named is None:
+            raise InvalidRequest(name, value, "there is no such job here: submit it first, or correct its name")
+        base = _of_job(name, value, named, options, settings)
+    elif value and (found := _adapter_config(name, value, settings)) is not None:
+        base = _of_adapter(name, value, found, options, settings)
+    else:
+        model = resolve_base_model(name, value, settings)
+        base = Base(model, resolve_trust(model, settings))
+    if options.adapter is not None and base.adapter is None:
+        hint = f"{name} is a model and no adapter: leave it out, or name an adapter or a job that trained one"
+        raise InvalidRequest("provider_options.adapter", options.adapter, hint)
+    if base.adapter is not None:
+        _refuse_other_machines(name, value, options, settings)
+    return base
+
+
+def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, settings: Settings) -> Base:
+    job = named.spec
+    checkpoint = _checkpoint(name, value, named, wants_adapter=options.adapter is not None)
+    path, base_job = job.checkpoint_dir / checkpoint, BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
+    if job.lora is None or checkpoint == "merged":
+        if options.adapter is not None:
+            hint = f"{value} is a whole model and no adapter: leave it out"
+            raise InvalidRequest("provider_options.adapter", options.adapter, hint)
+        _refuse_other_machines(name, value, options, settings)
+        return Base(str(path), resolve_trust(str(path), settings), jobs=(base_job,))
+    if options.adapter is None:
+        raise InvalidRequest(
+            name,
+            value,
+            f"job {job.job_uuid!r} trains an adapter: set the provider option adapter to 'continue' (train it further) "
+            "or 'merge' (into its base model)",
+        )
+    model, below = job.model, job.bases
+    if job.adapter is not None and job.adapter.use == "merge":
+        model, below = str(job.checkpoint_dir / MERGED_BASE), ()
+    return Base(
+        model,
+        resolve_trust(job.model, settings) if model == job.model else {},
+        AdapterSpec(path=path, use=options.adapter),
+        job.lora if options.adapter == "continue" else None,
+        (base_job, *below),
+    )
+
+
+def _checkpoint(name: str, value: str, named: NamedJob, *, wants_adapter: bool) -> str:
+    """The name of the checkpoint that a base names, or of the one that is meant where it names none."""
+    job = named.spec
+    given = value.removeprefix(PREFIX).partition("/")[2]
+    exports = ["final", "merged"] if job.lora and job.merge_adapter else ["final"]
+    if not given:
+        return "final" if wants_adapter else exports[-1]
+    checkpoint = given.removeprefix(f"{job.output_name}-")
+    if not re.fullmatch(_CHECKPOINT, checkpoint):
+        hint = (
+            f"{given!r} is no checkpoint: name final, merged or checkpoint-N, or an identifier of the job's checkpoints"
+        )
+        raise InvalidRequest(name, value, hint)
+    if checkpoint == "merged" and checkpoint not in exports:
+        hint = f"job {job.job_uuid!r} writes no checkpoint 'merged': it has {', '.join(exports)}"
+        raise InvalidRequest(name, value, hint)
+    if named.completed and checkpoint not in named.checkpoints:
+        hint = f"job {job.job_uuid!r} has no checkpoint {checkpoint!r}: it has {', '.join(named.checkpoints) or 'none'}"
+        raise InvalidRequest(name, value, hint)
+    return checkpoint
+
+
+def _adapter_config(name: str, value: str, settings: Settings) -> dict[str, Any] | None:
+    """PEFT's configuration in a directory that holds an adapter and no model; None: it is none, or may not be read."""
+    path = absolute_path(name, value)
+    if not path.is_dir() or not may_be_read(path, settings) or (path / "config.json").is_file():
+        return None
+    file = path / _CONFIG
+    if not file.is_file():
+        return None
+    try:
+        if file.stat().st_size > _MAX_CONFIG:
+            raise ValueError("it is larger than 1 MiB")
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("expected a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(name, value, f"its {_CONFIG} cannot be read: {error}") from error
+    return found
+
+
+def _of_adapter(name: str, value: str, config: dict[str, Any], options: ProviderOptions, settings: Settings) -> Base:
+    if options.adapter is None:
+        raise InvalidRequest(
+            name,
+            value,
+            "this directory holds an adapter, not a model: set the provider option adapter to 'continue' (train it "
+            "further) or 'merge' (into its base model)",
+        )
+    lora = _lora_of(name, value, config)
+    under = config.get("base_model_name_or_path")
+    if not isinstance(under, str) or config.get("revision"):
+        hint = f"its {_CONFIG} names no base model without a revision: name the model in base_model_name_or_path"
+        raise InvalidRequest(name, value, hint)
+    try:
+        model = resolve_base_model(name, under, settings)
+    except InvalidRequest as error:
+        raise InvalidRequest(name, value, f"its base model {under!r} cannot be used: {error.hint}") from error
+    adapter = AdapterSpec(path=absolute_path(name, value), use=options.adapter)
+    return Base(model, resolve_trust(model, settings), adapter, lora if options.adapter == "continue" else None)
+
+
+def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
+    """The settings of an adapter on disk. What a job has no field for is refused by name."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        hint = f"its peft_type is {str(kind)[:40]!r}, expected 'LORA'; adapters of other kinds are taken as job:NAME"
+        raise InvalidRequest(name, value, hint)
+    for key, allowed in _WITHOUT_EFFECT.items():
+        if config.get(key, allowed[0]) not in allowed:
+            found = str(config[key])[:40]
+            hint = f"its {_CONFIG} has {key} {found!r}, expected {allowed[0]!r}: no job trains such an adapter"
+            raise InvalidRequest(name, value, hint)
+    for key in _EMPTY:
+        if config.get(key):
+            raise InvalidRequest(name, value, f"its {_CONFIG} sets {key}, which no job's adapter has: name another one")
+    modules = config.get("target_modules")
+    if not isinstance(modules, list) or not modules or not all(isinstance(one, str) and one for one in modules):
+        raise InvalidRequest(name, value, f"target_modules in its {_CONFIG} is no list of names of modules")
+    try:
+        return LoraSpec.model_validate(
+            {
+                "target_modules": tuple(sorted(modules)),
+                "rank": config.get("r"),
+                "alpha": config.get("lora_alpha"),
+                "dropout": config.get("lora_dropout") or 0.0,
+                "use_rslora": bool(config.get("use_rslora")),
+                "use_dora": bool(config.get("use_dora")),
+            }
+        )
+    except ValueError as error:
+        hint = f"r, lora_alpha or lora_dropout in its {_CONFIG} is out of range: {str(error).splitlines()[-1].strip()}"
+        raise InvalidRequest(name, value, hint) from error
+
+
+def _refuse_other_machines(name: str, value: str | None, options: ProviderOptions, settings: Settings) -> None:
+    """Checkpoints of jobs, and adapters, are on the service's own machine, and so is a job that begins with one."""
+    requested = {} if options.resources is None else options.resources.model_dump(exclude_unset=True)
+    if options.resources is not None and requested != {"nodes": 1}:
+        field_, found = "provider_options.resources", requested
+    elif options.resources is None and settings.nodes > 1:
+        field_, found = "provider_options.resources.nodes", {"nodes": settings.nodes}
+    else:
+        return
+    hint = f"{name} {value!r} is on the service's machine only, where the job trains then: send {{'nodes': 1}}"
+    raise InvalidRequest(field_, found, hint)

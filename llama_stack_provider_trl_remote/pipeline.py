@@ -1,0 +1,213 @@
+"""Several jobs of one file, in the order in which they depend on one another, each under a name that its inputs decide.
+
+A pipeline is `{"jobs": {NAME: REQUEST, ...}}`. In a request, `after` and `model: job:NAME` name jobs of the file. The
+job_uuid of each is its name with a digest of its request, of the rows that it names and of the jobs before it. So what
+was trained already is found by its name, and is not trained again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
+from llama_stack_provider_trl.jobs.graph import cycle
+
+from .client import ServiceClient
+from .trl_client import submit_request
+
+Json = dict[str, Any]
+JOBS = "jobs"
+"""Key of a file that makes it a pipeline."""
+_PREFIX = "job:"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_DIGITS = 12
+"""Of a digest in a name."""
+_TRIES = 100
+"""Jobs of one name that may have failed or been cancelled."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A job of a pipeline."""
+
+    name: str
+    request: Json
+    after: tuple[str, ...]
+    """Jobs of the file before it."""
+    dataset_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A step on the service."""
+
+    name: str
+    job_uuid: str
+    is_new: bool
+    """Whether it was submitted; else it was there."""
+    state: str
+    """As it was then."""
+
+
+def is_pipeline(body: Mapping[str, Any]) -> bool:
+    return JOBS in body
+
+
+def steps_of(body: Mapping[str, Any]) -> list[Step]:
+    """The jobs of a pipeline, each after those that it depends on.
+
+    Raises:
+        InvalidRequest: names the job and the field.
+    """
+    if unknown := sorted(body.keys() - {JOBS}):
+        raise InvalidRequest(unknown[0], "...", f"a pipeline has the key {JOBS!r} and no other")
+    jobs = body[JOBS]
+    if not isinstance(jobs, Mapping) or not jobs:
+        raise InvalidRequest(JOBS, jobs, "expected an object: the name of each job, and its request")
+    steps = {name: _step(name, request, jobs.keys()) for name, request in jobs.items()}
+    if found := cycle({name: step.after for name, step in steps.items()}):
+        raise InvalidRequest(
+            JOBS, " -> ".join(found), "these jobs wait for one another: leave one of them out of `after`"
+        )
+    ordered: list[Step] = []
+    while len(ordered) < len(steps):
+        done = {step.name for step in ordered}
+        ordered += [step for step in steps.values() if step.name not in done and done.issuperset(step.after)]
+    return ordered
+
+
+def digest_of(step: Step, rows: Mapping[str, Any], before: Mapping[str, str]) -> str:
+    """The digest of a job's inputs.
+
+    Args:
+        rows: dataset -> what identifies its rows.
+        before: job of the file -> its digest.
+    """
+    document = [
+        step.request,
+        {name: rows[name] for name in step.dataset_ids},
+        {name: before[name] for name in step.after},
+    ]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def resolved(step: Step, job_uuid: str, names: Mapping[str, str]) -> Json:
+    """The request as the service takes it.
+
+    Args:
+        names: job of the file -> its job_uuid.
+    """
+    request = copy.deepcopy(step.request)
+    request["job_uuid"] = job_uuid
+    for field in ("model", "finetuned_model"):
+        if (named := _named(request.get(field))) is not None:
+            request[field] = f"{_PREFIX}{names[named]}{request[field].removeprefix(_PREFIX + named)}"
+    options = request.get("provider_options") or {}
+    if options.get("after"):
+        request["provider_options"] = {**options, "after": [names[name] for name in options["after"]]}
+    return request
+
+
+async def place(client: ServiceClient, steps: list[Step]) -> list[Placed]:
+    """Submit the jobs of a pipeline that the service does not have. A job that has failed or was cancelled is followed
+    by another one, with a number behind its name.
+
+    Raises:
+        InvalidRequest: a dataset is not registered.
+        ServiceRefusal: the service refuses a job; those before it are queued.
+    """
+    rows = {one: await _rows(client, one) for one in dict.fromkeys(one for step in steps for one in step.dataset_ids)}
+    digests: dict[str, str] = {}
+    names: dict[str, str] = {}
+    placed = []
+    for step in steps:
+        digests[step.name] = digest_of(step, rows, digests)
+        job_uuid, state = await _unfailed(client, f"{step.name}-{digests[step.name][:_DIGITS]}")
+        names[step.name] = job_uuid
+        if state is None:
+            await submit_request(client, resolved(step, job_uuid, names))
+        placed.append(Placed(step.name, job_uuid, state is None, state or "scheduled"))
+    return placed
+
+
+async def _unfailed(client: ServiceClient, name: str) -> tuple[str, str | None]:
+    """The first job of a name, or of the name with a number, that has not failed, and its state; None: it is not there
+    yet."""
+    for number in range(1, _TRIES + 1):
+        job_uuid = name if number == 1 else f"{name}-{number}"
+        try:
+            status = await client.status(job_uuid)
+        except ServiceRefusal as error:
+            if error.status != 404:
+                raise
+            return job_uuid, None
+        if status["status"] not in ("failed", "cancelled"):
+            return job_uuid, str(status["status"])
+    raise InvalidRequest(JOBS, name, f"{_TRIES} jobs of this name have failed: delete them, or change the request")
+
+
+async def _rows(client: ServiceClient, dataset_id: str) -> Any:
+    """What identifies the rows of a dataset: their digest, or where they are read from."""
+    try:
+        found = await client.get(f"/v1/datasets/{quote(dataset_id, safe='')}")
+    except ServiceRefusal as error:
+        if error.status != 404:
+            raise
+        hint = f"no dataset of this name is registered: trl-remote datasets add FILE --id {dataset_id}"
+        raise InvalidRequest("dataset_id", dataset_id, hint) from error
+    # A service that has read a uri reports the digest of its rows from then on, and the name would change.
+    return found["source"] if found["source"]["type"] == "uri" else found["metadata"]["sha256"]
+
+
+def _step(name: str, request: Any, names: Any) -> Step:
+    where = f"{JOBS}.{name}"
+    if not re.fullmatch(_NAME, name):
+        hint = "a name has 1 to 100 letters, digits, '.', '_' or '-', and begins with a letter or digit"
+        raise InvalidRequest(JOBS, name, hint)
+    if not isinstance(request, Mapping):
+        raise InvalidRequest(where, request, "expected an object: the request of a job")
+    if "job_uuid" in request:
+        raise InvalidRequest(f"{where}.job_uuid", request["job_uuid"], "it follows from the job's name: leave it out")
+    after = _after(where, request, names)
+    base = next((found for field in ("model", "finetuned_model") if (found := _named(request.get(field)))), None)
+    if base is not None and base not in names:
+        raise InvalidRequest(f"{where}.model", f"job:{base}", f"the jobs of this file are {', '.join(names)}")
+    before = tuple(dict.fromkeys([*([base] if base else []), *after]))
+    return Step(name, dict(request), before, _dataset_ids(request))
+
+
+def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
+    options = request.get("provider_options") or {}
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(f"{where}.provider_options", options, "expected an object")
+    after = options.get("after") or []
+    if not isinstance(after, list) or not all(isinstance(one, str) for one in after):
+        raise InvalidRequest(f"{where}.provider_options.after", after, "expected a list of names of jobs")
+    for one in after:
+        if one not in names:
+            hint = f"{one!r} is no job of this file, which has {', '.join(names)}"
+            raise InvalidRequest(f"{where}.provider_options.after", after, hint)
+    return after
+
+
+def _named(model: Any) -> str | None:
+    """The job that a model names; None: it names none."""
+    if not isinstance(model, str) or not model.startswith(_PREFIX):
+        return None
+    return model.removeprefix(_PREFIX).partition("/")[0]
+
+
+def _dataset_ids(request: Mapping[str, Any]) -> tuple[str, ...]:
+    training = request.get("training_config")
+    data = training.get("data_config") if isinstance(training, Mapping) else None
+    if not isinstance(data, Mapping):
+        return ()
+    found = (data.get(name) for name in ("dataset_id", "validation_dataset_id"))
+    return tuple(one for one in found if isinstance(one, str))

@@ -1,0 +1,310 @@
+"""What a request may name as the beginning of its job: a job's checkpoint, or an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.jobs.bases import check_base, find_base
+from llama_stack_provider_trl.jobs.records import CheckpointRecord
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.step_checkpoints import delete_superfluous
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.beginnings import AdapterSpec, BaseJob
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ShardingSpec
+from llama_stack_provider_trl.system.files import write_manifest
+from tests.fakes import job_spec
+
+LORA = LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8)
+SAME = {
+    **{"type": "LoRA", "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False},
+    **{"apply_lora_to_output": False, "rank": 4, "alpha": 8},
+}
+ROWS = DatasetRef(dataset_id="rows", path=Path("/rows"), sha256="0" * 64, num_rows=8)
+CONFIG = {
+    **{"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8},
+    **{"target_modules": ["v_proj", "q_proj"], "bias": "none", "modules_to_save": None},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = Store(tmp_path / "jobs.sqlite3")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, devices=("cpu",))
+
+
+def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
+    spec = job_spec(
+        name, **{"model": "org/base", "output_name": name, "checkpoint_dir": root / "out" / name, **changes}
+    )
+    store.add_job(spec, "digest")
+    return spec
+
+
+def complete(store: Store, name: str) -> None:
+    store.launch(name, 1, "cpu", Path("/run") / name)
+    store.apply_events(name, 1, [Finished(step=4)], 1)
+    store.transition(name, 1, JobState.launching, JobState.completed)
+
+
+def request(model: str, algorithm: str = "sft", name: str = "next", **changes: Any) -> Any:
+    data = {"dataset_id": "rows", "batch_size": 2}
+    body = {"job_uuid": name, "model": model, "training_config": {"n_epochs": 1, "data_config": data}, **changes}
+    kind = SupervisedFineTuneRequest if algorithm == "sft" else PreferenceOptimizeRequest
+    return kind.model_validate(body)
+
+
+def spec_of(body: Any, store: Store, settings: Settings, **options: Any) -> JobSpec:
+    return resolve(body, ProviderOptions.parse(options), settings, find_base(body, store)).spec(ROWS, None)
+
+
+def refused(body: Any, store: Store, settings: Settings, **options: Any) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        spec_of(body, store, settings, **options)
+    return f"{error.value.field}: {error.value.hint}"
+
+
+def test_a_job_that_trains_every_weight_gives_its_final_and_comes_before(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "a", tmp_path)
+    spec = spec_of(request("job:a"), store, settings)
+    assert (spec.model, spec.after) == (str(tmp_path / "out" / "a" / "final"), ("a",))
+    assert (spec.bases, spec.adapter) == ((BaseJob(job_uuid="a", checkpoint="final"),), None)
+    for named in ("job:a/checkpoint-6", "job:a/a-checkpoint-6"):
+        spec = spec_of(request(named, "dpo"), store, settings)
+        assert (spec.model, spec.bases[0].checkpoint) == (str(tmp_path / "out" / "a" / "checkpoint-6"), "checkpoint-6")
+
+
+def test_a_job_that_merges_gives_merged_and_its_adapter_where_that_is_requested(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    first = add(store, "a", tmp_path, lora=LORA, merge_adapter=True)
+    assert spec_of(request("job:a"), store, settings).model == str(first.checkpoint_dir / "merged")
+    spec = spec_of(request("job:a", "dpo"), store, settings, adapter="continue")
+    assert (spec.model, spec.lora) == ("org/base", LORA)
+    assert spec.adapter == AdapterSpec(path=first.checkpoint_dir / "final", use="continue")
+    merged = spec_of(request("job:a"), store, settings, adapter="merge")
+    assert (merged.model, merged.lora, merged.adapter and merged.adapter.use) == ("org/base", None, "merge")
+
+
+def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Settings, tmp_path: Path) -> None:
+    add(store, "a", tmp_path)
+    second = spec_of(request("job:a", name="b", algorithm_config=SAME), store, settings)
+    store.add_job(second, "digest")
+    third = spec_of(request("job:b", name="c"), store, settings, adapter="continue")
+    assert (third.model, third.after) == (second.model, ("b", "a"))
+    store.add_job(third, "digest")
+    merging = spec_of(request("job:c", name="d", algorithm_config=SAME), store, settings, adapter="merge")
+    store.add_job(merging, "digest")
+    last = spec_of(request("job:d", name="e"), store, settings, adapter="continue")
+    assert (last.model, last.after) == (str(merging.checkpoint_dir / "merged-base"), ("d",))
+    for name in "ab":
+        complete(store, name)
+    with pytest.raises(JobConflict, match="c, d wait for it or use its checkpoint"):
+        store.delete("a")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        ("job:typo", {}, "model: there is no such job here"),
+        ("job:next", {}, "model: a job cannot begin with its own result"),
+        ("job:", {}, "model: send job:NAME"),
+        ("job:../x", {}, "model: send job:NAME"),
+        ("job:a/", {}, "model: send job:NAME"),
+        ("job:a/best", {}, "model: 'best' is no checkpoint"),
+        ("job:a/../b", {}, "model: '../b' is no checkpoint"),
+        ("job:a/merged", {}, "model: job 'a' writes no checkpoint 'merged': it has final"),
+        ("job:a", {"adapter": "continue"}, "provider_options.adapter: job:a is a whole model and no adapter"),
+        ("org/base", {"adapter": "merge"}, "provider_options.adapter: model is a model and no adapter"),
+        ("job:l", {}, "model: job 'l' trains an adapter: set the provider option adapter"),
+        ("job:l", {"adapter": "continue", "use_rslora": True}, "provider_options.use_rslora: the adapter that is"),
+        (
+            "job:l",
+            {"adapter": "continue", "resources": {"nodes": 2}},
+            "provider_options.resources: model 'job:l' is on",
+        ),
+        ("job:a", {"resources": {"cpus": 2}}, "provider_options.resources: model 'job:a' is on the service's machine"),
+        (
+            "org/base",
+            {"reference_model": "job:a"},
+            "provider_options.reference_model: a job is taken as the base model",
+        ),
+    ],
+)
+def test_what_cannot_be_begun_with_is_refused_by_name(
+    store: Store, settings: Settings, tmp_path: Path, model: str, options: Any, why: str
+) -> None:
+    add(store, "a", tmp_path)
+    add(store, "l", tmp_path, lora=LORA)
+    settings = settings.model_copy(update={"max_nodes": 4, "sharding": ShardingSpec()})
+    algorithm = "dpo" if "reference_model" in options else "sft"
+    assert refused(request(model, algorithm), store, settings, **options).startswith(why)
+
+
+def test_one_node_may_be_requested_and_a_configured_number_is_refused(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "a", tmp_path)
+    several = settings.model_copy(update={"max_nodes": 4, "nodes": 2, "sharding": ShardingSpec()})
+    assert refused(request("job:a"), store, several).startswith("provider_options.resources.nodes: model 'job:a'")
+    assert spec_of(request("job:a"), store, several, resources={"nodes": 1}).resources is None
+
+
+def test_settings_of_a_continued_adapter_may_be_repeated_and_not_changed(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "a", tmp_path, lora=LORA)
+    same = spec_of(request("job:a", algorithm_config=SAME), store, settings, adapter="continue", lora_dropout=0.1)
+    assert same.lora == LORA.model_copy(update={"dropout": 0.1})
+    other = request("job:a", algorithm_config={**SAME, "rank": 8})
+    assert refused(other, store, settings, adapter="continue") == (
+        "algorithm_config: the adapter that is continued has rank 4, not 8: leave these settings out"
+    )
+    quantizing = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
+    body = request("job:a", algorithm_config=quantizing)
+    assert refused(body, store, settings, adapter="continue").startswith("algorithm_config.type: QAT trains")
+
+
+def test_a_checkpoint_that_a_completed_job_lacks_is_refused(store: Store, settings: Settings, tmp_path: Path) -> None:
+    spec = add(store, "a", tmp_path)
+    store.launch("a", 1, "cpu", Path("/run"))
+    saved = CheckpointSaved(kind="final", step=4, epoch=1, train_loss=1.0, path=spec.checkpoint_dir / "final")
+    store.apply_events("a", 1, [saved, Finished(step=4)], 1)
+    store.transition("a", 1, JobState.launching, JobState.completed)
+    assert refused(request("job:a/checkpoint-2"), store, settings) == (
+        "model: job 'a' has no checkpoint 'checkpoint-2': it has final"
+    )
+
+
+# --- adapters on disk -------------------------------------------------------------------------------------------------
+
+
+def adapter(root: Path, **changes: Any) -> Path:
+    directory = root / "adapter"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return directory
+
+
+def test_a_directory_of_peft_gives_its_base_model_and_settings(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    directory = adapter(tmp_path, use_rslora=True)
+    spec = spec_of(request(str(directory)), store, settings, adapter="continue")
+    assert (spec.model, spec.lora) == ("org/base", LORA.model_copy(update={"use_rslora": True}))
+    assert (spec.adapter and spec.adapter.path, spec.after, spec.resources) == (directory, (), None)
+    assert spec_of(request(str(directory)), store, settings, adapter="merge").lora is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"peft_type": "LOHA"}, "its peft_type is 'LOHA', expected 'LORA'"),
+        ({"bias": "all"}, "its adapter_config.json has bias 'all', expected 'none'"),
+        ({"init_lora_weights": "pissa"}, "its adapter_config.json has init_lora_weights 'pissa'"),
+        ({"modules_to_save": ["lm_head"]}, "its adapter_config.json sets modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "its adapter_config.json sets rank_pattern"),
+        ({"target_modules": "all-linear"}, "target_modules in its adapter_config.json is no list"),
+        ({"r": 0}, "r, lora_alpha or lora_dropout in its adapter_config.json is out of range"),
+        ({"base_model_name_or_path": None}, "its adapter_config.json names no base model"),
+        (
+            {"base_model_name_or_path": "/nowhere"},
+            "its base model '/nowhere' cannot be used: there is no such directory",
+        ),
+        ({"revision": "main"}, "its adapter_config.json names no base model without a revision"),
+    ],
+)
+def test_an_adapter_that_no_job_could_train_is_refused_by_name(
+    store: Store, settings: Settings, tmp_path: Path, changes: Any, why: str
+) -> None:
+    body = request(str(adapter(tmp_path, **changes)))
+    assert refused(body, store, settings, adapter="continue").startswith(f"model: {why}")
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "[" * 100_000])
+def test_a_damaged_configuration_is_refused(store: Store, settings: Settings, tmp_path: Path, text: str) -> None:
+    directory = adapter(tmp_path)
+    (directory / "adapter_config.json").write_text(text)
+    assert "its adapter_config.json cannot be read" in refused(
+        request(str(directory)), store, settings, adapter="merge"
+    )
+
+
+def test_an_adapter_and_its_base_lie_below_the_model_roots(store: Store, settings: Settings, tmp_path: Path) -> None:
+    roots = tmp_path / "models"
+    roots.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("{}")
+    data_dir = tmp_path / "data"
+    settings = settings.model_copy(update={"data_dir": data_dir, "model_roots": (roots,)})
+    inside = adapter(roots, base_model_name_or_path=str(elsewhere))
+    assert "must lie below one of the configured model_roots" in refused(
+        request(str(inside)), store, settings, adapter="merge"
+    )
+    outside = adapter(elsewhere)
+    assert "must lie below one of the configured model_roots" in refused(
+        request(str(outside)), store, settings, adapter="merge"
+    )
+
+
+# --- while the job waits, and when it starts --------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_a_waiting_job_names_is_kept(store: Store, settings: Settings, tmp_path: Path) -> None:
+    spec = add(store, "a", tmp_path, keep_last=1)
+    store.add_job(spec_of(request("job:a/checkpoint-1"), store, settings), "digest")
+    store.launch("a", 1, "cpu", Path("/run"))
+    for step in (1, 2, 3):
+        path = spec.checkpoint_dir / f"checkpoint-{step}"
+        saved = CheckpointSaved(kind="step", step=step, epoch=1, train_loss=1.0, path=path)
+        store.apply_events("a", 1, [saved], step)
+        delete_superfluous(store, store.get("a"))
+    kept: list[CheckpointRecord] = list(store.checkpoints("a"))
+    assert [checkpoint.step for checkpoint in kept] == [1, 3]
+    store.request_cancel("next")
+    delete_superfluous(store, store.get("a"))
+    assert [checkpoint.step for checkpoint in store.checkpoints("a")] == [3]
+
+
+def test_a_base_job_is_not_deleted_before_the_last_job_that_uses_it_has_ended(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "a", tmp_path)
+    store.add_job(spec_of(request("job:a"), store, settings), "digest")
+    complete(store, "a")
+    store.chains.advance(lambda *job: None)
+    assert [job.job_uuid for job in store.queue()] == ["next"]  # it waits for a device only
+    with pytest.raises(JobConflict, match="next wait for it or use its checkpoint"):
+        store.delete("a")
+    complete(store, "next")
+    store.delete("a")
+
+
+def test_a_checkpoint_that_is_gone_when_the_job_starts_fails_it_by_name(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    spec = job_spec("b", model=str(final), bases=(BaseJob(job_uuid="a", checkpoint="final"),))
+    with pytest.raises(InvalidRequest, match=r"job:a/final.*is damaged or gone: train job 'a' again"):
+        check_base(spec)
+    final.mkdir()
+    (final / "model.safetensors").write_text("weights")
+    write_manifest(final)
+    check_base(spec)
+    check_base(job_spec("c"))

@@ -1,0 +1,157 @@
+"""Files with several jobs: their order, their names, and what is submitted again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
+from llama_stack_provider_trl_remote.pipeline import Placed, digest_of, is_pipeline, place, resolved, steps_of
+
+Json = dict[str, Any]
+
+
+def job(dataset_id: str = "rows", **changes: Any) -> Json:
+    return {"model": "org/base", "training_config": {"data_config": {"dataset_id": dataset_id}}, **changes}
+
+
+PIPELINE: Json = {
+    "jobs": {
+        "last": job(provider_options={"after": ["prefer", "tune"], "seed": 1}),
+        "prefer": job("pairs", model="job:tune/checkpoint-4", algorithm_config={"type": "dpo"}),
+        "tune": job(),
+    }
+}
+
+
+class Service:
+    """The calls of a service's client that a pipeline makes."""
+
+    url = "http://127.0.0.1:8322"
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, str] = {}
+        self.bodies: dict[str, Json] = {}
+        self.rows = {"rows": "a" * 64, "pairs": "b" * 64}
+
+    async def get(self, path: str, **params: Any) -> Any:
+        name = path.rpartition("/")[2]
+        if name not in self.rows:
+            raise ServiceRefusal(self.url, 404, "no such dataset")
+        return {"source": {"type": "blob"}, "metadata": {"sha256": self.rows[name]}}
+
+    async def status(self, job_uuid: str) -> Any:
+        if job_uuid not in self.jobs:
+            raise ServiceRefusal(self.url, 404, "no such job")
+        return {"job_uuid": job_uuid, "status": self.jobs[job_uuid]}
+
+    async def submit(self, path: str, body: Json) -> Any:
+        self.jobs[body["job_uuid"]], self.bodies[body["job_uuid"]] = "scheduled", body
+        return {"job_uuid": body["job_uuid"]}
+
+    def run(self, pipeline: Json) -> list[Placed]:
+        return asyncio.run(place(self, steps_of(pipeline)))  # type: ignore[arg-type]
+
+
+def changed(name: str, **changes: Any) -> Json:
+    jobs = {**PIPELINE["jobs"], name: {**PIPELINE["jobs"][name], **changes}}
+    return {"jobs": jobs}
+
+
+def test_jobs_are_submitted_in_the_order_in_which_they_depend_on_one_another() -> None:
+    service = Service()
+    placed = service.run(PIPELINE)
+    assert [(one.name, one.is_new) for one in placed] == [("tune", True), ("prefer", True), ("last", True)]
+    names = {one.name: one.job_uuid for one in placed}
+    assert all(job_uuid.startswith(f"{name}-") and len(job_uuid) == len(name) + 13 for name, job_uuid in names.items())
+    assert service.bodies[names["prefer"]]["model"] == f"job:{names['tune']}/checkpoint-4"
+    options = service.bodies[names["last"]]["provider_options"]
+    assert options == {"after": [names["prefer"], names["tune"]], "seed": 1}
+
+
+def test_a_file_that_is_run_again_submits_nothing() -> None:
+    service = Service()
+    before = service.run(PIPELINE)
+    service.jobs = dict.fromkeys(service.jobs, "completed")
+    again = service.run(PIPELINE)
+    assert [one.job_uuid for one in again] == [one.job_uuid for one in before]
+    assert [(one.is_new, one.state) for one in again] == [(False, "completed")] * 3
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "new"),
+    [
+        (changed("last", model="org/other"), {"last"}),
+        (changed("prefer", algorithm_config={"type": "dpo", "beta": 0.2}), {"prefer", "last"}),
+        (changed("tune", seed=3), {"tune", "prefer", "last"}),
+    ],
+)
+def test_a_changed_request_makes_new_jobs_of_itself_and_of_what_depends_on_it(pipeline: Json, new: set[str]) -> None:
+    service = Service()
+    service.run(PIPELINE)
+    assert {one.name for one in service.run(pipeline) if one.is_new} == new
+
+
+def test_other_rows_make_new_jobs_too() -> None:
+    service = Service()
+    service.run(PIPELINE)
+    service.rows["pairs"] = "c" * 64
+    assert {one.name for one in service.run(PIPELINE) if one.is_new} == {"prefer", "last"}
+
+
+def test_what_failed_is_submitted_again_with_what_waited_for_it_and_found_the_next_time() -> None:
+    service = Service()
+    tune, prefer, last = (one.job_uuid for one in service.run(PIPELINE))
+    service.jobs |= {tune: "completed", prefer: "failed", last: "cancelled"}
+    placed = service.run(PIPELINE)
+    assert [(one.job_uuid, one.is_new) for one in placed] == [(tune, False), (f"{prefer}-2", True), (f"{last}-2", True)]
+    assert service.bodies[f"{last}-2"]["provider_options"]["after"] == [f"{prefer}-2", tune]
+    assert not [one for one in service.run(PIPELINE) if one.is_new]
+
+
+def test_a_digest_depends_on_nothing_but_the_inputs() -> None:
+    tune, prefer, _ = steps_of(PIPELINE)
+    again = steps_of({"jobs": dict(reversed(PIPELINE["jobs"].items()))})[0]
+    assert digest_of(tune, {"rows": 1}, {}) == digest_of(again, {"rows": 1}, {})
+    assert digest_of(prefer, {"pairs": 1}, {"tune": "x"}) != digest_of(prefer, {"pairs": 1}, {"tune": "y"})
+    assert resolved(tune, "t", {}) == {**tune.request, "job_uuid": "t"}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "why"),
+    [
+        ({"jobs": {}}, "expected an object: the name of each job"),
+        ({"jobs": [job()]}, "expected an object: the name of each job"),
+        ({"jobs": {"a": job()}, "service": {}}, "service='...' is not supported: a pipeline has the key 'jobs'"),
+        ({"jobs": {"a b": job()}}, "a name has 1 to 100 letters"),
+        ({"jobs": {"a": []}}, r"jobs\.a=.*expected an object: the request"),
+        ({"jobs": {"a": job(job_uuid="x")}}, r"jobs\.a\.job_uuid='x'.*leave it out"),
+        ({"jobs": {"a": job(model="job:typo")}}, r"jobs\.a\.model='job:typo'.*the jobs of this file are a"),
+        ({"jobs": {"a": job(provider_options={"after": ["typo"]})}}, r"'typo' is no job of this file, which has a"),
+        ({"jobs": {"a": job(provider_options={"after": "b"})}}, "expected a list of names"),
+        ({"jobs": {"a": job(provider_options=[1])}}, r"jobs\.a\.provider_options=.*expected an object"),
+        ({"jobs": {"a": job(model="job:a")}}, "a -> a.*these jobs wait for one another"),
+        (
+            {"jobs": {"a": job(model="job:b"), "b": job(provider_options={"after": ["a"]})}},
+            "a -> b -> a.*these jobs wait for one another",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused_by_name(pipeline: Json, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        steps_of(pipeline)
+
+
+def test_a_dataset_that_is_not_registered_is_named_before_anything_is_submitted() -> None:
+    service = Service()
+    del service.rows["pairs"]
+    with pytest.raises(InvalidRequest, match="datasets add FILE --id pairs"):
+        service.run(PIPELINE)
+    assert service.jobs == {}
+
+
+def test_a_request_of_one_job_is_no_pipeline() -> None:
+    assert not is_pipeline(job())
+    assert is_pipeline(PIPELINE)
