@@ -45,13 +45,12 @@ def nodes(group: argparse.ArgumentParser) -> None:
     _search(lines)
     _lines(lines)
     _torchrun(lines)
-    _advice(commands.add_parser("advise", help="whether training on several nodes would help; exit status 0 yes, 1 no"))
+    advice = commands.add_parser("advise", help="whether training on several nodes would help; exit status 0 yes, 1 no")
+    _advice(at_service(advice, below=True))
     nodes_ssh.add_parsers(commands)
 
 
 def _advice(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--url", default=argparse.SUPPRESS, help="address of the service, for --job")
-    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the answer as JSON")
     command.add_argument(
         "--model", required=True, metavar="M", help="a directory, a cached model id, or parameters such as 100M"
     )

@@ -117,8 +117,11 @@ def test_parameters_are_counted_from_the_files_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = json.dumps({"__metadata__": {}, "a": {"shape": [3, 5]}, "b": {"shape": [2]}}).encode()
-    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "1"
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
     (snapshot / "config.json").touch()
     (snapshot / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -295,7 +294,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
 def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
-    assert without == {"completion", "dashboard", "doctor", "evaluate", "jobspec", "serve"}
+    assert without == {"completion", "dashboard", "doctor", "evaluate", "jobspec", "merge", "serve"}
 
 
 @pytest.mark.parametrize("words", ["nodes --verbose list", "nodes list --verbose", "nodes --log-level debug list"])
@@ -534,15 +533,9 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
 
 
-def test_the_models_of_a_node_s_ollama_are_below_the_table(
-    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"node": "b", "devices": ["cpu"], "ollama_models": ["llama3.2:1b", "qwen3\x1b[2J:4b"]}
-
-    async def nodes(self: Any, path: str) -> Any:
-        return {"data": [row]}
-
-    monkeypatch.setattr("llama_stack_provider_trl_remote.client.ServiceClient.get", nodes)
+def test_the_models_of_a_node_s_ollama_are_below_the_table(run: Run, service: FakeService) -> None:
+    names = ["llama3.2:1b", "qwen3\x1b[2J:4b"]
+    service.nodes = [{"node": "b", "devices": ["cpu"], "cpus": 4, "jobs": {}, "state": "open", "ollama_models": names}]
     assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in run("nodes")[1]
 
 
