@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from llama_stack_provider_trl_remote.cli.main import main
-from tests.cluster.bed import TOKEN, Bed
+from tests.cluster.bed import NODE_TOKEN, TOKEN, Bed
 from tests.cluster.jobs import IN_FULL, dpo, has_saved, machines_of, prepared, resources_of, submit, trains
 from tests.contract.stack import Json
 from tests.tiny import REPOSITORY, tiny_model
@@ -58,6 +61,31 @@ def test_the_commands_of_the_tutorial_train_on_two_machines(
         assert main(words) == 0, (words, [machine.log_tail() for machine in bed.machines])
     assert sorted(resources_of(bed, "sft-1")["device"].split(",")) == ["a/cpu", "cpu"]
     assert (tmp_path / "my-model" / "adapter_model.safetensors").is_file()
+    bed.nothing_is_left()
+
+
+@IN_FULL
+def test_the_makefile_joins_a_machine_and_trains_on_both(bed: Bed, tmp_path: Path) -> None:
+    prepared(bed)
+    head, a = bed.machines[0], bed.machine("a")
+    make = ["make", "--no-print-directory", "-C", str(REPOSITORY), f"PYTHON={sys.executable}", "train-multi-node"]
+    make += ["NUM_NODES=2", f"MASTER_ADDR={head.address}"]
+    arguments = f"ARGS=--data-dir {a.data_dir} --device cpu"
+    a.run(*make, "NODE_RANK=1", arguments, TRL_SERVICE_NODE_TOKEN=NODE_TOKEN)
+    bed.wait_for_nodes("a")
+    config = tmp_path / "job.json"
+    config.write_text(json.dumps(dpo("pair", 8)))
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TRL_")}
+    done = subprocess.run(
+        [*make, "NODE_RANK=0", f"CONFIG={config}"],
+        env={**variables, "TRL_SERVICE_TOKEN": TOKEN},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr, a.log_tail())
+    assert sorted(resources_of(bed, "pair")["device"].split(",")) == ["a/cpu", "cpu"]
     bed.nothing_is_left()
 
 
