@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -49,9 +50,14 @@ class Namespace:
         self.refusal = ""
         """Why the next Jobs are forbidden."""
         self.called: list[tuple[str, str]] = []
+        self.lock = threading.RLock()
 
     def call(self, method: str, path: str, query: Mapping[str, str], body: Any) -> tuple[int, dict[str, Any]]:
         """Status and answer of a call of the API."""
+        with self.lock:
+            return self._call(method, path, query, body)
+
+    def _call(self, method: str, path: str, query: Mapping[str, str], body: Any) -> tuple[int, dict[str, Any]]:
         self.called.append((method, path))
         if method == "POST" and path == JOBS:
             return self._create(body)
@@ -113,8 +119,8 @@ class Namespace:
         job["status"]["conditions"] = [{"type": kind, "status": "True", "message": message}]
 
 
-def server(namespace: Namespace) -> ThreadingHTTPServer:
-    """Serves a namespace on a free port of loopback, once `serve_forever` is called."""
+def server(namespace: Namespace, address: str = "127.0.0.1") -> ThreadingHTTPServer:
+    """Serves a namespace on a free port of an address, once `serve_forever` is called."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -136,7 +142,7 @@ def server(namespace: Namespace) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    return ThreadingHTTPServer((address, 0), Handler)
 
 
 def _selected(found: Mapping[str, Any], query: Mapping[str, str]) -> bool:
