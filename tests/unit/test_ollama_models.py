@@ -22,15 +22,15 @@ class Answer(io.BytesIO):
 def answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answer]:
     """What an Ollama answers; the requests are not sent."""
     given = Answer()
-    asked: list[tuple[str, int, str]] = []
+    requested: list[tuple[str, int, str]] = []
 
     def request(self: Any, method: str, path: str, **_: Any) -> None:
-        asked.append((self.host, self.port, path))
+        requested.append((self.host, self.port, path))
 
     monkeypatch.setattr(http.client.HTTPConnection, "request", request)
     monkeypatch.setattr(http.client.HTTPConnection, "getresponse", lambda _: given)
     yield given
-    assert asked == [("127.0.0.1", 11434, "/api/tags")]
+    assert requested == [("127.0.0.1", 11434, "/api/tags")]
 
 
 def send(answer: Answer, value: Any) -> None:

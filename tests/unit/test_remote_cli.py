@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl_remote.cli import commands
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
@@ -518,16 +520,18 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
 
 
-def test_the_models_of_a_node_s_ollama_are_below_the_table(
-    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_of_a_node_s_ollama_are_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"node": "b", "devices": ["cpu"], "ollama_models": ["llama3.2:1b", "qwen3\x1b[2J:4b"]}
 
-    async def nodes(self: Any, path: str) -> Any:
-        return {"data": [row]}
+    class Client:
+        url = "http://10.0.0.1:8322"
 
-    monkeypatch.setattr("llama_stack_provider_trl_remote.client.ServiceClient.get", nodes)
-    assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in run("nodes")[1]
+        async def get(self, path: str) -> Any:
+            return {"data": [row]}
+
+    client: Any = Client()
+    asyncio.run(commands.list_nodes(client, argparse.Namespace(json=False)))
+    assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in capsys.readouterr().out
 
 
 def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
