@@ -57,6 +57,13 @@ class Loan:
                     self.use, self._above_since = OwnerUse.low, None
         return self.use is not before
 
+    def lose_sight(self) -> bool:
+        """Note that the load cannot be measured: no jobs come. Returns whether `use` has changed."""
+        before, self._below_since = self.use, None
+        if self.use is OwnerUse.low:
+            self.use = OwnerUse.unknown
+        return self.use is not before
+
     def is_overdue(self, now: float) -> bool:
         """Whether trainings that have not saved and ended by now are to be ended."""
         return self.use is OwnerUse.high and self._above_since is not None and now - self._above_since >= SAVING_SECONDS

@@ -75,11 +75,11 @@ class OwnerWatch:
         """
         try:
             now, found, busy = self._clock(), self._processes(), self._busy()
-        except (OSError, psutil.Error) as error:
+        except (OSError, ValueError, psutil.Error) as error:  # psutil raises ValueError where /proc is incomplete
             if str(error) != self._trouble:
                 log.warning("the load of this machine's owner cannot be measured: %s", error)
-            self._trouble = str(error)
-            return False
+            self._trouble, self._before = str(error), None
+            return self._loan.lose_sight()
         before, self._before = self._before, (now, found, busy)
         if before is None or now <= before[0]:
             return False

@@ -112,6 +112,15 @@ def test_a_watch_follows_the_load_and_the_time_of_this_agent_is_not_the_owners(t
     assert watch.is_overdue()
 
 
+def test_a_machine_that_can_no_longer_be_measured_takes_no_further_jobs() -> None:
+    loan = Loan(TERMS)
+    assert after([0.1] * 5, loan=loan)[-1] == "low"
+    assert (loan.lose_sight(), loan.use, loan.lose_sight()) == (True, OwnerUse.unknown, False)
+    assert after([0.1] * 5, loan=loan, begin=20.0) == [*["unknown"] * 4, "low"]
+    after([0.9] * 2, loan=loan, begin=30.0)
+    assert (loan.lose_sight(), loan.use, loan.is_overdue(30.0 + SAVING_SECONDS)) == (False, OwnerUse.high, True)
+
+
 def test_a_machine_that_cannot_be_measured_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> Processes:
         raise PermissionError("/proc")
