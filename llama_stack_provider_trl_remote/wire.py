@@ -96,6 +96,18 @@ class NodeReport(_Message):
     ollama_models: tuple[_Id, ...] = Field((), max_length=MOST_OLLAMA_MODELS)
     """Models of the Ollama of its machine, which cannot be trained."""
     labels: dict[_Short, Annotated[str, StringConstraints(max_length=256)]] = Field({}, max_length=64)
+    loaned: bool = False
+    """Whether it takes jobs only while its owner's load is low."""
+
+
+class OwnerUse(StrEnum):
+    """How much of a loaned machine its owner uses."""
+
+    unknown = "unknown"
+    """It has not been measured for long enough: no new jobs, and those that are there continue."""
+    low = "low"
+    high = "high"
+    """Its jobs are to save, and to continue elsewhere."""
 
 
 class Joined(_Message):
@@ -260,6 +272,8 @@ class Poll(_Message):
     """None: there is nothing new, or the agent is of an earlier build."""
     leaving: bool = False
     """Whether its machine is about to be taken away: its jobs are to save, and to continue elsewhere."""
+    owner: OwnerUse | None = None
+    """None: the machine is not loaned."""
     seen: int = Field(0, ge=-1, le=_MOST_BYTES)
     """`Orders.revision` of the last answer. The service answers at once if it has another, else after POLL_SECONDS."""
 

@@ -187,6 +187,24 @@ def agent(command: argparse.ArgumentParser) -> None:
         help="seconds between two calls of the service, 0.5 to 5 (TRL_NODE_HEARTBEAT_INTERVAL; 5)",
     )
     command.add_argument(
+        "--loaned", action="store_true", help="take jobs only while the owner's load is low (TRL_NODE_LOANED on; off)"
+    )
+    command.add_argument(
+        "--loaned-max-load",
+        metavar="SHARE",
+        help="share of all cores that the owner may use while jobs train, 0 to 1 (TRL_NODE_LOANED_MAX_LOAD; 0.3)",
+    )
+    command.add_argument(
+        "--loaned-idle-seconds",
+        metavar="SECONDS",
+        help="of a load below that before jobs come again (TRL_NODE_LOANED_IDLE_SECONDS; 60)",
+    )
+    command.add_argument(
+        "--loaned-user",
+        metavar="USER",
+        help="the owner, whose processes count (TRL_NODE_LOANED_USER; all but the agent's and its trainings')",
+    )
+    command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
     )
     command.add_argument(

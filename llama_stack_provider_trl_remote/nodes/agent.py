@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,7 @@ from ..wire import (
     LogEntries,
     NodeReport,
     Orders,
+    OwnerUse,
     Poll,
     Stage,
     StageProgress,
@@ -62,6 +63,8 @@ REPORT = 60.0
 """Seconds between two reports of this machine."""
 ROTATION = 24 * 3600.0
 """Seconds after which a node joins again for another credential, without any other reason."""
+OWNER = 2.0
+"""Seconds between two measurements of the owner's load on a loaned machine."""
 KEEP = 24 * 3600.0
 """Seconds for which files of a job are kept: its next attempt may run here again."""
 
@@ -76,6 +79,15 @@ class AgentCalls(task.TaskCalls, Protocol):
     async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders: ...
 
 
+class OwnerLoad(Protocol):
+    """Interface of `owner.OwnerWatch`, which tests replace."""
+
+    @property
+    def use(self) -> OwnerUse: ...
+    def measure(self, run_dirs: Iterable[Path]) -> bool: ...
+    def is_overdue(self) -> bool: ...
+
+
 class Agent:
     """The agent of one node. Call `run`.
 
@@ -87,6 +99,7 @@ class Agent:
         unsent: entries of the log that polls send; None: none are sent.
         heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
         models: the models of this node; None: those in `data_dir` and the cache of this process's environment.
+        owner: measures the load of this machine's owner; None: it is not loaned.
     """
 
     def __init__(
@@ -101,6 +114,7 @@ class Agent:
         unsent: Unsent | None = None,
         heartbeat_interval: float = POLL_SECONDS,
         models: Models | None = None,
+        owner: OwnerLoad | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -110,7 +124,7 @@ class Agent:
         self._models = models or Models(self._data_dir)
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
-        self._heartbeat_interval = heartbeat_interval
+        self._heartbeat_interval, self._owner = heartbeat_interval, owner
         self._tasks: dict[str, NodeTask] = {}
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
@@ -150,12 +164,15 @@ class Agent:
             raise NodeError(
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or set another --data-dir"
             )
+        watching: asyncio.Task[None] | None = None
         try:
             self._answered_at = self._clock()
             report = await asyncio.to_thread(self._report)
             await asyncio.to_thread(_check_address, report.address)
             self._credential = self._kept_credential(report).read()
             await self._restore_tasks(report)
+            if self._owner is not None:
+                watching = asyncio.create_task(self._watch_owner(self._owner))
             await self._join(report)
             for kept in self._tasks.values():
                 if not kept.begun:  # else it was ended: the service was away for too long
@@ -170,9 +187,26 @@ class Agent:
                     await known.settle()
                 raise
         finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
             for known in self._tasks.values():
                 await known.leave()
             lock.release()
+
+    async def _watch_owner(self, owner: OwnerLoad) -> None:
+        """Report how much of a loaned machine its owner uses. While that is much, tasks that do not save and end in
+        time are ended, whether the service answers or not."""
+        while True:
+            run_dirs = [known.paths.run_dir for known in self._tasks.values()]
+            if await asyncio.to_thread(owner.measure, run_dirs):
+                log.info("the load of this machine's owner is %s", owner.use)
+                self._news.set()
+            if owner.is_overdue():
+                for known in self._tasks.values():
+                    if not known.has_exited:
+                        known.end("the owner of this machine uses it, and it had not saved and ended in time")
+            await self._sleep(OWNER)
 
     async def _join(self, report: NodeReport) -> None:
         """Report this machine until the service has answered."""
@@ -265,6 +299,7 @@ class Agent:
             load=load,
             log=log_entries,
             leaving=self._leaving,
+            owner=None if self._owner is None else self._owner.use,
             seen=seen,
         )
         kept = await asyncio.to_thread(self._kept)

@@ -142,6 +142,7 @@ def node_report(
     python: str | None = None,
     models: Callable[[], list[str]] | None = None,
     ollama: Callable[[], tuple[str, ...]] = tuple,
+    loaned: bool = False,
 ) -> NodeReport:
     """Describe this machine.
 
@@ -168,6 +169,7 @@ def node_report(
         "models": tuple((cached_models(environ) if models is None else models())[:MOST_MODELS]),
         "ollama_models": ollama(),
         "labels": dict(labels or {}),
+        "loaned": loaned,
     }
     try:
         return NodeReport.model_validate(found)

@@ -43,7 +43,7 @@ class LoadMeter:
     ) -> None:
         self._devices, self._directory, self._environ, self._clock = list(devices), directory, environ, clock
         self._lock = Lock()
-        self._cpu = _cpu_seconds()
+        self._cpu = cpu_seconds()
         self._kept: tuple[float, Load | None] = (float("-inf"), None)
         self._gpus: tuple[DeviceLoad, ...] = ()
         self._query: Thread | None = None
@@ -65,7 +65,7 @@ class LoadMeter:
             return load
 
     def _measured(self) -> Load:
-        (busy, total), (busy_before, total_before) = (now := _cpu_seconds()), self._cpu
+        (busy, total), (busy_before, total_before) = (now := cpu_seconds()), self._cpu
         self._cpu = now
         share = (busy - busy_before) / (total - total_before) if total > total_before else 0.0
         return Load(
@@ -116,7 +116,7 @@ def _of_gpu(pynvml: Any, device: str, uuid: str) -> DeviceLoad:
     return DeviceLoad.model_validate({"name": device, **found})
 
 
-def _cpu_seconds() -> tuple[float, float]:
+def cpu_seconds() -> tuple[float, float]:
     """Seconds that all cores together were busy, and in all. Time of guests is part of `user`."""
     times = psutil.cpu_times()._asdict()
     total = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import pwd
 import signal
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
@@ -29,8 +31,10 @@ from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
 from .identity import NodeError, machine_id, node_name, node_report, reachable_address
 from .load import LoadMeter
+from .loan import LoanTerms
 from .models import Models
 from .ollama import ollama_models
+from .owner import OwnerWatch
 
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
@@ -72,6 +76,8 @@ class NodeSettings:
     """Whether the models of this machine's Ollama are reported."""
     announce: bool = False
     """Whether it is announced on the local network by mDNS."""
+    loan: LoanTerms | None = None
+    """When it takes jobs, of a machine that is loaned; None: at any time."""
     tls: ssl.SSLContext | None = None
     """Trusted certificates for an https address; None: those of the system."""
 
@@ -90,6 +96,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         python=settings.python,
         models=models.names,
         ollama=ollama_models if settings.ollama else tuple,
+        loaned=settings.loan is not None,
     )
     client = NodeClient(
         settings.url,
@@ -115,6 +122,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         unsent=settings.unsent,
         heartbeat_interval=settings.heartbeat_interval,
         models=models,
+        owner=None if settings.loan is None else OwnerWatch(settings.loan),
     )
 
 
@@ -138,6 +146,10 @@ def worker_settings(
     announce: str | None = None,
     ollama: str | None = None,
     log_level: str | None = None,
+    loaned: bool = False,
+    loaned_max_load: str | None = None,
+    loaned_idle_seconds: str | None = None,
+    loaned_user: str | None = None,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
 
@@ -176,7 +188,48 @@ def worker_settings(
         ollama=_switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=_switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         limits=Limits(processes=4096),
+        loan=_loan(environ, loaned, loaned_max_load, loaned_idle_seconds, loaned_user),
     )
+
+
+def _loan(
+    environ: Mapping[str, str], loaned: bool, max_load: str | None, idle_seconds: str | None, user: str | None
+) -> LoanTerms | None:
+    """When a loaned machine takes jobs; None: it is not loaned. Raises NodeError."""
+    loaned = loaned or _switch("loaned", environ.get("TRL_NODE_LOANED") or "off")
+    given = {
+        "max_load": max_load or environ.get("TRL_NODE_LOANED_MAX_LOAD"),
+        "idle_seconds": idle_seconds or environ.get("TRL_NODE_LOANED_IDLE_SECONDS"),
+        "user": user or environ.get("TRL_NODE_LOANED_USER"),
+    }
+    terms = LoanTerms()
+    for name, text in given.items():
+        if not text:
+            continue
+        option = f"--loaned-{name.replace('_', '-')}, TRL_NODE_LOANED_{name.upper()}"
+        if not loaned:
+            raise NodeError(f"loaned_{name}={text!r}: this machine is not loaned; set --loaned too ({option})")
+        if name == "user":
+            try:
+                pwd.getpwnam(text)
+            except KeyError:
+                raise NodeError(f"loaned_user={text!r}: this machine has no such user ({option})") from None
+            terms = replace(terms, user=text)
+            continue
+        most = 1.0 if name == "max_load" else 86_400.0
+        number = _number(text)
+        if not 0 < number <= most:
+            what = "a share of the cores above 0, at most 1" if name == "max_load" else "seconds above 0, at most 86400"
+            raise NodeError(f"loaned_{name}={text!r}: expected {what} ({option})")
+        terms = replace(terms, max_load=number) if name == "max_load" else replace(terms, idle_seconds=number)
+    return terms if loaned else None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _interval(text: str | None) -> float:

@@ -114,6 +114,11 @@ class NodeTask:
         return self._work is not None
 
     @property
+    def has_exited(self) -> bool:
+        """Whether no process of it is left here."""
+        return self.gone or (self._observation is not None and self._observation.state is TaskState.exited)
+
+    @property
     def has_finished(self) -> bool:
         return self._has_finished
 

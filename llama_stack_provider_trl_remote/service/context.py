@@ -199,6 +199,7 @@ class Service(StoredJobs):
         self.store.nodes.remove(name)
         self.presence.forget(name)
         self.loads.forget(name)
+        self.cluster.note_owner(name, None)
         self.logs.forget(name)
         log.info("node %s was removed", name)
 

@@ -182,7 +182,7 @@ class Machine:
     def signal_agent(self, number: int) -> None:
         """As `kill_agent`, with another signal."""
         for pid in self.pids():
-            if b"llama_stack_provider_trl_remote" in _command(pid) and b"TRL_TASK_ID=" not in _environment(pid):
+            if b"llama_stack_provider_trl_remote" in command_of(pid) and b"TRL_TASK_ID=" not in _environment(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -461,7 +461,7 @@ def _environment(pid: int) -> bytes:
     return b""
 
 
-def _command(pid: int) -> bytes:
+def command_of(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""

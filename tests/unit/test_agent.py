@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from llama_stack_provider_trl_remote.nodes.outbox import Outbox
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
 from llama_stack_provider_trl_remote.nodes.uploader import Uploader
 from llama_stack_provider_trl_remote.pull import OtherBytes
-from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, Load, NodeReport, Peer, Stage, TaskOrder
+from llama_stack_provider_trl_remote.wire import LEASE, DeviceReport, Load, NodeReport, OwnerUse, Peer, Stage, TaskOrder
 from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from tests.fake_head import FakeHead, away, refusal
 from tests.fakes import FakeClock, FakeLauncher
@@ -45,6 +45,25 @@ from tests.orders import order, spec, write
 pytestmark = pytest.mark.timeout(30)
 ROWS = b'{"a": 1}\n'
 DIGEST = hashlib.sha256(ROWS).hexdigest()
+
+
+class FakeOwner:
+    """The owner of a loaned machine, who uses it as the test sets."""
+
+    def __init__(self) -> None:
+        self.use, self.overdue, self.changed = OwnerUse.unknown, False, True
+        self.measured: list[list[Path]] = []
+
+    def measure(self, run_dirs: Iterable[Path]) -> bool:
+        self.measured = [*self.measured[-5:], list(run_dirs)]
+        changed, self.changed = self.changed, False
+        return changed
+
+    def is_overdue(self) -> bool:
+        return self.overdue
+
+    def uses(self, use: OwnerUse) -> None:
+        self.use, self.changed = use, True
 
 
 class World:
@@ -58,6 +77,7 @@ class World:
         self.models: tuple[str, ...] = ()
         self.heartbeat_interval = 60.0
         self.unsent = Unsent()
+        self.owner: FakeOwner | None = None
 
     def agent(self) -> Agent:
         return Agent(
@@ -68,6 +88,7 @@ class World:
             load=self.load,
             unsent=self.unsent,
             heartbeat_interval=self.heartbeat_interval,
+            owner=self.owner,
             clock=self.clock,
             sleep=self.sleep,
         )
@@ -250,6 +271,58 @@ def test_an_agent_sends_its_log_until_the_service_has_it(world: World) -> None:
     assert {log.run for log in sent} == {sent[0].run}
     received = {log.number + place: line for log in sent for place, line in enumerate(log.lines)}
     assert received == {number: f"entry {number}" for number in range(1, 102)}
+
+
+def test_an_agent_of_a_loaned_machine_reports_its_owners_use_at_once(world: World) -> None:
+    world.owner = owner = FakeOwner()
+
+    async def play(head: FakeHead) -> None:
+        await head.until(lambda: head.polls and head.polls[-1].owner is OwnerUse.unknown)
+        owner.uses(OwnerUse.low)
+        await head.until(lambda: head.polls[-1].owner is OwnerUse.low)
+
+    world.run(play)
+    world.owner = None
+    world.run(lambda head: head.until(lambda: head.polls[-1].owner is None))
+
+
+def test_a_task_that_has_not_ended_when_the_owner_needs_the_machine_is_ended_once(world: World) -> None:
+    world.owner = owner = FakeOwner()
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: "job-1" in world.launcher.tasks)
+        owner.uses(OwnerUse.high)
+        await head.until(lambda: owner.measured[-1] == [world.run_dir])
+        assert world.launcher.tasks["job-1"].cancels == 0
+        owner.overdue = True
+        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
+        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        report = head.report()
+        assert report is not None
+        assert report.error.startswith("the owner of this machine uses it")
+        head.order()  # the service has given the job to another node
+        await head.until(lambda: not world.run_dir.exists())
+
+    world.run(play)
+    assert world.launcher.tasks["job-1"].cancels == 1
+
+
+def test_a_task_that_has_ended_may_still_upload_when_the_owner_needs_the_machine(world: World) -> None:
+    world.owner = owner = FakeOwner()
+
+    async def play(head: FakeHead) -> None:
+        head.order(world.order())
+        await head.until(lambda: "job-1" in world.launcher.tasks)
+        world.launcher.exit("job-1", 0)
+        await head.until(lambda: (report := head.report()) and report.shipped)
+        owner.overdue = True
+        await head.until(lambda: len(owner.measured) > 4)
+        report = head.report()
+        assert report is not None
+        assert report.stage is Stage.run
+
+    world.run(play)
 
 
 def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None:

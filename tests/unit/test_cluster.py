@@ -50,7 +50,9 @@ from llama_stack_provider_trl_remote.wire import (
     CheckpointReport,
     DeviceReport,
     NodeReport,
+    OwnerUse,
     Stage,
+    StageProgress,
     TaskOrder,
     TaskReport,
 )
@@ -674,6 +676,51 @@ def test_a_drained_node_s_job_saves_and_continues_elsewhere(pair: World) -> None
     pair.gone("b", "c")
     pair.tick()
     assert (pair.job().attempt, pair.job().device, pair.job().retries_used) == (2, "b/cpu,d/cpu", 0)
+
+
+def test_a_loaned_node_gets_jobs_only_while_its_owner_uses_little_of_it(world: World) -> None:
+    world.join("b", loaned=True)
+    node = world.cluster.nodes()[-1]
+    assert (node.why_closed, node.draining) == ("loaned, and its owner's load is not known yet", False)
+    assert world.cluster.conditions()["b"] == "in_use"
+    assert world.cluster.note_owner("b", OwnerUse.low)
+    assert not world.cluster.note_owner("b", OwnerUse.low)
+    assert (world.cluster.nodes()[-1].why_closed, world.cluster.conditions()["b"]) == ("", "open")
+    world.cluster.note_owner("b", OwnerUse.high)
+    node = world.cluster.nodes()[-1]
+    assert (node.why_closed, node.draining) == ("in use by its owner", True)
+    world.store.nodes.set_mode("b", "cordoned")
+    assert world.cluster.nodes()[-1].why_closed == "cordoned"
+
+
+def test_a_training_on_a_node_whose_owner_is_back_saves_and_waits_for_another(pair: World) -> None:
+    pair.join("c", loaned=True)
+    pair.cluster.note_owner("c", OwnerUse.high)
+    pair.tick()
+    assert pair.stages() == {Stage.pause}
+    pair.emit(STEP, Paused(step=1))
+    for node in "bc":
+        pair.exit(node, 0)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    assert (pair.job().state, pair.job().retries_used) == (JobState.scheduled, 0)
+    assert "c is in use by its owner" in pair.job().detail
+    pair.cluster.note_owner("c", OwnerUse.low)
+    pair.tick()
+    assert pair.job().device == "b/cpu,c/cpu"
+
+
+def test_a_task_that_its_agent_has_ended_is_a_lost_node_and_no_retry(pair: World) -> None:
+    pair.join("c", loaned=True)
+    report = TaskReport(task_id="a-1", stage=Stage.stop, progress=StageProgress.done, error="the owner is back")
+    pair.store.tasks.record_reports("c", {"a-1": report.model_dump_json()}, ["a-1"])
+    pair.tick()
+    pair.gone("b")
+    pair.tick()
+    tried = pair.store.attempts("a")[0]
+    assert (tried.reason, pair.job().state, pair.job().retries_used) == (Reason.node_lost, JobState.scheduled, 0)
+    assert "node c has ended it: the owner is back" in tried.message
 
 
 def test_a_drained_head_has_its_own_job_save(world: World) -> None:

@@ -42,7 +42,7 @@ def test_the_cpu_is_measured_since_the_call_before(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [(10.0, 100.0), (40.0, 200.0), (40.0, 200.0)]
-    monkeypatch.setattr(nodes_load, "_cpu_seconds", lambda: seconds.pop(0))
+    monkeypatch.setattr(nodes_load, "cpu_seconds", lambda: seconds.pop(0))
     meter = LoadMeter(["cpu"], tmp_path, {}, clock)
     found = meter.read()
     assert found is not None

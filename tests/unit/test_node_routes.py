@@ -35,9 +35,14 @@ from llama_stack_provider_trl_remote.wire import (
     DeviceReport,
     Load,
     NodeReport,
+    OwnerUse,
     Poll,
+    Stage,
+    StageProgress,
+    TaskReport,
 )
 from tests.fakes import FakeClock, job_spec
+from tests.orders import order
 
 JOINS = Caller("node", "joins")
 OWN = Caller("node", "head", "head")
@@ -57,6 +62,7 @@ class World:
         """A new process takes over."""
         self.presence = Presence(self.clock, "head")
         self.received: list[str] = []
+        self.owners: dict[str, OwnerUse | None] = {}
         self.service: Any = SimpleNamespace(
             node_name="head",
             machine_id="machine of head",
@@ -64,7 +70,7 @@ class World:
             versions=lambda: VERSION,
             store=self.store,
             presence=self.presence,
-            cluster=SimpleNamespace(allow_again=lambda node: None),
+            cluster=SimpleNamespace(allow_again=lambda node: None, note_owner=self.note_owner),
             removed={},
             loads=Loads(self.store, self.clock),
             logs=ServiceLogs(self.root),
@@ -74,6 +80,10 @@ class World:
         )
         self.service.known_node = partial(Service.known_node, self.service)
         self.service.remove_node = partial(Service.remove_node, self.service)
+
+    def note_owner(self, node: str, use: OwnerUse | None) -> bool:
+        before, self.owners[node] = self.owners.get(node), use
+        return use is not before
 
     def current(self, task_id: str, node: str) -> None:
         if self.store.tasks.current(task_id, node) is None:
@@ -140,10 +150,10 @@ class World:
     def remove(self, name: str = "a") -> None:
         asyncio.run(routes_nodes.remove(self.service, name))
 
-    def give_task(self) -> None:
+    def give_task(self, order: str = "{}") -> None:
         self.store.add_job(job_spec("job", checkpoint_dir=self.root / "out"), "digest")
         self.store.launch("job", 1, "a/cpu", self.root / "run")
-        self.store.tasks.add([NodeTaskRecord("job-1", "a", "job", 1, 0, ("a/cpu",), "run", "{}", None, None, False)])
+        self.store.tasks.add([NodeTaskRecord("job-1", "a", "job", 1, 0, ("a/cpu",), "run", order, None, None, False)])
 
     def pass_time(self, seconds: float) -> None:
         """The supervisor looks all the while."""
@@ -168,6 +178,30 @@ def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> N
     world.store.request_cancel("cancelled")
     assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
     assert "over" not in world.over()
+
+
+def test_the_owners_use_of_a_loaned_node_is_known_and_wakes_the_supervisor(world: World) -> None:
+    world.join()
+    woken: list[OwnerUse | None] = []
+    world.service.supervisor = SimpleNamespace(wake=lambda: woken.append(world.owners["a"]))
+    for use in (OwnerUse.low, OwnerUse.low, OwnerUse.high, None):
+        body = Poll(boot_id="1", agent_id="one", owner=use, seen=-1)
+        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+    assert woken == [OwnerUse.low, OwnerUse.high, None]
+
+
+def test_a_task_that_its_agent_has_ended_by_itself_is_gone_and_its_devices_are_free(world: World) -> None:
+    world.join()
+    world.give_task(order(Stage.run).model_dump_json())
+    for stage, progress, left in (
+        (Stage.run, StageProgress.working, 1),
+        (Stage.stop, StageProgress.working, 1),
+        (Stage.stop, StageProgress.done, 0),
+    ):
+        report = TaskReport(task_id="job-1", stage=stage, progress=progress, error="the owner is back")
+        body = Poll(boot_id="1", agent_id="one", tasks=(report,), seen=-1)
+        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+        assert len(world.store.tasks.of_node("a")) == left
 
 
 def test_a_node_that_reports_that_its_machine_is_taken_away_is_drained(world: World) -> None:

@@ -13,7 +13,7 @@ from llama_stack_provider_trl.jobs.records import NodeMode
 from llama_stack_provider_trl_remote.service.cluster import membership, presence
 from llama_stack_provider_trl_remote.service.http.pool_bodies import AllocationRow, PoolRow
 from llama_stack_provider_trl_remote.service.pages import rendering
-from llama_stack_provider_trl_remote.wire import Stage
+from llama_stack_provider_trl_remote.wire import OwnerUse, Stage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "reference" / "nodes.md").read_text()
@@ -31,7 +31,8 @@ def test_the_table_of_stages_has_each_stage_in_its_order() -> None:
 def test_the_table_of_states_has_each_mode_and_what_the_service_finds_out_itself() -> None:
     modes, found = first_cells("states")[:3], first_cells("states")[3:]
     assert modes == [*get_args(NodeMode)]
-    silent, unheard, other_build = found
+    silent, unheard, other_build, *loaned = found
+    assert loaned == [membership._OWNER[OwnerUse.high], membership._OWNER[OwnerUse.unknown]]
     assert re.fullmatch(silent.replace("HH:MM:SS", r"\d\d:\d\d:\d\d"), presence.silent_since(1.0))
     assert f'"{unheard}"' in Path(membership.__file__).read_text()
     assert f'"{other_build}"' in Path(membership.__file__).read_text()

@@ -219,6 +219,8 @@ class ClusterLauncher:
                     self._cluster.leave_out(other.node, other.record.job_uuid, other.error)
             return Observation(TaskState.exited, launch_error=f"node {part.node}: {part.error}")
         if observed.event is AttemptEvent.task_lost:
+            if part.report is not None and part.report.stage is Stage.stop and part.report.error:
+                return Observation(TaskState.exited, detail=f"node {part.node} has ended it: {part.report.error}")
             return Observation(
                 TaskState.exited, detail=f"node {part.node} no longer has the task: it may have been restarted"
             )

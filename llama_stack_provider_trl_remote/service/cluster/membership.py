@@ -12,14 +12,21 @@ from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 
-from ...wire import SPECS, NodeReport, Poll
+from ...wire import SPECS, NodeReport, OwnerUse, Poll
 from .presence import Presence, silent_since
 
 log = logging.getLogger(__name__)
-NodeCondition = Literal["open", "cordoned", "draining", "leaving", "absent", "awaited", "other_build", "unreadable"]
+NodeCondition = Literal[
+    "open", "cordoned", "draining", "leaving", "absent", "awaited", "other_build", "in_use", "unreadable"
+]
 """Whether a node takes jobs, and if not, why: by an operator's order, or since it goes back to its pool (`leaving`),
-does not call (`absent`), has not called since the service was started (`awaited`), is of another build, or its stored
-report cannot be read."""
+does not call (`absent`), has not called since the service was started (`awaited`), is of another build, is loaned and
+not known to be free of its owner (`in_use`), or its stored report cannot be read."""
+_OWNER = {
+    OwnerUse.high: "in use by its owner",
+    OwnerUse.unknown: "loaned, and its owner's load is not known yet",
+}
+"""Why a loaned node takes no jobs."""
 
 
 def incarnation(node: NodeReport | Poll | NodeRecord) -> str:
@@ -54,6 +61,8 @@ class Cluster:
         self.head = head
         self._closed = closed
         self._unreadable: set[str] = set()
+        self._owners: dict[str, OwnerUse] = {}
+        """Loaned node -> how much its owner uses it, as its agent has reported last."""
         self._refused: dict[str, dict[str, str]] = {}
         """Node -> job that it cannot start -> reason."""
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus, slices=frozenset(slices))
@@ -77,7 +86,8 @@ class Cluster:
                     joins=joins,
                 )
             else:
-                others.append(_node(record, report, self.why_closed(record, report), self._refused.get(record.name)))
+                node = _node(record, report, self.why_closed(record, report), self._refused.get(record.name))
+                others.append(replace(node, draining=node.draining or self._owner(report) is OwnerUse.high))
         return [head, *others]
 
     def report(self, record: NodeRecord) -> NodeReport | None:
@@ -94,6 +104,19 @@ class Cluster:
                 )
             self._unreadable.add(record.name)
             return None
+
+    def note_owner(self, node: str, use: OwnerUse | None) -> bool:
+        """Record how much the owner of a loaned node uses it; None: it is not loaned. Returns whether that has
+        changed."""
+        before = self._owners.get(node)
+        if use is None:
+            self._owners.pop(node, None)
+        else:
+            self._owners[node] = use
+        return use is not before
+
+    def _owner(self, report: NodeReport) -> OwnerUse:
+        return self._owners.get(report.name, OwnerUse.unknown) if report.loaned else OwnerUse.low
 
     def leave_out(self, node: str, job_uuid: str, why: str) -> None:
         """Give a node no further attempt of a job, until its agent joins again or the service is started again."""
@@ -115,6 +138,8 @@ class Cluster:
                 return "not seen since the service was started"
             case "other_build":
                 return "of another build than the service: install the same one there, and start its agent again"
+            case "in_use":
+                return _OWNER[self._owner(report)]
             case mode:
                 return "" if mode == "open" else mode
 
@@ -138,6 +163,8 @@ class Cluster:
             return "awaited"
         if record.mode == "open" and record.name != self.head and has_other_build(report):
             return "other_build"
+        if record.mode == "open" and record.name != self.head and self._owner(report) is not OwnerUse.low:
+            return "in_use"
         return record.mode
 
 

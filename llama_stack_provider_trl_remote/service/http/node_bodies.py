@@ -22,7 +22,9 @@ class NodeRow(BaseModel):
     agent: bool
     """It can be one of several nodes of a job."""
     state: str
-    """open, or the reason for taking no jobs: cordoned, draining, silent since 12:00:03 UTC."""
+    """open, or the reason for taking no jobs: cordoned, draining, silent since 12:00:03 UTC, in use by its owner."""
+    loaned: bool = False
+    """It takes jobs only while its owner's load is low."""
     address: str | None = None
     versions: dict[str, str] = {}
     labels: dict[str, str] = {}

@@ -370,11 +370,13 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
     gone = [
         task.task_id
         for task in service.store.tasks.of_node(name)
-        if task.stage == Stage.stop and _is_over(reports.get(task.task_id))
+        # Without an order to stop its agent has ended it.
+        if (task.stage == Stage.stop or task.task_id in reports) and _is_over(reports.get(task.task_id))
     ]
-    return service.store.tasks.record_reports(
+    is_new = service.store.tasks.record_reports(
         name, {key: report.model_dump_json() for key, report in reports.items()}, gone
     )
+    return service.cluster.note_owner(name, body.owner) or is_new
 
 
 def _note_used(service: Service, caller: Caller) -> None:

@@ -164,6 +164,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             "address": report.address,
             "versions": report.versions,
             "labels": report.labels,
+            "loaned": report.loaned,
             "models": list(report.models),
             "ollama_models": list(report.ollama_models),
             "memory_of_devices": {one.name: one.memory_bytes for one in report.devices if one.memory_bytes},
