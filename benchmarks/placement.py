@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Demand, Node, Queued, place, why_waits
+from llama_stack_provider_trl.jobs.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, place, why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 
 NODES, GPUS, JOBS = 50, 8, 2000

@@ -4,67 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
-from ..specs.job import JobSpec, ResourcesSpec
 from .cores import CPU, Held, core_names, is_core, listed
-
-
-class Demand(BaseModel):
-    """What a job demands of its nodes, and what it prefers, as the queue stores it."""
-
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
-    resources: ResourcesSpec = ResourcesSpec()
-    model: str | None = None
-    """Model that must be in a node's local cache; None: none."""
-    prefers: str | None = None
-    """Model that other nodes would have to fetch: of the nodes that would do, those with it come first."""
-    home: bool = False
-    """Whether the job runs on the service's own machine only."""
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> Demand:
-        if spec.resources is None:
-            return cls(home=True)
-        name = "model" if spec.resources.model_present else "prefers"
-        return cls.model_validate({"resources": spec.resources, name: spec.model})
-
-    def text(self) -> str:
-        """As `demand` reads it; what most jobs ask for is the empty string."""
-        return "" if self.home else self.model_dump_json(exclude_defaults=True)
-
-
-@cache
-def demand(text: str) -> Demand:
-    return Demand.model_validate_json(text) if text else Demand(home=True)
-
-
-class Queued(NamedTuple):
-    """A waiting job."""
-
-    job_uuid: str
-    device: str
-    """As requested: auto, cpu, cuda, cuda:N or mps."""
-    age: int
-    """Number in the order of arrival: the lower, the older."""
-    priority: int = 0
-    """The higher, the sooner; among equals the older comes first."""
-    detail: str = ""
-    """The reason for waiting, as in its status."""
-    ranks: int = 1
-    """Processes that train together, over all nodes."""
-    scheduled_at: float = 0.0
-    """End of the wait before a retry, in seconds since the epoch."""
-    demand: str = ""
-    """`Demand.text`."""
-    tried: bool = False
-    """Whether it has had an attempt: it may continue with fewer nodes than requested."""
-    failed_on: str = ""
-    """Places, with commas, of its attempts that could not be launched: other places come first."""
+from .demands import Queued, demand
 
 
 @dataclass(frozen=True)

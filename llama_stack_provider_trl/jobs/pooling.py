@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from .placement import Node, Queued, demand, place, unsuited
+from .demands import Queued, demand
+from .placement import Node, place, unsuited
 
 
 class AllocationState(StrEnum):

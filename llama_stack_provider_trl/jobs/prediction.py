@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .cores import Held
-from .placement import Node, Queued, place, places_for
+from .demands import Queued
+from .placement import Node, place, places_for
 from .states import JobState
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import JobConflict, JobNotFound, StoreError
 from .database import Database
-from .placement import Queued
+from .demands import Queued
 from .records import (
     AttemptRecord,
     CheckpointRecord,

@@ -29,7 +29,7 @@ from ..specs.events import (
     Warned,
 )
 from ..specs.job import JobSpec
-from .placement import Queued
+from .demands import Queued
 from .prediction import RunningJob, StepPace, WaitingJob
 from .records import (
     AttemptRecord,

@@ -21,10 +21,11 @@ from .ahead import QueueAhead
 from .allocations import Allocations
 from .chains import Chains, insert_predecessors
 from .database import Database
+from .demands import Demand, Queued
 from .exports import Exports
 from .node_tasks import NodeTasks
 from .nodes import Nodes
-from .placement import Demand, Queued, kind_of
+from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements

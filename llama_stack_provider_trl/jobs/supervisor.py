@@ -26,9 +26,10 @@ from .announced import accepted
 from .attempts import Attempts
 from .cores import Held
 from .database import private_data_dir
+from .demands import Queued
 from .graph import Blocked
 from .housekeeping import INTERVAL, remove_unused_rows
-from .placement import Node, Queued, is_remote, place, why_waits
+from .placement import Node, is_remote, place, why_waits
 from .pooling import Kind, kind_of_job
 from .records import JobRecord
 from .retries import Retries

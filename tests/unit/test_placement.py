@@ -6,18 +6,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.jobs import placement
-from llama_stack_provider_trl.jobs.placement import (
-    PATIENCE,
-    Demand,
-    Node,
-    Queued,
-    choose,
-    demand,
-    place,
-    suitable,
-    why_waiting,
-    why_waits,
-)
+from llama_stack_provider_trl.jobs.demands import Demand, Queued, demand
+from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, choose, place, suitable, why_waiting, why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llama_stack_provider_trl.jobs.placement import Demand, Node, Queued
+from llama_stack_provider_trl.jobs.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.pooling import Allocation, AllocationState, Ask, Plan, PoolState, decide, node_names
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from llama_stack_provider_trl.jobs.placement import Node, Queued
+from llama_stack_provider_trl.jobs.demands import Queued
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
 from llama_stack_provider_trl.jobs.states import JobState
 

@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
-from llama_stack_provider_trl.jobs.placement import Queued, why_waits
+from llama_stack_provider_trl.jobs.demands import Queued
+from llama_stack_provider_trl.jobs.placement import why_waits
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
