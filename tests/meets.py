@@ -1,6 +1,6 @@
 """`python -m tests.meets RUN_DIR SECONDS`: a rank that meets the others and waits for the file `end` in its directory.
 
-Prints `met`, or the failure. It reports a peer that has not answered for SECONDS.
+Prints `met` and the link as measured, or the failure. It reports a peer that has not answered for SECONDS.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def main() -> None:
     peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.EXIT_GRACE = 5.0, 0.1, 1.0
     peers.PEER_TIMEOUT = float(sys.argv[2])
     try:
-        with peers.connected_peers(torch.device("cpu"), run_dir, writer):
+        with peers.connected_peers(torch.device("cpu"), run_dir, writer) as mbit_per_s:
             print("met", flush=True)
+            print("link", mbit_per_s, flush=True)
             while not (run_dir / "end").exists():
                 time.sleep(0.02)
     except JobFailure as failure:

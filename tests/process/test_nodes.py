@@ -45,12 +45,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 class Meeting:
-    """One of two ranks on two nodes, in a process of its own (tests/meets.py)."""
+    """One rank of several, each on a node, in a process of its own (tests/meets.py)."""
 
-    def __init__(self, root: Path, port: int, rank: int, interface: str, patience: float) -> None:
+    def __init__(self, root: Path, port: int, rank: int, interface: str, patience: float, size: int = 2) -> None:
         self.run_dir = root / f"node-{rank}"
         self.run_dir.mkdir()
-        ours = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        ours = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
         argv = [sys.executable, "-m", "tests.meets", str(self.run_dir), str(patience)]
         with open(self.run_dir / "log", "wb") as log:
@@ -71,9 +71,11 @@ class Meeting:
 
 
 @contextmanager
-def meeting(root: Path, port: int, rank: int, interface: str = "lo", patience: float = 1.0) -> Iterator[Meeting]:
+def meeting(
+    root: Path, port: int, rank: int, interface: str = "lo", patience: float = 1.0, size: int = 2
+) -> Iterator[Meeting]:
     """A rank that meets the other and then waits to be ended."""
-    found = Meeting(root, port, rank, interface, patience)
+    found = Meeting(root, port, rank, interface, patience, size)
     try:
         yield found
     finally:
@@ -303,6 +305,18 @@ def test_torchruns_that_do_not_meet_end_with_a_sentence(
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def test_ranks_of_several_nodes_measure_the_link_when_they_meet(tmp_path: Path, port: int) -> None:
+    """Three in a ring; all have the number of the slowest link."""
+    with ExitStack() as stack:
+        ring = [stack.enter_context(meeting(tmp_path, port, rank, size=3)) for rank in range(3)]
+        assert [one.report() for one in ring] == ["met"] * 3
+        links = {poll(lambda one=one: one.first_line("link"), "the link", timeout=10) for one in ring}
+        assert len(links) == 1
+        assert float(links.pop().removeprefix("link ")) > 10, "Mbit/s on loopback"
+        for one in ring:
+            one.end()
 
 
 def failures(root: Path, rank: int) -> list[Failed]:
