@@ -168,6 +168,8 @@ def _check_spec(order: TaskOrder) -> None:
         digest = rows.get("sha256") if isinstance(rows, dict) else None
         has_digest = isinstance(digest, str) and bool(_SHA256.fullmatch(digest))
         _expect(f"spec.job.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
+    stays = "nothing: a job that begins with an adapter trains on the service's machine"
+    _expect("spec.job.adapter", job.get("adapter"), not job.get("adapter"), stays)
     borrowed = (job.get("resume_from") or {}).get("path")
     for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
         given = Path(path or directory / "checkpoint-0")

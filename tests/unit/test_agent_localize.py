@@ -14,7 +14,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.bounded import UsablePath
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event
 from llama_stack_provider_trl.specs.job import AttemptSpec
-from llama_stack_provider_trl_remote.nodes.localize import PathMap
+from llama_stack_provider_trl_remote.nodes.localize import PathMap, check_order
 from tests.orders import AA, BB, order, spec
 
 RESUMED = spec(
@@ -65,7 +65,14 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
         *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
         *("job.model_path", "job.dpo.reference.model_path"),
+        "job.adapter.path",  # no order has one: the next test
     }
+
+
+def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
+    given = spec(job={"adapter": {"path": "/service/checkpoints/a/final", "use": "continue"}})
+    with pytest.raises(InvalidRequest, match="a job that begins with an adapter trains on the service's machine"):
+        check_order(order(spec=given))
 
 
 def paths_of(annotation: Any) -> Iterator[tuple[str, ...]]:

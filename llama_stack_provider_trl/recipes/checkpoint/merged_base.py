@@ -36,7 +36,7 @@ def with_merged_base(
         return spec
     target = spec.checkpoint_dir / MERGED_BASE
     ranks.on_all_ranks(lambda: _merge(spec, target, require_space, heartbeat) if ranks.rank() == 0 else None)
-    return spec.model_copy(update={"model": str(target), "revision": None})
+    return spec.model_copy(update={"model": str(target), "model_path": None, "revision": None})
 
 
 def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], heartbeat: Callable[[], None]) -> None:
