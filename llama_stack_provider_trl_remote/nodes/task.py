@@ -213,7 +213,8 @@ class NodeTask:
                 await self._prepare_patiently()
                 await self._until(Stage.probe if self.order.nodes > 1 else Stage.run)
                 if self.order.stage is Stage.probe:
-                    await self._probe()
+                    await probe(self._node.name, self.order)
+                    self._finish(Stage.probe)
                     await self._until(Stage.run)
                 await self._close_listener()
                 await asyncio.to_thread(self._node.launcher.start, self._spec())
@@ -294,10 +295,6 @@ class NodeTask:
         self._port = self._listener.port
         self._keep()
         await self._listener.open()
-
-    async def _probe(self) -> None:
-        await probe(self._node.name, self.order)
-        self._finish(Stage.probe)
 
     async def _supervise(self) -> None:
         """Watch the processes and upload their results until neither has anything left."""
