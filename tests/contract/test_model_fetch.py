@@ -91,7 +91,7 @@ class Worker:
 
     def part(self) -> int:
         """Bytes of the weights that are here, whole or not."""
-        for _ in range(3):  # a rename may hide them from one look
+        for _ in range(3):  # a rename may hide them for a moment
             for path in (self.data_dir / "models").glob("*/model.safetensors*"):
                 with suppress(FileNotFoundError):
                     return path.stat().st_size
