@@ -164,7 +164,7 @@ class SshPool:
             begun.error = "it was cancelled"
         except (TrlError, OSError) as error:
             begun.error = str(error)
-        except Exception as error:  # the request must not wait for ever
+        except Exception as error:  # the request must not wait forever
             log.exception("the agents of %s could not be started", order.request_id)
             begun.error = f"a fault of the pool itself: {error}"
         finally:
