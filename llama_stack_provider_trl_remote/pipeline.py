@@ -34,7 +34,7 @@ _TRIES = 100
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineJob:
     """A job of a pipeline."""
 
     name: str
@@ -60,7 +60,7 @@ def is_pipeline(body: Mapping[str, Any]) -> bool:
     return JOBS in body
 
 
-def steps_of(body: Mapping[str, Any]) -> list[Step]:
+def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
     """The jobs of a pipeline, each after those that it depends on.
 
     Raises:
@@ -76,14 +76,14 @@ def steps_of(body: Mapping[str, Any]) -> list[Step]:
         raise InvalidRequest(
             JOBS, " -> ".join(found), "these jobs wait for one another: leave one of them out of `after`"
         )
-    ordered: list[Step] = []
+    ordered: list[PipelineJob] = []
     while len(ordered) < len(steps):
         done = {step.name for step in ordered}
         ordered += [step for step in steps.values() if step.name not in done and done.issuperset(step.after)]
     return ordered
 
 
-def digest_of(step: Step, rows: Mapping[str, Any], before: Mapping[str, str]) -> str:
+def digest_of(step: PipelineJob, rows: Mapping[str, Any], before: Mapping[str, str]) -> str:
     """The digest of a job's inputs.
 
     Args:
@@ -98,7 +98,7 @@ def digest_of(step: Step, rows: Mapping[str, Any], before: Mapping[str, str]) ->
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def resolved(step: Step, job_uuid: str, names: Mapping[str, str]) -> Json:
+def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json:
     """The request as the service takes it.
 
     Args:
@@ -115,7 +115,7 @@ def resolved(step: Step, job_uuid: str, names: Mapping[str, str]) -> Json:
     return request
 
 
-async def place(client: ServiceClient, steps: list[Step]) -> list[Placed]:
+async def place(client: ServiceClient, steps: list[PipelineJob]) -> list[Placed]:
     """Submit the jobs of a pipeline that the service does not have. A job that has failed or was cancelled is followed
     by another one, with a number behind its name.
 
@@ -166,7 +166,7 @@ async def _rows(client: ServiceClient, dataset_id: str) -> Any:
     return found["source"] if found["source"]["type"] == "uri" else found["metadata"]["sha256"]
 
 
-def _step(name: str, request: Any, names: Any) -> Step:
+def _step(name: str, request: Any, names: Any) -> PipelineJob:
     where = f"{JOBS}.{name}"
     if not re.fullmatch(_NAME, name):
         hint = "a name has 1 to 100 letters, digits, '.', '_' or '-', and begins with a letter or digit"
@@ -180,7 +180,7 @@ def _step(name: str, request: Any, names: Any) -> Step:
     if base is not None and base not in names:
         raise InvalidRequest(f"{where}.model", f"job:{base}", f"the jobs of this file are {', '.join(names)}")
     before = tuple(dict.fromkeys([*([base] if base else []), *after]))
-    return Step(name, dict(request), before, _dataset_ids(request))
+    return PipelineJob(name, dict(request), before, _dataset_ids(request))
 
 
 def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
