@@ -60,8 +60,7 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
 
 
 def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
-    stays = "job.adapter.path"  # a job that begins with an adapter trains on the service's machine
-    assert {".".join(names) for names in paths_of(AttemptSpec)} - {stays} == {
+    assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
         *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
         *("job.model_path", "job.dpo.reference.model_path"),
