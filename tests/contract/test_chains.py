@@ -16,7 +16,7 @@ from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 
 def request(job_uuid: str, **options: object) -> tuple[Json, Json]:
@@ -36,7 +36,11 @@ def chain_over_kills(server: Crashing) -> None:
     submit(server, "c", after=["a", "b"])
     server.wait_taken("step-1", server.patience)
     waits = "waits for job a (in_progress, step 0 of "
-    poll(lambda: server.status("b")["resources_allocated"]["detail"].startswith(waits), f"b {waits}...", timeout=20)
+    poll(
+        lambda: server.status("b")["resources_allocated"]["detail"].startswith(waits),
+        f"b {waits}...",
+        timeout=server.patience,
+    )
     server.kill()
     server.restart()
     assert [server.recorded(name) for name in "abc"] == ["in_progress", "scheduled", "scheduled"]
