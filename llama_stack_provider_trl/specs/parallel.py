@@ -14,8 +14,9 @@ from .job import ShardingStrategy
 
 LEAST_SPEEDUP = 1.1
 """Less than this does not pay for a second machine, and is within the error of the estimate."""
-_BACKWARD = 2 / 3
-"""Share of a micro step that is its backward pass, in which DDP reduces gradients while others are computed."""
+_OVERLAP = 1 / 3
+"""Share of a micro step in which DDP reduces gradients while others are computed: half of its backward pass, since they
+come in buckets of 25 MB, of which the last one is complete at the end."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Exchange:
     @property
     def _overlap(self) -> float:
         """Share of the computation during which bytes are exchanged. FSDP2 on gloo waits for each exchange."""
-        return _BACKWARD / self.micro_steps if self.strategy == "NO_SHARD" else 0.0
+        return _OVERLAP / self.micro_steps if self.strategy == "NO_SHARD" else 0.0
 
     def seconds(self, mbit_per_s: float) -> float:
         """Of the exchange alone."""
