@@ -24,6 +24,8 @@ from tests.tiny import REPOSITORY, tiny_model
 
 PICTURES = REPOSITORY / "docs" / "images"
 _SIZE = {"width": 1100, "height": 640}
+_TRAINING = 900
+"""Seconds that a training may take, on a machine with other work on it."""
 _COLORS = 96
 """Of a picture: fewer make it small, and more are not seen."""
 
@@ -51,13 +53,13 @@ def fill(service: Guarded, model: str) -> None:
     service.register("pairs", PAIRS * 10)
     for name, rate in (("sft-slow", 2e-4), ("sft-fast", 1e-3)):
         body = job(sft(name, "questions"), model, n_epochs=3, optimizer_config={"lr": rate})
-        service.wait(service.submit(SFT, {**body, "algorithm_config": LORA}), "completed")
+        service.wait(service.submit(SFT, {**body, "algorithm_config": LORA}), "completed", _TRAINING)
     samples = {"prompts": ["What is 3 times two?", "What is 7 times two?"], "max_new_tokens": 12}
     data = {"dataset_id": "questions", "batch_size": 8, "shuffle": True}
     optimizer = {"lr": 3e-3}
     body = job(sft("sft-samples", "questions"), model, n_epochs=8, data_config=data, optimizer_config=optimizer)
     options = {"samples": samples, "save_steps": 32}
-    service.wait(service.submit(SFT, body, options=options), "completed")
+    service.wait(service.submit(SFT, body, options=options), "completed", _TRAINING)
     service.submit(SFT, job(sft("sft-long", "questions"), model, n_epochs=60))
     service.submit(DPO, job(promised("dpo-next", "pairs"), model))
     poll(lambda: service.state("sft-long") == "in_progress", "the job runs", timeout=60)
