@@ -4,9 +4,9 @@
 
 Prints, as a table: how long a decision took (one pass over the whole queue), how long jobs waited by size, whether any
 starved, and how much of the GPUs' time was used while there was more to do than they could. Then large jobs compete
-with small ones that never end coming (`crowded`). Ends with 1 where a decision, or all the reasons for which jobs wait,
-took longer than 50 ms of CPU time, a job was never placed, or a large one waited longer than the bound that `place`
-states. Takes about a minute.
+with small ones that never end coming (`crowded`; `shared` for cores of CPUs). Ends with 1 where a decision, or all the
+reasons for which jobs wait, took longer than 50 ms of CPU time, a job was never placed, or a large one waited longer
+than the bound that `place` states. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -131,6 +131,59 @@ def crowded(rng: random.Random, nodes: Sequence[Node]) -> list[tuple[str, float,
     ]
 
 
+CORES = 96
+"""Cores of each machine whose CPU jobs share."""
+
+
+def shared(rng: random.Random) -> tuple[list[tuple[str, float, float]], list[float]]:
+    """Jobs that need a whole CPU, or nearly, among small ones with reserved cores that never end coming.
+
+    Returns:
+        For each such job, what it is, how long it waited and how long it may; and the seconds of each decision.
+    """
+    nodes = [
+        Node(f"cpu-{number}", ("cpu",), f"machine-{number}", head=number == 0, cpus=CORES) for number in range(NODES)
+    ]
+    large = {"a whole CPU": None, f"{CORES} of {CORES} cores": CORES, "64 cores": 64}
+    waiting = {what: _with_cores(what, cores, age) for age, (what, cores) in enumerate(large.items())}
+    running: dict[str, tuple[str, ...]] = {}
+    ends: list[tuple[float, str]] = []
+    placed: dict[str, float] = {}
+    decisions: list[float] = []
+    now, age, limit = 0.0, len(large), PATIENCE + (len(large) + 1) * LONGEST
+    # All machines are full of small jobs when the large ones come.
+    for node in nodes:
+        for core in range(CORES):
+            name = f"first {node.name} {core}"
+            running[name] = (node.place(f"cpu:{core}"),)
+            heapq.heappush(ends, (rng.uniform(0, LONGEST), name))
+    while len(placed) < len(large) and now < limit:
+        while ends and ends[0][0] <= now:
+            del running[heapq.heappop(ends)[1]]
+        while len(waiting) < JOBS:
+            waiting[f"small-{age}"] = _with_cores(f"small-{age}", rng.choice((1, 1, 2, 4, 8)), age)
+            age += 1
+        taken = {place_: name for name, places in running.items() for place_ in places}
+        begin = time.thread_time()
+        chosen = place(waiting.values(), nodes, taken, now)
+        decisions.append(time.thread_time() - begin)
+        for name, places in chosen.items():
+            assert taken.keys().isdisjoint(places)
+            taken |= dict.fromkeys(places, name)
+            running[name] = places
+            del waiting[name]
+            heapq.heappush(ends, (now + rng.uniform(60, LONGEST), name))
+            if name in large:
+                placed[name] = now
+        now += POLL_INTERVAL
+    bounds = {what: PATIENCE + number * LONGEST for number, what in enumerate(large, 1)}
+    return [(what, placed.get(what, math.inf), bounds[what]) for what in large], decisions
+
+
+def _with_cores(name: str, cores: int | None, age: int) -> Queued:
+    return Queued(name, "cpu", age, demand=Demand(resources=ResourcesSpec(reserve_cpus=cores)).text())
+
+
 def main() -> int:
     """Returns the exit status."""
     rng = random.Random(SEED)
@@ -188,7 +241,15 @@ def main() -> int:
     for what, took, bound in crowded(rng, nodes):
         late |= took > bound
         print(f"{what:50} {took:15.0f} {bound:14.0f}{'   TOO LONG' if took > bound else ''}")
-    return int(bool(waiting) or late or 1e3 * max(*decisions, *reasons) > LIMIT_MS)
+    found, of_cores = shared(rng)
+    for what, took, bound in found:
+        late |= took > bound
+        print(f"{what:50} {took:15.0f} {bound:14.0f}{'   TOO LONG' if took > bound else ''}")
+    print(
+        f"{NODES} CPUs x {CORES} cores, {JOBS} jobs that reserve some: a decision "
+        f"median {1e3 * statistics.median(of_cores):.2f} ms   longest {1e3 * max(of_cores):.2f} ms"
+    )
+    return int(bool(waiting) or late or 1e3 * max(*decisions, *reasons, *of_cores) > LIMIT_MS)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ shorter."""
 CALM = 0.8
 """Share of the limit below which the owner's load must be before jobs come again: a load at the limit would let them
 come and go."""
-SAVING_SECONDS = 18.0
+SAVING_SECONDS = 15.0
 """Seconds since the load rose after which a training that has not ended is ended. With the 2 s between two
 measurements, before and after, and the 4 s in which a runner ends a task, its devices are free within 30 s."""
 
