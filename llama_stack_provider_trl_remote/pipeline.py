@@ -106,9 +106,9 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     """
     request = copy.deepcopy(step.request)
     request["job_uuid"] = job_uuid
-    for field in ("model", "finetuned_model"):
-        if (named := _named(request.get(field))) is not None:
-            request[field] = f"{_PREFIX}{names[named]}{request[field].removeprefix(_PREFIX + named)}"
+    field = _base_field(request)
+    if (named := _named(request.get(field))) is not None:
+        request[field] = f"{_PREFIX}{names[named]}{request[field].removeprefix(_PREFIX + named)}"
     options = request.get("provider_options") or {}
     if options.get("after"):
         request["provider_options"] = {**options, "after": [names[name] for name in options["after"]]}
@@ -176,7 +176,7 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     if "job_uuid" in request:
         raise InvalidRequest(f"{where}.job_uuid", request["job_uuid"], "it follows from the job's name: leave it out")
     after = _after(where, request, names)
-    base = next((found for field in ("model", "finetuned_model") if (found := _named(request.get(field)))), None)
+    base = _named(request.get(_base_field(request)))
     if base is not None and base not in names:
         raise InvalidRequest(f"{where}.model", f"job:{base}", f"the jobs of this file are {', '.join(names)}")
     before = tuple(dict.fromkeys([*([base] if base else []), *after]))
@@ -195,6 +195,11 @@ def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
             hint = f"{one!r} is no job of this file, which has {', '.join(names)}"
             raise InvalidRequest(f"{where}.provider_options.after", after, hint)
     return after
+
+
+def _base_field(request: Mapping[str, Any]) -> str:
+    """The field that names the base model: beside a `model`, `finetuned_model` names the result."""
+    return "finetuned_model" if request.get("model") is None else "model"
 
 
 def _named(model: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -135,6 +136,8 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
     model, below = job.model, job.bases
     if job.adapter is not None and job.adapter.use == "merge":
         model, below = str(job.checkpoint_dir / MERGED_BASE), ()
+    elif job.adapter is not None and Path(model).name != MERGED_BASE:
+        below = below[1:]  # without the job whose adapter it continued: this job does not read that one
     return Base(
         model,
         resolve_trust(job.model, settings) if model == job.model else {},

@@ -56,7 +56,7 @@ def _weights(plain: set[str], names: Sequence[str], read_index: Callable[[], byt
     if INDEX in plain:
         try:
             named = {str(name) for name in json.loads(read_index())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NotSent(f"its {INDEX} is no index of weights ({type(error).__name__}: {error})"[:300]) from error
         if lacking := sorted(named - plain):
             raise NotSent(f"{lacking[0][:200]}, which its {INDEX} names, is not there or no safetensors file")

@@ -44,8 +44,12 @@ _OF_A_SERVICE = (
     "priority",
     "after",
     "cancel_with",
+    "keep_last",
 )
 """Provider options that a service acts on: without one they would have no effect."""
+
+
+_DEVICES = ("cpu", "cuda", "mps")
 
 
 async def print_torchrun(client: ServiceClient, options: Namespace) -> int:
@@ -165,7 +169,10 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), f"{first['msg']}.") from error
-    device = (chosen.device or usable_devices("auto")[0]).partition(":")[0]
+    if chosen.device not in (None, *_DEVICES):
+        hint = f"expected {', '.join(_DEVICES)}: each rank takes a device of its machine."
+        raise InvalidRequest("provider_options.device", chosen.device, hint)
+    device = chosen.device or usable_devices("auto")[0].partition(":")[0]
     settings = Settings(
         data_dir=directory,
         devices=(device,),

@@ -247,6 +247,8 @@ class Models:
         for digest in self._least_recent():
             if digest not in used and now - self._used_at(digest) > KEEP:
                 self._remove(digest, "which no attempt has used for long")
+        for removed in self._root.glob("*.old"):  # by an agent that was killed meanwhile
+            shutil.rmtree(removed, ignore_errors=True)
         for staging in self._root.glob("*.tmp"):
             with suppress(OSError):
                 newest = max(path.stat().st_mtime for path in (staging, *staging.rglob("*")))

@@ -22,6 +22,7 @@ from llama_stack_provider_trl.recipes.checkpoint import merge as merging
 from llama_stack_provider_trl.recipes.checkpoint.merge import merge
 from llama_stack_provider_trl.recipes.checkpoint.merge_methods import seeded, slerp
 from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
+from llama_stack_provider_trl.system.files import MANIFEST, write_manifest
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.tiny import tiny_model
 
@@ -208,6 +209,14 @@ def test_files_in_parts_are_read_as_one_model(models: list[Path], base: Path, tm
     merge(spec([models[0], models[1]], [1, 1], tmp_path / "same"))
     assert (tmp_path / "merged/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
     assert not (tmp_path / "merged" / "model.safetensors.index.json").exists()
+
+
+def test_the_manifest_of_an_input_is_not_one_of_the_result(models: list[Path], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "final"
+    shutil.copytree(models[0], checkpoint)
+    write_manifest(checkpoint)
+    merge(spec([checkpoint, models[1]], [1, 1], tmp_path / "out"))
+    assert not (tmp_path / "out" / MANIFEST).exists()
 
 
 _MEMORY = """

@@ -308,3 +308,17 @@ def test_a_checkpoint_that_is_gone_when_the_job_starts_fails_it_by_name(tmp_path
     write_manifest(final)
     check_base(spec)
     check_base(job_spec("c"))
+
+
+def test_an_adapter_that_is_continued_twice_starts(store: Store, settings: Settings, tmp_path: Path) -> None:
+    add(store, "a", tmp_path, lora=LORA)
+    for name, before in ("b", "a"), ("c", "b"), ("d", "c"):
+        spec = spec_of(request(f"job:{before}", name=name), store, settings, adapter="continue")
+        assert (spec.model, spec.after) == ("org/base", (before,))
+        store.add_job(spec, "digest")
+        assert spec.adapter is not None
+        final = spec.adapter.path
+        final.mkdir(parents=True)
+        (final / "adapter_model.safetensors").write_text("weights")
+        write_manifest(final)
+        check_base(spec)

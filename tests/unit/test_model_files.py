@@ -66,6 +66,11 @@ def test_an_index_cannot_name_a_file_elsewhere() -> None:
         chosen_files(["config.json", "model.safetensors.index.json"], lambda: b"[]")
 
 
+def test_an_index_that_nests_too_deeply_is_a_reason_and_no_fault() -> None:
+    with pytest.raises(NotSent, match="is no index of weights"):
+        chosen_files(["config.json", "model.safetensors.index.json"], lambda: b"[" * 200_000)
+
+
 @pytest.mark.parametrize(
     "name", ["modeling.py", "pytorch_model.bin", "../config.json", "/etc/x.json", ".x.json", "a/b.json", "a\n.json"]
 )

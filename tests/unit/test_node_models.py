@@ -151,9 +151,11 @@ def test_what_no_attempt_uses_is_removed_after_a_week(node: Node) -> None:
     wanted = listed()
     directory = node.provide(wanted)["org/model"]
     part = write(directory.with_name(f"{'0' * 64}.tmp") / "config.json.part", b"{")
+    half_removed = write(directory.with_name(f"{'1' * 64}.old") / "model.safetensors", b"weights").parent
     node.now = part.stat().st_mtime + KEEP_PARTS - 60
     node.models.clean(())
     assert part.exists()
+    assert not half_removed.exists()
     node.now += 120
     node.models.clean(())
     assert not part.parent.exists()

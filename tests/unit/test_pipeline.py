@@ -71,6 +71,14 @@ def test_jobs_are_submitted_in_the_order_in_which_they_depend_on_one_another() -
     assert options == {"after": [names["prefer"], names["tune"]], "seed": 1}
 
 
+def test_beside_a_model_finetuned_model_is_the_name_of_the_result() -> None:
+    named = job(model="job:tune", finetuned_model="job:result")
+    service = Service()
+    tune, other = service.run({"jobs": {"tune": job(), "other": named}})
+    assert service.bodies[other.job_uuid]["model"] == f"job:{tune.job_uuid}"
+    assert service.bodies[other.job_uuid]["finetuned_model"] == "job:result"
+
+
 def test_a_file_that_is_run_again_submits_nothing() -> None:
     service = Service()
     before = service.run(PIPELINE)

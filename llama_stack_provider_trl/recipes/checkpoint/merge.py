@@ -20,7 +20,7 @@ from ...errors import JobFailure
 from ...specs.checkpoint_files import is_data_name
 from ...specs.events import Reason
 from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeSpec
-from ...system.files import atomic_write_json, put_in_place
+from ...system.files import MANIFEST, atomic_write_json, put_in_place
 from .merge_methods import merged_adapter, merged_weight, seeded
 from .shards import Outline, outlines, write
 
@@ -208,8 +208,9 @@ def _written(spec: MergeSpec, inputs: list[_Weights], plan: _Plan, staging: Path
     size = sum(math.prod(one.shape) * one.dtype.itemsize for one in plan.outlines.values())
     try:
         staging.mkdir(parents=True)
+        others = (SAFE_WEIGHTS_INDEX_NAME, MANIFEST)  # of the input's own weights
         for path in sorted(inputs[0].directory.iterdir()):
-            if is_data_name(path.name) and path.suffix != ".safetensors" and path.name != SAFE_WEIGHTS_INDEX_NAME:
+            if is_data_name(path.name) and path.suffix != ".safetensors" and path.name not in others:
                 shutil.copyfile(path, staging / path.name)  # also what a symbolic link of the hub's cache leads to
         (staging / plan.config[0]).write_text(json.dumps(plan.config[1], indent=2, sort_keys=True) + "\n")
         write(staging / plan.file, plan.outlines, _values(plan))
