@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -129,7 +129,8 @@ async def place(client: ServiceClient, steps: list[PipelineJob]) -> list[Placed]
     placed = []
     for step in steps:
         digests[step.name] = digest_of(step, rows, digests)
-        job_uuid, state = await _unfailed(client, f"{step.name}-{digests[step.name][:_DIGITS]}")
+        before = {names[name] for name in step.after}
+        job_uuid, state = await _unfailed(client, f"{step.name}-{digests[step.name][:_DIGITS]}", before)
         names[step.name] = job_uuid
         if state is None:
             await submit_request(client, resolved(step, job_uuid, names))
@@ -137,9 +138,13 @@ async def place(client: ServiceClient, steps: list[PipelineJob]) -> list[Placed]
     return placed
 
 
-async def _unfailed(client: ServiceClient, name: str) -> tuple[str, str | None]:
+async def _unfailed(client: ServiceClient, name: str, before: Set[str]) -> tuple[str, str | None]:
     """The first job of a name, or of the name with a number, that has not failed, and its state; None: it is not there
-    yet."""
+    yet.
+
+    Args:
+        before: jobs that it comes after. One that waits for others, which have been replaced, will fail.
+    """
     for number in range(1, _TRIES + 1):
         job_uuid = name if number == 1 else f"{name}-{number}"
         try:
@@ -148,7 +153,8 @@ async def _unfailed(client: ServiceClient, name: str) -> tuple[str, str | None]:
             if error.status != 404:
                 raise
             return job_uuid, None
-        if status["status"] not in ("failed", "cancelled"):
+        found = {one["job_uuid"] for one in (status.get("resources_allocated") or {}).get("after") or ()}
+        if status["status"] == "completed" or (status["status"] not in ("failed", "cancelled") and before <= found):
             return job_uuid, str(status["status"])
     raise InvalidRequest(JOBS, name, f"{_TRIES} jobs of this name have failed: delete them, or change the request")
 

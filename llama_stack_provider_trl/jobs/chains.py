@@ -29,12 +29,15 @@ class Chains:
     """Every method may raise StoreError.
 
     Args:
+        now: seconds since the epoch.
         clock: monotonic seconds.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, database: Database, now: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._database = database
-        self._clock = clock
+        self._now, self._clock = now, clock
         self._last_details = -_DETAILS_EVERY
 
     def of_job(self, job_uuid: str) -> Chain:
@@ -75,7 +78,7 @@ class Chains:
             return
         with self._database.transaction() as execute:
             for job_uuid in decided.ready:
-                if execute("unblock_job", {"job_uuid": job_uuid}).rowcount:
+                if execute("unblock_job", {"job_uuid": job_uuid, "now": self._now()}).rowcount:
                     log.info("job %s: the jobs that it comes after have completed", job_uuid)
             for job_uuid, detail in details:
                 execute("change_blocked_detail", {"job_uuid": job_uuid, "detail": detail})

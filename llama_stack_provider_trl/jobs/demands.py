@@ -55,7 +55,8 @@ class Queued(NamedTuple):
     ranks: int = 1
     """Processes that train together, over all nodes."""
     scheduled_at: float = 0.0
-    """End of the wait before a retry, in seconds since the epoch."""
+    """Seconds since the epoch from which it waits for devices: submission, or the end of its wait for other jobs, or
+    before a retry."""
     demand: str = ""
     """`Demand.text`."""
     tried: bool = False

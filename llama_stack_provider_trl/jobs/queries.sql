@@ -115,14 +115,14 @@ SELECT job_uuid, device AS places FROM jobs WHERE state IN ('launching', 'in_pro
 
 -- name: select_queue
 -- A `Queued` for each job that waits, oldest first; not of those that wait for other jobs, or for their next try.
-SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0,
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, not_before), demand, attempt > 0,
     CASE WHEN attempt > 0 THEN coalesce((SELECT group_concat(device) FROM attempts
         WHERE attempts.job_uuid = jobs.job_uuid AND reason = 'launch_failed'), '') ELSE '' END
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked ORDER BY age;
 
 -- name: select_kinds_waiting
 -- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
-SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, scheduled_at, demand, attempt > 0 AS tried, ''
+SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, max(scheduled_at, not_before), demand, attempt > 0 AS tried, ''
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked GROUP BY wanted_device, ranks, detail, demand, tried;
 
 -- name: select_first_waiting
@@ -130,7 +130,7 @@ FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked GROUP
 -- next try, and for other jobs (`after`: those that have not completed), are among them. The limit is applied before attempts
 -- are read.
 WITH first AS (SELECT age FROM jobs WHERE state = 'scheduled' ORDER BY -priority, age LIMIT :limit)
-SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, jobs.attempt > 0,
+SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, not_before), demand, jobs.attempt > 0,
        CASE WHEN jobs.attempt > 0 THEN coalesce((SELECT group_concat(failed.device) FROM attempts AS failed
            WHERE failed.job_uuid = jobs.job_uuid AND failed.reason = 'launch_failed'), '') ELSE '' END,
        not_before, prepared_at, stepped_at, total_steps, start_step, step,
@@ -154,7 +154,8 @@ LEFT JOIN attempts ON attempts.job_uuid = other.job_uuid AND attempts.attempt = 
 WHERE jobs.blocked = 1 AND jobs.state = 'scheduled' ORDER BY jobs.age, position;
 
 -- name: unblock_job
-UPDATE jobs SET blocked = 0, detail = '' WHERE job_uuid = :job_uuid AND blocked = 1 AND state = 'scheduled';
+-- It waits for devices from now on.
+UPDATE jobs SET blocked = 0, not_before = :now, detail = '' WHERE job_uuid = :job_uuid AND blocked = 1 AND state = 'scheduled';
 
 -- name: change_blocked_detail
 UPDATE jobs SET detail = :detail WHERE job_uuid = :job_uuid AND blocked = 1 AND state = 'scheduled';
@@ -338,8 +339,8 @@ INSERT INTO totals VALUES (:name, :labels, :value)
 ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value;
 
 -- name: select_wait
--- How long a job has waited for its first attempt.
-SELECT :now - scheduled_at AS seconds FROM jobs WHERE job_uuid = :job_uuid;
+-- How long a job has waited for its first attempt, since it waits for no other job.
+SELECT :now - max(scheduled_at, not_before) AS seconds FROM jobs WHERE job_uuid = :job_uuid;
 
 -- name: select_totals
 SELECT name, labels, value FROM totals;

@@ -59,7 +59,7 @@ class Store(JobReader):
         self.allocations = Allocations(self.database, clock)
         self.totals = Totals(self.database)
         self.ahead = QueueAhead(self.database)
-        self.chains = Chains(self.database)
+        self.chains = Chains(self.database, clock)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""

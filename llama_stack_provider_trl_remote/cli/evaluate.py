@@ -46,6 +46,9 @@ def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSp
     if method == "sft" and options.reference is not None:
         hint = "only pairs with chosen and rejected are compared with a reference: leave it out."
         raise InvalidRequest("--reference", options.reference, hint)
+    if Path(options.model, "adapter_config.json").is_file():
+        hint = "this directory holds a LoRA adapter, not a model: evaluate the job's `merged` (option merge_adapter)."
+        raise InvalidRequest("MODEL", options.model, hint)
     device = usable_devices(options.device)[0]
     given: dict[str, Any] = {
         "job_uuid": "evaluation",

@@ -74,12 +74,15 @@ class OwnerWatch:
             run_dirs: of the tasks here, whose processes are not the owner's.
         """
         try:
-            now, found, busy = self._clock(), self._processes(), self._busy()
-        except (OSError, ValueError, psutil.Error) as error:  # psutil raises ValueError where /proc is incomplete
+            return self._measure(run_dirs)
+        except Exception as error:  # whatever it is: a machine that cannot be measured is its owner's
             if str(error) != self._trouble:
                 log.warning("the load of this machine's owner cannot be measured: %s", error)
             self._trouble, self._before = str(error), None
             return self._loan.lose_sight()
+
+    def _measure(self, run_dirs: Iterable[Path]) -> bool:
+        now, found, busy = self._clock(), self._processes(), self._busy()
         before, self._before = self._before, (now, found, busy)
         if before is None or now <= before[0]:
             return False

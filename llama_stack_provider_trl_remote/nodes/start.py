@@ -184,9 +184,9 @@ def worker_settings(
         log_level=_level(log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info"),
         unsent=Unsent(),
         isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
-        warm_start=_switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
-        ollama=_switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
-        announce=_switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
+        warm_start=switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
+        ollama=switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
+        announce=switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         limits=Limits(processes=4096),
         loan=_loan(environ, loaned, loaned_max_load, loaned_idle_seconds, loaned_user),
     )
@@ -196,7 +196,7 @@ def _loan(
     environ: Mapping[str, str], loaned: bool, max_load: str | None, idle_seconds: str | None, user: str | None
 ) -> LoanTerms | None:
     """When a loaned machine takes jobs; None: it is not loaned. Raises NodeError."""
-    loaned = loaned or _switch("loaned", environ.get("TRL_NODE_LOANED") or "off")
+    loaned = loaned or switch("loaned", environ.get("TRL_NODE_LOANED") or "off")
     given = {
         "max_load": max_load or environ.get("TRL_NODE_LOANED_MAX_LOAD"),
         "idle_seconds": idle_seconds or environ.get("TRL_NODE_LOANED_IDLE_SECONDS"),
@@ -260,7 +260,12 @@ def _level(text: str) -> LogLevel:
     return cast(LogLevel, text)
 
 
-def _switch(name: str, text: str) -> bool:
+def switch(name: str, text: str) -> bool:
+    """Whether an option is on.
+
+    Raises:
+        NodeError: it is neither on nor off.
+    """
     if text not in ("on", "off"):
         raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
     return text == "on"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from llama_stack_provider_trl.errors import TrlError
 
 from ..nodes.agent import Agent
-from ..nodes.start import NodeSettings, make_agent
+from ..nodes.start import NodeSettings, make_agent, switch
 from .context import Service
 from .settings import ServiceSettings
 
@@ -51,6 +52,7 @@ def _agent(service: Service, port: int) -> Agent:
             isolation=service.isolation,
             limits=service.limits,
             warm=service.warm,
+            ollama=switch("ollama", os.environ.get("TRL_NODE_OLLAMA") or "on"),
             tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
         )
     )

@@ -334,7 +334,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "oom_retry": "the attempt after one that failed: tests/process/test_recovery.py",
     OPTION + "resume_from": "needs a job before it: tests/process/test_checkpoints.py, tests/unit/test_resume_from.py",
     OPTION + "adapter": "needs an adapter before it: tests/process/test_adapter_bases.py, tests/unit/test_bases.py",
-    OPTION + "after": NO_TRAINING + "tests/unit/test_chains.py, tests/contract/test_chains.py",
+    OPTION + "after": NO_TRAINING + "tests/unit/test_chains.py, tests/contract/test_jobs_in_chains.py",
     OPTION + "cancel_with": NO_TRAINING + "tests/unit/test_chains.py",
     OPTION + "preflight": "tests/process/test_preflight.py",
     OPTION + "max_duration": NO_TRAINING + "tests/unit/test_supervisor.py",

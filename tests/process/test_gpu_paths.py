@@ -102,7 +102,7 @@ def test_the_clock_of_a_step_stops_when_the_loss_is_known(monkeypatch: pytest.Mo
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now)
     callback: Any = object.__new__(callbacks.JobCallback)
-    callback._busy_since, callback._tokens = None, 0.0
+    callback._busy_since, callback._tokens, callback._parallel = None, 0.0, None
 
     def step(device_seconds: float, tokens: float) -> float:
         callback.on_step_begin(None, None, None)

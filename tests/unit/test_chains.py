@@ -96,6 +96,21 @@ def test_it_takes_no_device_from_younger_jobs_meanwhile(world: World) -> None:
     assert world.states()["b"] == "launching"
 
 
+def test_its_patience_begins_when_the_others_have_completed(world: World) -> None:
+    world.add("a")
+    world.add("b", "a")
+    world.start("a")
+    world.clock.advance(7200)
+    world.store.request_pause("b")
+    world.end("a")
+    world.store.request_resume("b")
+    world.store.chains.advance(lambda *ended: pytest.fail(str(ended)))
+    released = world.clock()
+    world.clock.advance(60)
+    (waiting,) = world.store.queue()
+    assert (waiting.job_uuid, waiting.scheduled_at) == ("b", released)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_failure_is_passed_on_by_name_to_the_end_of_the_chain(world: World, restarts: bool) -> None:
     world.add("a")

@@ -140,6 +140,14 @@ def terms(environ: dict[str, str] | None = None, **given: Any) -> LoanTerms | No
     return worker_settings("http://10.0.0.9:8322", {**ENVIRON, **(environ or {})}, name="b", **given).loan
 
 
+def test_a_measurement_that_fails_in_any_way_does_not_end_the_watch() -> None:
+    def fails() -> Processes:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    watch = OwnerWatch(TERMS, fails)
+    assert (watch.measure([]), watch.use) == (False, OwnerUse.unknown)
+
+
 def test_the_terms_of_a_loan_come_from_options_and_the_environment() -> None:
     assert terms() is None
     assert terms(loaned=True) == LoanTerms(0.3, 60.0, None)

@@ -45,7 +45,11 @@ class Service:
     async def status(self, job_uuid: str) -> Any:
         if job_uuid not in self.jobs:
             raise ServiceRefusal(self.url, 404, "no such job")
-        return {"job_uuid": job_uuid, "status": self.jobs[job_uuid]}
+        body = self.bodies[job_uuid]
+        named = body.get("model") or ""
+        after = [*(body.get("provider_options") or {}).get("after", ()), named.removeprefix("job:").partition("/")[0]]
+        known = [{"job_uuid": one, "state": self.jobs[one]} for one in after if one in self.jobs]
+        return {"job_uuid": job_uuid, "status": self.jobs[job_uuid], "resources_allocated": {"after": known}}
 
     async def submit(self, path: str, body: Json) -> Any:
         self.jobs[body["job_uuid"]], self.bodies[body["job_uuid"]] = "scheduled", body
@@ -116,6 +120,15 @@ def test_what_failed_is_submitted_again_with_what_waited_for_it_and_found_the_ne
     placed = service.run(PIPELINE)
     assert [(one.job_uuid, one.is_new) for one in placed] == [(tune, False), (f"{prefer}-2", True), (f"{last}-2", True)]
     assert service.bodies[f"{last}-2"]["provider_options"]["after"] == [f"{prefer}-2", tune]
+    assert not [one for one in service.run(PIPELINE) if one.is_new]
+
+
+def test_what_still_waits_for_a_job_that_failed_is_submitted_again() -> None:
+    service = Service()
+    tune, prefer, last = (one.job_uuid for one in service.run(PIPELINE))
+    service.jobs[tune] = "failed"  # the supervisor has not ended those that wait for it yet
+    placed = [(one.job_uuid, one.is_new) for one in service.run(PIPELINE)]
+    assert placed == [(f"{tune}-2", True), (f"{prefer}-2", True), (f"{last}-2", True)]
     assert not [one for one in service.run(PIPELINE) if one.is_new]
 
 
