@@ -3,10 +3,14 @@
 A database of MLflow stores a metric point once, by its run, name, step, time and value: a repeated write changes
 nothing. Points cannot be removed from a run, so a copy is begun again in another run, and runs of earlier copies are
 deleted. A run is found again by a tag that it has from its creation on.
+
+A database of SQLite gets its name when it is complete: MLflow creates its tables one by one, and neither continues nor
+repeats that where it was killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from itertools import batched, chain
@@ -41,10 +45,12 @@ class Mlflow:
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        database = Path(uri.removeprefix(_SQLITE))
-        # MLflow itself would try again for minutes.
-        if uri.startswith(_SQLITE) and not database.parent.is_dir():
-            raise FileNotFoundError(f"{database.parent} does not exist: create it, it is to hold MLflow's database")
+        if uri.startswith(_SQLITE):
+            database = Path(uri.removeprefix(_SQLITE).partition("?")[0])
+            # MLflow itself would try again for minutes.
+            if not database.parent.is_dir():
+                raise FileNotFoundError(f"{database.parent} does not exist: create it, it is to hold MLflow's database")
+            _create(database)
         self._client = MlflowClient(tracking_uri=uri)
 
     def write(self, target: Target, position: dict[str, Any], steps: Iterable[Step]) -> dict[str, Any]:
@@ -81,6 +87,24 @@ class Mlflow:
     def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         return str(experiment.experiment_id if experiment is not None else self._client.create_experiment(name))
+
+
+def _create(database: Path) -> None:
+    """Create the tables in a file beside it, which gets its name when they are complete. A database that exists, or
+    that another process creates at this moment, is left as it is."""
+    from mlflow import MlflowClient
+
+    directory = os.open(database.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        if not database.exists():
+            unfinished = database.with_name(f".{database.name}.unfinished")
+            for left in database.parent.glob(f"{unfinished.name}*"):
+                left.unlink()
+            MlflowClient(tracking_uri=f"{_SQLITE}{unfinished}").search_experiments(max_results=1)
+            unfinished.rename(database)
+    finally:
+        os.close(directory)
 
 
 def _metrics(steps: Iterable[Step]) -> Iterator[Any]:

@@ -221,11 +221,13 @@ def _lives(status: RunnerStatus, marks: Mapping[str, str]) -> bool:
     contains."""
     if status.runner is None:
         return False
-    if alive(status.runner):
-        # An exiting process has lost its environment: it is awaited, so that it is reaped below.
-        return carries(status.runner, marks) or exiting(status.runner)
-    # A runner is an orphan. If this process is process 1 of a container, it has to reap it.
-    reap(status.runner.pid)
+    # An exiting process has lost its environment: it is awaited, so that it is reaped below.
+    if alive(status.runner) and (carries(status.runner, marks) or exiting(status.runner)):
+        return True
+    # A runner is an orphan. If this process is process 1 of a container, it has to reap it: now, since a task that has
+    # ended is not polled again. It may have ended between the questions above.
+    if not alive(status.runner):
+        reap(status.runner.pid)
     return False
 
 

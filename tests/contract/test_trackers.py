@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -316,6 +317,24 @@ def test_a_tracker_that_fails_delays_nothing_and_catches_up(
     (other.root / "later").mkdir()
     other.wait_exported("late", "mlflow")
     assert other.trackers("late")["mlflow"]["state"] == "up_to_date"
+
+
+@pytest.mark.skipif("mlflow" not in INSTALLED, reason="the extra mlflow is not installed")
+def test_a_database_of_mlflow_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
+    program = f"""
+from llama_stack_provider_trl.export.mlflow import Mlflow
+print(Mlflow("sqlite:///{tmp_path}/runs.sqlite3")._experiment("p"))
+"""
+    environ = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    first = subprocess.Popen([sys.executable, "-c", program], env=environ)
+    # Of 950 kB, after which the tables of the first release are there and those of later ones are added.
+    poll(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) > 200_000, "tables", timeout=60, pause=0.001)
+    first.kill()
+    first.wait(10)
+    assert (tmp_path / "runs.sqlite3").exists() is False
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.sqlite3"]
 
 
 @pytest.mark.skipif(not MLFLOW, reason="TRL_MLFLOW names no mlflow of the whole package: a server is started with it")

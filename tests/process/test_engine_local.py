@@ -19,6 +19,7 @@ import pytest
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.launch import local
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
@@ -361,6 +362,26 @@ def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
         process._libc().prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         for child in psutil.Process().children():
             process.reap(child.pid)
+
+
+def test_a_runner_that_ends_while_it_is_examined_is_collected(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = stage.task("")
+    ended = subprocess.Popen(["/bin/sleep", "600"])
+    runner = process.identify(ended.pid)
+    assert runner is not None
+    RunnerStatus(task.task_id, runner, TaskState.running).write(RunDir(task.run_dir).runner_status)
+
+    def examined(known: ProcessId) -> bool:
+        lived = alive(known)
+        if lived:  # then it ends: a zombie is left when its environment is read
+            ended.kill()
+            until(lambda: not alive(known))
+        return lived
+
+    monkeypatch.setattr(local, "alive", examined)
+    assert stage.launcher.poll(task).state is TaskState.exited
+    assert ended.pid not in process.children_of(os.getpid())
+    ended.wait()  # finds nothing left to wait for
 
 
 def test_devices_that_cannot_be_locked_are_reported(stage: Stage) -> None:
