@@ -21,7 +21,7 @@ ATTEMPTS = "attempts_ended"
 TOKENS = "tokens"
 """Tokens that were trained on, by algorithm; a step that is done again counts once."""
 WAIT = "queue_wait"
-"""Seconds from the submission of a job to its first attempt."""
+"""Seconds from the submission of a job, or the end of its wait for other jobs, to its first attempt."""
 CHECKPOINT = "checkpoint_write"
 """Seconds from the copy of a checkpoint in memory to its announcement, by kind."""
 BOUNDS: Mapping[str, Sequence[float]] = {

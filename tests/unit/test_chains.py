@@ -14,6 +14,7 @@ from llama_stack_provider_trl.jobs.records import Chain, ChainedJob
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.totals import WAIT
 from llama_stack_provider_trl.specs.events import Failed, Finished, Progress, Reason, Started
 from llama_stack_provider_trl.stack.responses import status_response
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -109,6 +110,10 @@ def test_its_patience_begins_when_the_others_have_completed(world: World) -> Non
     world.clock.advance(60)
     (waiting,) = world.store.queue()
     assert (waiting.job_uuid, waiting.scheduled_at) == ("b", released)
+    before = world.store.totals.all()[WAIT][("sum",)]
+    world.tick()
+    assert world.states()["b"] == "launching"
+    assert world.store.totals.all()[WAIT][("sum",)] - before == world.clock() - released
 
 
 @pytest.mark.parametrize("restarts", [False, True])

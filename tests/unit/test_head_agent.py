@@ -138,6 +138,7 @@ def test_a_machine_that_cannot_take_part_reports_it_once_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full, refused = OSError(28, "No space left on device"), ServiceRefusal("http://head", 409, "taken")
+    monkeypatch.setenv("TRL_NODE_OLLAMA", "off")
     troubles: list[Exception] = [full, full, refused, NodeError("no such address")]
     made: list[NodeSettings] = []
     configured = settings(master_addr="10.0.0.1", data_dir=tmp_path)
@@ -168,4 +169,5 @@ def test_a_machine_that_cannot_take_part_reports_it_once_and_tries_again(
 
     asyncio.run(run())
     assert [settings.address for settings in made] == ["10.0.0.1"] * 5
+    assert {settings.ollama for settings in made} == {False}
     assert [caplog.text.count(message) for message in ("No space left", "taken", "no such address")] == [1, 1, 1]

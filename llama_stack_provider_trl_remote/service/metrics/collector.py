@@ -115,7 +115,7 @@ def _totals(totals: Mapping[str, Mapping[Labels, float]]) -> Iterator[Metric]:
             counter.add_metric(values, value)
         yield counter
     for name, total, text, labels in (
-        ("job_queue_wait_seconds", WAIT, "Time from the submission of a job to its first attempt.", []),
+        ("job_queue_wait_seconds", WAIT, "Time until the first attempt, without the wait for other jobs.", []),
         (
             "checkpoint_write_seconds",
             CHECKPOINT,
