@@ -41,10 +41,10 @@ class RayCluster:
         self.auth.chmod(0o600)
         where = ["--include-dashboard=true", f"--dashboard-host={head.address}", f"--dashboard-port={DASHBOARD}"]
         self._start(head, "--head", f"--port={PORT}", "--num-cpus=0", *where)
-        poll(lambda: self.nodes() is not None, "Ray's dashboard answers", timeout=90)
+        poll(lambda: self.nodes() is not None, "Ray's dashboard answers", timeout=240)
         for worker in workers:
             self._start(worker, f"--address={head.address}:{PORT}", "--num-cpus=1")
-        poll(lambda: len(self.nodes() or []) == 1 + len(workers), "every raylet has joined", timeout=90)
+        poll(lambda: len(self.nodes() or []) == 1 + len(workers), "every raylet has joined", timeout=240)
 
     def _start(self, machine: Machine, *options: str) -> None:
         """On a machine, with its host name, machine id, and directory of Ray."""

@@ -201,9 +201,7 @@ def test_a_request_that_ends_stops_its_job() -> None:
 def test_a_cluster_that_does_not_answer_is_a_503() -> None:
     found = Dashboard()
     found.unavailable = True
-    with pytest.raises(
-        RayUnavailable, match="^ray:///shared/pairs.jsonl: Ray at http://10.0.0.5:8265 cannot be"
-    ) as refused:
+    with pytest.raises(RayUnavailable, match=r"ray:///shared/pairs\.jsonl: Ray at \S+ cannot be reached") as refused:
         asyncio.run(made(source(found)).read(URI))
     assert refused.value.status_code == 503
 
