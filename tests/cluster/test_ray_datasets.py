@@ -110,7 +110,7 @@ def test_files_of_a_ray_cluster_are_read_there_and_a_job_trains_on_them(bed: Bed
     for name in ("job-0", "again"):
         assert bed.wait_for_end(name)["status"] == "completed", ray.logs()
     assert set(Path(tempfile.gettempdir()).glob("trl-rows-*")) == before
-    # Nobody waits for a reading that has ended, whoever knows what Ray shows of it.
+    # What Ray shows of a job whose reading has ended opens nothing.
     upload = re.search(r"/v1/(readings/\w+)", jobs[0]["entrypoint"])
     assert upload is not None
     answer = bed.session.put(f"{bed.url}/{upload[1]}/{'0' * 64}", data=b"", timeout=30)
