@@ -39,6 +39,13 @@ class RayCluster:
         self.auth = root / "auth-token"
         self.auth.write_text(TOKEN)
         self.auth.chmod(0o600)
+        try:
+            self._start_all(head, workers)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_all(self, head: Machine, workers: Sequence[Machine]) -> None:
         where = ["--include-dashboard=true", f"--dashboard-host={head.address}", f"--dashboard-port={DASHBOARD}"]
         self._start(head, "--head", f"--port={PORT}", "--num-cpus=0", *where)
         poll(lambda: self.nodes() is not None, "Ray's dashboard answers", timeout=240)
@@ -98,7 +105,8 @@ class RayCluster:
         found = self.get("/nodes?view=summary")
         if not isinstance(found, dict):
             return None
-        return [one["ip"] for one in found["data"]["summary"] if one["raylet"].get("state") == "ALIVE"]
+        alive = (one for one in found["data"]["summary"] if one["raylet"].get("state") == "ALIVE")
+        return [one["ip"] for one in alive if "ip" in one]  # one that joins at this moment has none yet
 
     def jobs(self) -> list[str]:
         """Ray jobs that have not ended."""
