@@ -172,7 +172,8 @@ class RayDatasets:
                     break
                 await asyncio.sleep(self._poll)
             if known.sha256 is None:
-                raise InvalidRows(await asyncio.to_thread(jobs.why_ended, name, job or {"status": "it is gone"}))
+                why = await asyncio.to_thread(jobs.why_ended, name, job or {"status": "it is gone"})
+                raise InvalidRows(f"Ray could not read it: {why}")
             return known.sha256
         finally:
             del self._readings[reading]
