@@ -161,13 +161,17 @@ class ServiceClient:
             raise
         return True
 
-    async def put_blob(self, sha256: str, file: Path) -> None:
-        """Upload a file in parts."""
+    async def put_blob(self, sha256: str, file: Path, path: str = "/v1/blobs") -> None:
+        """Upload a file in parts.
+
+        Args:
+            path: takes it, followed by its digest.
+        """
         size = file.stat().st_size
         total, read = self._timeouts.total + size / SLOWEST_UPLOAD, self._timeouts.read + size / SLOWEST_DISK
         # 100-continue: a body that is too large is refused before it is sent, so the refusal always arrives.
         more = {"headers": {"Content-Type": "application/x-ndjson"}, "expect100": True, "total": total, "read": read}
-        await self._call("PUT", f"/v1/blobs/{sha256}", repeat=True, file=file, **more)
+        await self._call("PUT", f"{path}/{sha256}", repeat=True, file=file, **more)
 
     async def upload_rows(self, blob: Blob) -> None:
         """Upload stored rows, unless the service has them."""

@@ -69,6 +69,17 @@ async def register_rows(client: ServiceClient, blob: Blob, dataset_id: str) -> U
     return UploadedRows(dataset_id, blob.num_rows, blob.sha256)
 
 
+async def register_uri(client: ServiceClient, uri: str, dataset_id: str) -> None:
+    """Register rows that the service reads itself once a job needs them. The same again changes nothing.
+
+    Raises:
+        ServiceRefusal: 400, the service reads no such uri; 409, another dataset has this id.
+        ServiceUnreachable.
+    """
+    body = {"dataset_id": dataset_id, "purpose": "post-training/messages", "source": {"type": "uri", "uri": uri}}
+    await client.post("/v1/datasets", body)
+
+
 def name_by_content(stem: str, blob: Blob) -> str:
     """A dataset id that the same rows have again, and other rows never."""
     return f"{re.sub('[^A-Za-z0-9._-]+', '-', stem)[:100]}-{blob.sha256[:12]}"

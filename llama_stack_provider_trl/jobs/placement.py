@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..specs.job import ResourcesSpec
 from .cores import CPU, Held, core_names, is_core, listed
 from .demands import Queued, demand
 
@@ -236,12 +238,27 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return f"has {node.cpus} CPUs"
     if resources.memory_gb and node.memory_bytes < resources.memory_gb * _GIB:
         return f"has {node.memory_bytes / _GIB:.0f} GiB of memory"
+    if resources.memory_gb and resources.reserve_cpus and (why := _exceeds_share(node, resources)):
+        return why
     for name, value in resources.labels.items():
         if (node.labels or {}).get(name) != value:
             return f"lacks the label {name}={value}"
     if requested.model is not None and requested.model not in node.models:
         return f"has no {requested.model}"
     return ""
+
+
+def _exceeds_share(node: Node, resources: ResourcesSpec) -> str:
+    """The reason for which a job may not reserve so much memory; empty: it may. With each core goes its share of the
+    memory, so that jobs that fit one by one fit together."""
+    share = node.memory_bytes / max(node.cpus, 1)
+    wanted = (resources.memory_gb or 0) * _GIB
+    if wanted <= share * (resources.reserve_cpus or 0):
+        return ""
+    return (
+        f"has {share / _GIB:.1f} GiB of memory for each of its cores: {resources.memory_gb:g} GiB go with "
+        f"{math.ceil(wanted / share)} reserved cores"
+    )
 
 
 def _usable(job: Queued, node: Node, auto: str | None) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -94,7 +95,7 @@ class LocalLauncher:
             time_limit=task.time_limit if task.node_rank == 0 else None,
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
-            limits=self._limits,
+            limits=self._limits.reserving(reserved_memory(paths.spec) if cores else None),
             shared_locks=("cpu",) if cores else (),
             cores=cores,
         ).write(paths.task)
@@ -208,6 +209,15 @@ def kill_marked(task: TaskSpec) -> int:
     for process in left:
         send_signal(process, signal.SIGKILL)
     return len(left)
+
+
+def reserved_memory(spec: Path) -> float | None:
+    """GiB that the job of a `spec.json` reserves with its cores on each node; None: none, or there is no file."""
+    if not spec.exists():
+        return None
+    resources = (json.loads(spec.read_text()).get("job") or {}).get("resources") or {}
+    memory_gb: float | None = resources.get("memory_gb")
+    return memory_gb
 
 
 def _request_end(runner: ProcessId | None, marks: Mapping[str, str]) -> bool:

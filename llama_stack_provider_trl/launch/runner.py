@@ -83,11 +83,20 @@ class Limits:
 
     memory_bytes: int | None = None
     processes: int | None = None
+    of_memory: str = "max_training_memory_gb"
+    """Name of what sets the limit of the memory."""
 
     @classmethod
     def of(cls, memory_gb: float | None, processes: int | None) -> Limits:
         """Limits from the settings."""
         return cls(None if memory_gb is None else int(memory_gb * 2**30), processes)
+
+    def reserving(self, memory_gb: float | None) -> Limits:
+        """The limits of a task that has reserved so much memory; None: it has reserved none."""
+        size = None if memory_gb is None else int(memory_gb * 2**30)
+        if size is None or (self.memory_bytes is not None and self.memory_bytes <= size):
+            return self
+        return replace(self, memory_bytes=size, of_memory="its reserved resources.memory_gb")
 
 
 @dataclass(frozen=True)
@@ -338,7 +347,7 @@ class Runner:
             found = f"it has {len(processes)} processes, max_training_processes is {limits.processes}"
             self.report(ended=Ended.too_many_processes, detail=found)
         elif limits.memory_bytes is not None and (taken := _more_than(limits.memory_bytes, processes)):
-            found = f"it takes {taken / 2**30:.1f} GiB, max_training_memory_gb is {limits.memory_bytes / 2**30:.1f}"
+            found = f"it takes {taken / 2**30:.1f} GiB, {limits.of_memory} is {limits.memory_bytes / 2**30:.1f}"
             self.report(ended=Ended.out_of_memory, detail=found)
         return self.status.ended in (Ended.out_of_memory, Ended.too_many_processes)
 

@@ -177,11 +177,11 @@ class ResourcesSpec(Frozen):
     gpu_memory_gb: float | None = Field(None, gt=0)
     """GiB that each of its GPUs has at least."""
     cpus: int | None = Field(None, gt=0)
-    """Cores that a node has at least; this and `memory_gb` choose nodes and reserve nothing."""
+    """Cores that a node has at least; this chooses nodes and reserves nothing."""
     reserve_cpus: int | None = Field(None, gt=0)
     """Cores of the CPU that it reserves on a node; None: it gets the whole device."""
     memory_gb: float | None = Field(None, gt=0)
-    """GiB of memory that a node has at least."""
+    """GiB of memory that a node has at least; with `reserve_cpus` reserved, within the share of these cores."""
     labels: dict[str, str] = Field(default={})
     """Labels that a node has, with these values."""
     model_present: bool = False

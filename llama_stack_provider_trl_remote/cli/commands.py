@@ -20,7 +20,7 @@ from ..plots.files import check_output, write_plot
 from ..plots.points import fetch_points, newest_job, stored_points
 from ..pull import pull
 from ..request_files import read_request
-from ..row_files import register_rows, stored_rows
+from ..row_files import register_rows, register_uri, stored_rows
 from ..trl_client import list_jobs, preflight_request, submit_request
 from . import advise, found_machines, node_lines, nodes_ssh, one_line
 from .preview import preview
@@ -119,6 +119,11 @@ async def plot(client: ServiceClient, options: Namespace) -> int:
 
 
 async def add_dataset(client: ServiceClient, options: Namespace) -> int:
+    if "://" in options.file:
+        await register_uri(client, options.file, options.dataset_id)
+        answer = {"dataset_id": options.dataset_id, "uri": options.file}
+        emit(options, answer, f"{options.dataset_id}: {options.file}, read once a job needs it")
+        return 0
     # In a thread: reading and writing 10,000 rows takes a third of a second.
     with ExitStack() as files:
         blob = await asyncio.to_thread(files.enter_context, stored_rows(Path(options.file)))

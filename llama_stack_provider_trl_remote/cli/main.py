@@ -322,8 +322,12 @@ def _jobs(group: argparse.ArgumentParser) -> None:
 
 def _datasets(group: argparse.ArgumentParser) -> None:
     commands = group.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = at_service(commands.add_parser("add", help="upload rows and register them under an id"))
-    add.add_argument("file", metavar="FILE", help=".jsonl, .json (a list of objects) or .csv")
+    add = at_service(commands.add_parser("add", help="upload rows, or name a uri, and register them under an id"))
+    add.add_argument(
+        "file",
+        metavar="FILE",
+        help=".jsonl, .json (a list of objects) or .csv; or a uri that the service reads: huggingface://, file://, ray://",
+    )
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
     at_service(commands.add_parser("list", help="one line per dataset"))
     preview = at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))

@@ -46,6 +46,7 @@ def make_app(service: Service) -> FastAPI:
     for prefix in ("/v1", "/v1beta"):
         _include(app, datasets.router, prefix, dependencies=token)
     _include(app, datasets.blobs, "/v1", dependencies=token)
+    _include(app, datasets.readings, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
     _include(app, agents.router, "/v1", dependencies=token)
     _include(app, pools.router, "/v1", dependencies=token)

@@ -12,12 +12,14 @@ from ..nodes.pools.base import AgentStart, Pool
 from ..nodes.pools.inventory import read_inventory
 from ..nodes.pools.kubernetes import KubernetesPool
 from ..nodes.pools.pods import PodShape
-from ..nodes.pools.ray_pool import RayPool, sender
+from ..nodes.pools.ray_jobs import RayJobs, sender
+from ..nodes.pools.ray_pool import RayPool
 from ..nodes.pools.slurm import SlurmPool
 from ..nodes.pools.ssh import NodePlan, require_asyncssh
 from ..nodes.pools.ssh_pool import SshPool
 from ..nodes.pools.wheel import wheel_of_this_installation
 from .cluster.pools import ManagedPool
+from .cluster.ray_datasets import RayDatasets, RaySource
 from .pool_settings import KubernetesPoolSettings, PoolSettings, RayPoolSettings, SlurmPoolSettings, SshPoolSettings
 from .settings import ServiceSettings, SettingsError
 
@@ -54,8 +56,28 @@ def _pool(settings: PoolSettings, service: ServiceSettings) -> Pool:
         case SlurmPoolSettings():
             return SlurmPool(_agent(settings, settings.command), settings.options, settings.warning_seconds)
         case RayPoolSettings():
-            send = sender(settings.address, settings.auth_token_file)
-            return RayPool(settings.address, _agent(settings), settings.python, settings.bundle(), send)
+            return RayPool(_ray_jobs(settings), _agent(settings), settings.python, settings.bundle())
+
+
+def ray_datasets(service: ServiceSettings) -> RayDatasets:
+    """What reads datasets on the configured Ray clusters."""
+    sources = [
+        RaySource(
+            pool=pool.name,
+            jobs=_ray_jobs(pool),
+            python=pool.python,
+            roots=pool.dataset_roots,
+            service_url=pool.service_url,
+            token_file=str(pool.token_file),
+        )
+        for pool in service.pools
+        if isinstance(pool, RayPoolSettings)
+    ]
+    return RayDatasets(sources, service.max_rows, service.max_upload_mb << 20, service.convert_timeout)
+
+
+def _ray_jobs(settings: RayPoolSettings) -> RayJobs:
+    return RayJobs(settings.address, sender(settings.address, settings.auth_token_file))
 
 
 def _agent(settings: SlurmPoolSettings | RayPoolSettings, command: str = "") -> AgentStart:

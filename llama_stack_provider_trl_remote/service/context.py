@@ -49,7 +49,7 @@ from .cluster.models import ServedModels
 from .cluster.pools import Pools
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
-from .configured_pools import managed_pool
+from .configured_pools import managed_pool, ray_datasets
 from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
@@ -94,7 +94,8 @@ class Service(StoredJobs):
         self.tokens = CreatedTokens(Tokens(self.store), settings)
         self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
         self.refusals = Refusals(self.audit)
-        self.datasets = DatasetRegistry(settings, self.blobs)
+        self.ray_datasets = ray_datasets(settings)
+        self.datasets = DatasetRegistry(settings, self.blobs, self.ray_datasets)
         self.warm = WarmProcesses() if settings.warm_start else None
         self.local = local = LocalLauncher(isolation=self.isolation, limits=self.limits, warm=self.warm)
         self.python = str(settings.train_python) if settings.train_python else None

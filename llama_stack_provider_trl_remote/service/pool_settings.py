@@ -124,6 +124,8 @@ class RayPoolSettings(_OnMachines):
     """ray: interpreter on its nodes, which has ray and this package: Ray's own."""
     resources: dict[str, float] = Field(default_factory=dict)
     """ray: resources of each machine that are reserved beside `node.cpus` and `node.gpus`, such as memory in bytes."""
+    dataset_roots: tuple[str, ...] = ()
+    """ray: directories on its machines whose files may be named as a dataset's uri (ray://PATH); none: no files."""
 
     @field_validator("address")
     @classmethod
@@ -132,6 +134,14 @@ class RayPoolSettings(_OnMachines):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected the address of Ray's dashboard, such as http://10.0.0.5:8265")
         return value.rstrip("/")
+
+    @field_validator("dataset_roots")
+    @classmethod
+    def _are_directories(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for root in value:
+            if not root.startswith("/") or ".." in root.split("/") or not root.strip("/"):
+                raise ValueError(f"{root!r}: expected the whole path of a directory, such as /shared/data, and not all")
+        return tuple(root.rstrip("/") for root in value)
 
     @field_validator("resources")
     @classmethod

@@ -39,12 +39,19 @@ class RayCluster:
         self.auth = root / "auth-token"
         self.auth.write_text(TOKEN)
         self.auth.chmod(0o600)
+        try:
+            self._start_all(head, workers)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_all(self, head: Machine, workers: Sequence[Machine]) -> None:
         where = ["--include-dashboard=true", f"--dashboard-host={head.address}", f"--dashboard-port={DASHBOARD}"]
         self._start(head, "--head", f"--port={PORT}", "--num-cpus=0", *where)
-        poll(lambda: self.nodes() is not None, "Ray's dashboard answers", timeout=90)
+        poll(lambda: self.nodes() is not None, "Ray's dashboard answers", timeout=240)
         for worker in workers:
             self._start(worker, f"--address={head.address}:{PORT}", "--num-cpus=1")
-        poll(lambda: len(self.nodes() or []) == 1 + len(workers), "every raylet has joined", timeout=90)
+        poll(lambda: len(self.nodes() or []) == 1 + len(workers), "every raylet has joined", timeout=240)
 
     def _start(self, machine: Machine, *options: str) -> None:
         """On a machine, with its host name, machine id, and directory of Ray."""
@@ -98,7 +105,8 @@ class RayCluster:
         found = self.get("/nodes?view=summary")
         if not isinstance(found, dict):
             return None
-        return [one["ip"] for one in found["data"]["summary"] if one["raylet"].get("state") == "ALIVE"]
+        alive = (one for one in found["data"]["summary"] if one["raylet"].get("state") == "ALIVE")
+        return [one["ip"] for one in alive if "ip" in one]  # one that joins at this moment has none yet
 
     def jobs(self) -> list[str]:
         """Ray jobs that have not ended."""

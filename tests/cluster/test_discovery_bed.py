@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,10 +13,11 @@ import pytest
 
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl_remote.cli.main import main
-from tests.cluster.bed import Bed, Machine
+from tests.cluster.bed import NODE_TOKEN, Bed, Machine
 
 pytest.importorskip("zeroconf")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+AGENT = ("--announce", "--device", "cpu", "--data-dir")
 OLLAMA = """
 import http.server, json, sys
 
@@ -73,6 +75,11 @@ def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
             found = bed.wait(search, "5 addresses of 3 machines are found within 5 s", 90)
             lines = bed.wait(lambda: printed("commands", "--discover", of="has an agent", times=2), "commands", 60)
             by_mdns = bed.wait(lambda: printed("discover", of="3 machines", times=1), "3 machines by mDNS", 60)
+
+            a.start(*AGENT, str(a.root / "second"), "--name", "a2", **joining(head))
+            shared = bed.wait(
+                lambda: printed("discover", of="share the same cores", times=1), "advice for a and a2", 60
+            )
         finally:
             ollama.kill()
 
@@ -95,6 +102,14 @@ def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
     assert f"machine 1 ({a.address}) has an agent: a" in lines
     assert "NODE_RANK" not in lines, "an agent runs on each of them"
     assert "3 machines" in by_mdns
+    assert re.search(rf"parallel will not help on a2?, a2?: these agents are on one machine \({a.address}\)", shared), (
+        shared
+    )
+    assert "3 machines" in shared, "a2 is none of its own"
+
+
+def joining(head: Machine) -> dict[str, str]:
+    return {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN}
 
 
 def is_announced(machine: Machine) -> bool:

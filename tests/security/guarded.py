@@ -33,7 +33,7 @@ NODE, OTHER_NODE = "mine", "other"
 KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
-    **{"token_id": "none", "id": "none", "action": "cordon"},
+    **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
 }
 """Path parameter -> a value that the service knows."""
 _ROUTE = re.compile(r"^`([A-Z]+) (/\S*)`$")

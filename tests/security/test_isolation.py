@@ -360,6 +360,16 @@ def test_a_training_that_takes_more_memory_than_its_limit_is_ended_and_reports_i
     assert "max_training_memory_gb is 0.1" in seen.detail
 
 
+def test_a_training_on_reserved_cores_that_takes_more_memory_than_it_reserved_is_ended(site: Site) -> None:
+    launcher = site.launcher(limits=Limits(memory_bytes=4 << 30))
+    body = f"{SHEBANG}\nimport time\nhoard = bytearray(300 << 20)\ntime.sleep(600)"
+    task = replace(site.task(body, resources={"reserve_cpus": 1, "memory_gb": 0.2}), devices=("cpu:0",))
+    launcher.start(task)
+    seen = reaches(launcher, task, TaskState.exited, 30)
+    assert seen.ended is Ended.out_of_memory
+    assert "its reserved resources.memory_gb is 0.2" in seen.detail
+
+
 def test_a_training_that_starts_more_processes_than_its_limit_is_ended_and_reports_it(site: Site) -> None:
     launcher = site.launcher(limits=Limits(processes=20))
     body = "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        time.sleep(600)\ntime.sleep(600)"

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob,
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import core_numbers
+from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -34,8 +35,8 @@ def machine(name: str = "head", cpus: int = 4, **more: Any) -> Node:
 
 def job(name: str, cores: int | None, age: int = 1, **more: Any) -> Queued:
     """A job of one node; None: it gets a whole CPU."""
-    nodes = more.pop("nodes", 1)
-    resources = ResourcesSpec(reserve_cpus=cores, nodes=nodes, min_nodes=nodes)
+    nodes, memory = more.pop("nodes", 1), more.pop("memory", None)
+    resources = ResourcesSpec(reserve_cpus=cores, nodes=nodes, min_nodes=nodes, memory_gb=memory)
     return Queued(name, "cpu", age, demand=Demand(resources=resources).text(), scheduled_at=NOW, **more)
 
 
@@ -46,6 +47,29 @@ def test_two_jobs_that_reserve_cores_share_a_cpu_and_no_core() -> None:
 def test_a_job_finds_the_cores_that_running_jobs_leave() -> None:
     assert place([job("a", 2)], [machine()], ["cpu:0", "cpu:2"], NOW) == {"a": ("cpu:1", "cpu:3")}
     assert place([job("a", 2)], [machine()], ["cpu:0", "cpu:1", "cpu:2"], NOW) == {}
+
+
+def test_jobs_that_reserve_cores_never_reserve_more_memory_together_than_a_machine_has() -> None:
+    node = machine(memory_bytes=16 << 30)
+    assert place([job("a", 2, memory=8), job("b", 2, 2, memory=8)], [node], [], NOW) == {
+        "a": ("cpu:0", "cpu:1"),
+        "b": ("cpu:2", "cpu:3"),
+    }
+    larger = job("a", 2, memory=8.5)
+    assert place([larger], [node], [], NOW) == {}
+    assert why_waits(larger, {}, [node]).endswith(
+        "head has 4.0 GiB of memory for each of its cores: 8.5 GiB go with 3 reserved cores"
+    )
+    assert place([job("a", 3, memory=8.5)], [node], [], NOW) == {"a": ("cpu:0", "cpu:1", "cpu:2")}
+    assert place([job("a", None, memory=16)], [node], [], NOW) == {"a": ("cpu",)}
+    assert why_waits(job("a", 4, memory=17), {}, [node]).endswith("head has 16 GiB of memory")
+
+
+def test_a_limit_of_the_operator_holds_where_a_job_reserves_more() -> None:
+    assert Limits(4 << 30).reserving(None) == Limits(4 << 30)
+    assert Limits(4 << 30).reserving(8) == Limits(4 << 30)
+    assert Limits(4 << 30, 20).reserving(2) == Limits(2 << 30, 20, "its reserved resources.memory_gb")
+    assert Limits().reserving(2).memory_bytes == 2 << 30
 
 
 def test_a_whole_cpu_and_its_cores_are_never_given_away_together() -> None:

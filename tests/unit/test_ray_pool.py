@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import AgentStart, Given, PoolOrder, PoolRefusal, PoolUnavailable
-from llama_stack_provider_trl_remote.nodes.pools.ray_pool import RayAnswer, RayPool, sender
+from llama_stack_provider_trl_remote.nodes.pools.ray_jobs import RayAnswer, RayJobs, sender
+from llama_stack_provider_trl_remote.nodes.pools.ray_pool import RayPool
 
 ORDER = PoolOrder("abc", ("ray-abc-0", "ray-abc-1"), "trl-abc")
 
@@ -52,7 +53,8 @@ def dashboard() -> Dashboard:
 @pytest.fixture
 def pool(dashboard: Dashboard) -> RayPool:
     agent = AgentStart("http://10.0.0.1:8322", "/etc/trl token", labels={"rack": "7's"})
-    return RayPool("http://10.0.0.5:8265", agent, "/opt/ray env/python", {"CPU": 8.0, "GPU": 2.0}, dashboard)
+    jobs = RayJobs("http://10.0.0.5:8265", dashboard)
+    return RayPool(jobs, agent, "/opt/ray env/python", {"CPU": 8.0, "GPU": 2.0})
 
 
 def test_an_order_is_one_ray_job_however_often_it_is_requested(pool: RayPool, dashboard: Dashboard) -> None:
@@ -117,14 +119,14 @@ def test_what_ray_cannot_do_is_one_sentence(
         pool.request(ORDER)
 
 
-def test_a_request_that_crossed_another_of_the_same_order_is_accepted(pool: RayPool) -> None:
+def test_a_request_that_crossed_another_of_the_same_order_is_accepted() -> None:
     def crossed(method: str, path: str, body: Mapping[str, Any] | None) -> RayAnswer:
         return (
             RayAnswer(404, "") if method == "GET" else RayAnswer(400, "Job with submission_id trl-abc already exists")
         )
 
-    pool._send = crossed
-    pool.request(ORDER)
+    agent = AgentStart("http://10.0.0.1:8322", "/etc/trl-token")
+    RayPool(RayJobs("http://10.0.0.5:8265", crossed), agent, "python3", {"CPU": 1.0}).request(ORDER)
 
 
 class Handler(BaseHTTPRequestHandler):

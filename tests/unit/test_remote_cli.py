@@ -250,6 +250,7 @@ JSON_COMMANDS = {
     "jobs resume job": status("job", "scheduled", state="resume"),
     "jobs pull job DIR": {"identifier": "job-final", "directory": "DIR"},
     "datasets add ROWS --id mine": {"dataset_id": "mine", "num_rows": 1, "sha256": "DIGEST"},
+    "datasets add ray:///shared/rows.parquet --id mine": {"dataset_id": "mine", "uri": "ray:///shared/rows.parquet"},
     "datasets list": [],
     "nodes": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
     "nodes list": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],

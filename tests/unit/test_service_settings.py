@@ -367,6 +367,7 @@ def test_pools_need_an_address_that_their_nodes_can_reach(tmp_path: Path) -> Non
         ({"options": ["--nodes=9"]}, "except --job-name, --nodes"),
         ({"options": ["-p gpu"]}, "that begin with --"),
         ({"name": "Slurm!"}, r"pools\.0\.slurm\.name"),
+        ({"dataset_roots": ["/data"]}, r"pools\.0\.slurm\.dataset_roots is not a setting"),
         ({"nodes": 3}, r"pools\.0\.slurm\.nodes is not a setting"),
     ],
 )
@@ -377,6 +378,21 @@ def test_a_pool_that_cannot_be_right_is_refused_by_name(
         load(tmp_path, pools=[{**SLURM, **changes}], **OPEN)
     with pytest.raises(SettingsError, match="two pools have the name 'slurm'"):
         load(tmp_path, pools=[SLURM, SLURM], **OPEN)
+
+
+RAY = {
+    **{"name": "ray", "kind": "ray", "max_nodes": 0, "service_url": "http://10.0.0.1:8322/"},
+    **{"address": "http://10.0.0.5:8265", "token_file": "/etc/trl/token"},
+}
+
+
+@pytest.mark.parametrize("root", ["data", "/", "/a/../b", "s3://bucket"])
+def test_directories_of_datasets_on_ray_are_whole_paths(tmp_path: Path, root: str) -> None:
+    (pool,) = load(tmp_path, pools=[{**RAY, "dataset_roots": ["/shared/data/"]}], **OPEN).pools
+    assert isinstance(pool, RayPoolSettings)
+    assert pool.dataset_roots == ("/shared/data",)
+    with pytest.raises(SettingsError, match="expected the whole path of a directory"):
+        load(tmp_path, pools=[{**RAY, "dataset_roots": [root]}], **OPEN)
 
 
 KUBERNETES = {

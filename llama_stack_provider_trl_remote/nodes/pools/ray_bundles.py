@@ -2,7 +2,7 @@
 
     python -m llama_stack_provider_trl_remote.nodes.pools.ray_bundles '{"names": [...], "bundle": {"CPU": 8}, ...}'
 
-It runs in Ray's cluster, in an environment that has ray and this package, and is the only module that imports ray. Ray
+It runs in Ray's cluster, in an environment that has ray and this package; beside it, only `ray_rows` imports ray. Ray
 reserves the machines, and adds them where it scales; it starts no training and knows of none. The last line of its
 output is what `ray_pool` shows. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
 """

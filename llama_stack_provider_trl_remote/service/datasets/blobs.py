@@ -87,6 +87,10 @@ class Blobs:
                 )
             await asyncio.to_thread(self.keep, file, sha256)
 
+    async def count(self, sha256: str) -> int:
+        """Number of rows that are stored under a digest."""
+        return await asyncio.to_thread(_count_lines, self.path(sha256))
+
     async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
         """Store the rows of a file or a hub dataset; returns their digest and number.
 
@@ -235,6 +239,15 @@ class Blobs:
     def _too_many(self) -> TooLarge:
         limit = self._settings.max_rows
         return TooLarge(f"the dataset has more than {limit} rows (max_rows): split it")
+
+
+def _count_lines(path: Path) -> int:
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            count += piece.count(b"\n")
+            last = piece[-1:]
+    return count + (last != b"\n")
 
 
 def _is_light(path: Path) -> bool:

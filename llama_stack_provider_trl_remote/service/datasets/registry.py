@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 from uuid import uuid4
 
@@ -31,6 +31,7 @@ from .registration import StoredRows
 
 FIELD = "training_config.data_config.dataset_id"
 _HUB_OPTIONS = ("split", "name", "revision")
+_RAY = "ray"
 
 
 class Entry(BaseModel):
@@ -66,11 +67,25 @@ class Readable:
             os.close(self.file)
 
 
-class DatasetRegistry:
-    """Registers datasets, and reads their rows for jobs."""
+class ClusterFiles(Protocol):
+    """Files that only the machines of a cluster have."""
 
-    def __init__(self, settings: ServiceSettings, blobs: Blobs) -> None:
-        self._blobs = blobs
+    def find(self, uri: str) -> object:
+        """Check a uri. Raises InvalidRequest."""
+
+    async def read(self, uri: str) -> str:
+        """Store the rows of a uri; returns their digest. Raises TrlError."""
+
+
+class DatasetRegistry:
+    """Registers datasets, and reads their rows for jobs.
+
+    Args:
+        cluster: reads `ray://` uris; None: they are refused.
+    """
+
+    def __init__(self, settings: ServiceSettings, blobs: Blobs, cluster: ClusterFiles | None = None) -> None:
+        self._blobs, self._cluster = blobs, cluster
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
         self._registering = asyncio.Lock()
@@ -211,7 +226,7 @@ class DatasetRegistry:
             if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
                 return known
             try:
-                sha256, num_rows = await self._blobs.convert(found.name, found.file)
+                sha256, num_rows = await self._converted(found)
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
         current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
@@ -219,15 +234,26 @@ class DatasetRegistry:
             await asyncio.to_thread(self._write, current)
         return current
 
+    async def _converted(self, found: Readable) -> tuple[str, int]:
+        """Digest and number of the rows, which are stored."""
+        if found.stamp != _RAY or self._cluster is None:
+            return await self._blobs.convert(found.name, found.file)
+        sha256 = await self._cluster.read(found.name)
+        return sha256, await self._blobs.count(sha256)
+
     def _readable(self, uri: str) -> Readable:
         """Open the source of a uri. Raises InvalidRequest."""
         scheme, separator, _ = uri.partition("://")
         if scheme == HUB:
             return Readable(_hub(uri), "hub")
+        if scheme == _RAY and self._cluster is not None:
+            self._cluster.find(uri)
+            return Readable(uri, _RAY)
         if (separator and scheme != "file") or not (separator or uri.startswith("/")):
             hint = (
                 "expected an absolute path or file:// below one of the configured dataset_roots, or "
-                "huggingface://datasets/ORG/NAME?split=train; or send the rows themselves"
+                "huggingface://datasets/ORG/NAME?split=train, or ray:///PATH of a configured Ray cluster; or send the "
+                "rows themselves"
             )
             raise InvalidRequest("source.uri", uri, hint)
         return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))

@@ -10,15 +10,24 @@ from fastapi import APIRouter, Header, Path, Request, Response
 
 from llama_stack_provider_trl.system.files import open_regular
 
-from ..context import Context
+from ..context import Context, Service
 from ..http.bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from ..http.errors import NotFound, declared
-from ..security.access import TASK_ROWS, USERS, USERS_ROWS, USERS_UPLOAD, CurrentCaller, GuardedRoute
+from ..security.access import (
+    READING_UPLOAD,
+    TASK_ROWS,
+    USERS,
+    USERS_ROWS,
+    USERS_UPLOAD,
+    CurrentCaller,
+    GuardedRoute,
+)
 from .files import OCTETS, file_response
 from .jobs import as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/datasets", tags=["datasets"])
 blobs = APIRouter(route_class=GuardedRoute, prefix="/blobs", tags=["datasets"])
+readings = APIRouter(route_class=GuardedRoute, prefix="/readings", tags=["datasets"])
 
 _ROWS: dict[int | str, dict[str, Any]] = {
     200: {"content": OCTETS, "description": "One JSON object per line"},
@@ -93,6 +102,29 @@ async def get_blob(
 )
 async def put_blob(service: Context, sha256: Digest, request: Request) -> Response:
     """Upload rows. Nothing is kept of a body that breaks off or has another digest."""
+    return await _stored(service, sha256, request)
+
+
+@readings.put(
+    "/{reading}/{sha256}",
+    dependencies=[READING_UPLOAD],
+    status_code=201,
+    response_class=Response,
+    responses={**declared(404, 409, 507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},
+    openapi_extra=_NDJSON,
+)
+async def put_reading(
+    service: Context,
+    reading: Annotated[str, Path(description="Id that the Ray job was given")],
+    sha256: Digest,
+    request: Request,
+) -> Response:
+    """Upload the rows that a Ray job has read, while a request waits for them."""
+    async with service.ray_datasets.receiving(reading, sha256):
+        return await _stored(service, sha256, request)
+
+
+async def _stored(service: Service, sha256: str, request: Request) -> Response:
     if service.blobs.holds(sha256):
         await _discard(request)
         return Response(status_code=200)

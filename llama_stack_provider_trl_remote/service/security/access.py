@@ -325,6 +325,8 @@ NODES_READ = _access(_NODES, own_node=True)
 NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
 NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
 NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
+READING_UPLOAD = _access(_NODES, body="bytes", limit="max_upload_mb")
+"""Rows that a request waits for; the handler compares the id of the reading."""
 NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb", record=False)
 
 

@@ -1,0 +1,151 @@
+"""A client of Ray's Jobs REST API. Nothing here imports ray.
+
+https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from email.message import Message
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from .base import PoolRefusal, PoolUnavailable
+
+_TIMEOUT = 30.0
+_MOST_BYTES = 4 << 20
+_NOT_FOUND = 404
+_ACTIVE = ("PENDING", "RUNNING")
+OURS = "trl: "
+"""Begins the lines of our own in the output of a Ray job."""
+
+
+class RayAnswer(NamedTuple):
+    """An answer of Ray's dashboard."""
+
+    status: int
+    text: str
+
+
+Send = Callable[[str, str, Mapping[str, Any] | None], RayAnswer]
+"""Sends a method to a path, with a body. Raises PoolUnavailable: there is no answer."""
+
+
+class RayJobs:
+    """The jobs of a Ray cluster.
+
+    Args:
+        address: of its dashboard.
+    """
+
+    def __init__(self, address: str, send: Send) -> None:
+        self.address = address
+        self._send = send
+
+    def submit(self, name: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
+        """Submit a job. One of this name that exists already stays as it is. Raises PoolUnavailable, PoolRefusal."""
+        body = {"entrypoint": entrypoint, "submission_id": name, "metadata": dict(metadata)}
+        self._call("POST", "/api/jobs/", body)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """What Ray knows of a job; None: it has none of this name. Raises PoolUnavailable, PoolRefusal."""
+        return self._call("GET", f"/api/jobs/{name}", missing=True)
+
+    def stop(self, name: str) -> None:
+        """Stop a job that has not ended. Raises PoolUnavailable, PoolRefusal."""
+        job = self.get(name)
+        if job is not None and is_active(job):
+            self._call("POST", f"/api/jobs/{name}/stop")
+
+    def lines(self, name: str) -> list[str]:
+        """The lines of our own in a job's output, or its last line where there are none; none where Ray cannot read it:
+        the node that has it may be gone."""
+        try:
+            text = str((self._call("GET", f"/api/jobs/{name}/logs", missing=True) or {}).get("logs") or "")
+        except (PoolUnavailable, PoolRefusal):
+            return []
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        own = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+        return own or lines[-1:]
+
+    def why_ended(self, name: str, job: Mapping[str, Any]) -> str:
+        """A sentence about a job that has ended, with the last line of its output."""
+        lines = self.lines(name)
+        last = lines[-1] if lines else " ".join(str(job.get("message") or "").split())[:500]
+        return f"Ray job {name}: {job.get('status')}" + (f": {last}" if last else "")
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, missing: bool = False
+    ) -> dict[str, Any] | None:
+        """The answer; None: `missing` and there is no such job."""
+        answer = self._send(method, path, body)
+        if missing and answer.status == _NOT_FOUND:
+            return None
+        where = f"Ray at {self.address}"
+        text = " ".join(answer.text.split())[:300]
+        if answer.status in (401, 403):
+            raise PoolUnavailable(f"{where} refuses the token ({answer.status}): set or correct auth_token_file")
+        if answer.status >= 500 or 300 <= answer.status < 400:
+            if "already exists" in answer.text:
+                return {}
+            raise PoolUnavailable(f"{where} answered {answer.status}: {text}")
+        if answer.status >= 400:
+            if "already exists" in answer.text:
+                return {}
+            raise PoolRefusal(f"{where} answered {answer.status}: {text}")
+        try:
+            found = json.loads(answer.text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise PoolUnavailable(f"{where} answered what is not of Ray's Jobs API: address must be its dashboard's")
+        return found
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the token to another host."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        return None
+
+
+def is_active(job: Mapping[str, Any]) -> bool:
+    """Whether a job has not ended."""
+    return job.get("status") in _ACTIVE
+
+
+def sender(address: str, token_file: Path | None) -> Send:
+    """Sends to the dashboard at an address; see `Send`.
+
+    Args:
+        token_file: with the token of the cluster (RAY_AUTH_MODE=token); read for each call.
+    """
+    opener = urllib.request.build_opener(_NoRedirects())
+
+    def send(method: str, path: str, body: Mapping[str, Any] | None) -> RayAnswer:
+        headers = {"Content-Type": "application/json"}
+        if token_file is not None:
+            try:
+                headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
+            except OSError as error:
+                raise PoolUnavailable(f"auth_token_file {token_file} cannot be read: {error.strerror}") from error
+        data = None if body is None and method == "GET" else json.dumps(body or {}).encode()
+        try:
+            request = urllib.request.Request(f"{address}{path}", data, headers, method=method)
+            with opener.open(request, timeout=_TIMEOUT) as answer:
+                return RayAnswer(answer.status, answer.read(_MOST_BYTES).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            with error:
+                return RayAnswer(error.code, error.read(_MOST_BYTES).decode(errors="replace"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+            raise PoolUnavailable(f"Ray at {address} cannot be reached ({text})") from error
+
+    return send
