@@ -22,12 +22,11 @@ def resolve_averaging(options: ProviderOptions, settings: Settings, fields: Mapp
     Raises:
         InvalidRequest: the job has one worker, or trains or saves in a way that averaging excludes.
     """
-    if options.averaging is None:
+    given = options.averaging
+    if given is None:
         return {}
-    averaging = AveragingSpec(
-        **options.averaging.model_dump(exclude={"nesterov"}),
-        nesterov=bool(options.averaging.outer_momentum) if options.averaging.nesterov is None else options.averaging.nesterov,
-    )
+    nesterov = given.outer_momentum > 0 if given.nesterov is None else given.nesterov
+    averaging = AveragingSpec(**{**given.model_dump(), "nesterov": nesterov})
     _check_workers(averaging, settings, fields)
     _check_method(averaging, fields)
     interval = averaging.interval
@@ -70,7 +69,7 @@ def _check_workers(averaging: AveragingSpec, settings: Settings, fields: Mapping
 
 
 def _check_method(averaging: AveragingSpec, fields: Mapping[str, Any]) -> None:
-    dpo = fields["dpo"]
+    dpo = fields.get("dpo")
     if fields["dtype"] == "fp16":
         hint = "each worker would find a loss scale of its own (averaging); send 'bf16'"
         raise InvalidRequest("training_config.dtype", "fp16", hint)

@@ -140,6 +140,14 @@ def _problem_of_text(text: str) -> str:
     return ""
 
 
+_BLOCKS: dict[str, type[Documented]] = {
+    "averaging": Averaging,
+    "early_stopping": EarlyStopping,
+    "resources": Resources,
+    "samples": Samples,
+}
+
+
 class ProviderOptions(Documented):
     """One job's options; unknown names are refused."""
 
@@ -258,8 +266,6 @@ class ProviderOptions(Documented):
                 if first["type"] == "extra_forbidden"
                 else first["msg"].removeprefix("Value error, ")
             )
-            blocks: dict[str, type[Documented]]
-            blocks = {"early_stopping": EarlyStopping, "averaging": Averaging, "resources": Resources, "samples": Samples}
-            block = blocks.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
+            block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
             names = ", ".join((block or cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

@@ -6,8 +6,8 @@
   transformers and peft load, however many ranks wrote it (`recipes.checkpoint.shards`);
 - `optimizer/state.safetensors` and `optimizer/state.json`: the optimizer's state by the names of the weights
   (`recipes.checkpoint.optimizer_state`);
-- with periodic averaging `optimizer/worker-N.safetensors`, the state of worker N > 0, and `optimizer/outer.safetensors`,
-  the momentum of the averaged steps;
+- with periodic averaging `optimizer/worker-N.safetensors`, the state of worker N > 0, and the momentum of the averaged
+  steps, `optimizer/outer.safetensors`;
 - `scheduler.json`, `scaler.json` (fp16) and `trainer_state.json`: schedule, loss scaling, counters;
 - `rng_state_N.json`: the random numbers of rank N (`recipes.checkpoint.random_state`);
 - `recipe_state.json`: the position in the data, counted in rows;
@@ -255,10 +255,9 @@ class Saver:
         def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
             if workers.count == 1:
                 return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
-            if name == own:
-                return shards.parts_of(snapshot.tensors[name], workers.position, workers.size)
-            # What all workers have alike, the first one writes.
-            return shards.parts_of(snapshot.tensors[name], workers.position, workers.size) if not workers.own else iter(())
+            if name != own and workers.own:
+                return iter(())  # the first worker writes what all have alike
+            return shards.parts_of(snapshot.tensors[name], workers.position, workers.size)
 
         def fill() -> None:
             if ranks.rank() == 0:
@@ -313,9 +312,7 @@ def weights_name(model: Model) -> str:
     return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
 
 
-def load_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0
-) -> None:
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
     """Read the optimizer's state, each rank its parts.
 
     Args:

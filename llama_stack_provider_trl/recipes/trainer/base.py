@@ -29,8 +29,8 @@ from ..model.adapters import continues, read_weights
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
-from .averaging import OuterOptimizer, without_ddp, workers_of
 from .arguments import optimizer_class, scheduler_arguments
+from .averaging import OuterOptimizer, without_ddp, workers_of
 from .trl_patches import fuse_head, keep_allocator_cache, keeping_logits, keeps_logits
 
 _STATE = "recipe_state.json"
@@ -203,9 +203,10 @@ class RecipeTrainer(Trainer):
             The logs, with the mean of the gradients' norms and the bytes of the outer steps.
         """
         sums = self._metric_sums["train"] if logs else {}
-        values = [self._own_tokens.to(self.args.device), *(part for pair in sums.values() for part in pair)]
-        norm = torch.as_tensor(logs.get("grad_norm", 0.0), device=self.args.device)
-        tokens, norms, *parts = self.accelerator.reduce(torch.stack([one.double() for one in (values[0], norm, *values[1:])]))
+        norm = torch.as_tensor(logs.get("grad_norm", 0.0))
+        values = [self._own_tokens, norm, *(part for pair in sums.values() for part in pair)]
+        own = torch.stack([value.to(self.args.device, torch.float64) for value in values])
+        tokens, norms, *parts = self.accelerator.reduce(own)
         self._total_train_tokens += tokens.long()
         self._own_tokens = torch.zeros_like(tokens)
         for number, name in enumerate(sums):
@@ -272,7 +273,7 @@ class RecipeTrainer(Trainer):
         spec, batch_plan = self.spec, self.batch_plan
         has_batch_means = spec.has_batch_means or self.aux_loss_enabled or spec.packed
         several = batch_plan.world_size * batch_plan.accumulation_steps > 1
-        # Rank 0 gets the longest rows of every step, which would make its worker's rows other ones than those of the rest.
+        # Rank 0 gets the longest rows of every step: one worker would never see short ones.
         return spec.group_by_length and several and not has_batch_means and spec.averaging is None
 
     @property
