@@ -33,7 +33,7 @@ from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 AVERAGING = AveragingSpec(interval=3)
 ROWS = [
     {"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}." + " Really." * (n % 3)}
@@ -157,19 +157,19 @@ def test_the_steps_continue_exactly_where_a_killed_job_last_met(ranks: Ranks, ar
     whole = spec_of(tmp_path / "whole", **changes)
     undisturbed = trained(ranks, tmp_path / "whole" / "run", whole)
     spec = spec_of(tmp_path / "killed", **changes)
-    (armed / "step-8").write_text("kill")
+    (armed / "step-11").write_text("kill")
     codes, events = ranks.run(tmp_path / "killed" / "run", spec)
     assert -signal.SIGKILL in codes
     saved = of_kind(events, CheckpointSaved)
-    assert [one.step for one in saved] == [3, 6]
+    assert [one.step for one in saved] in ([3, 6], [3, 6, 9])  # the third may still be written
     files = {str(path.relative_to(saved[-1].path)) for path in saved[-1].path.rglob("*.safetensors")}
     assert files == {"model.safetensors"} | {f"optimizer/{name}.safetensors" for name in ("state", "worker-1", "outer")}
     resumed = trained(ranks, tmp_path / "killed" / "again", spec, saved[-1].path)
     expected, found = final_weights(whole), final_weights(spec)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    assert numbers(resumed) == [point for point in numbers(undisturbed) if point["step"] > 6]
+    assert numbers(resumed) == [point for point in numbers(undisturbed) if point["step"] > saved[-1].step]
     tokens = [point.tokens_seen for point in of_kind(undisturbed, Progress)]
-    assert [point.tokens_seen for point in of_kind(resumed, Progress)] == tokens[2:]
+    assert [point.tokens_seen for point in of_kind(resumed, Progress)] == tokens[len(saved) :]
 
 
 def test_a_lost_worker_costs_its_interval_and_the_others_continue(ranks: Ranks, tmp_path: Path) -> None:
