@@ -128,6 +128,10 @@ class BuiltTrainer:
             found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
+        if averaging := self.trainer.spec.averaging:
+            found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
+            if self.trainer.spec.group_by_length:
+                found["group_by_length"] = "not used: the rows of each worker are taken without regard to their length"
         if data.packing:
             found["packing"] = data.packing
         if data.sources:

@@ -27,7 +27,7 @@ from .build import BuiltTrainer, build_trainer
 from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
 from .checkpoint.fencing import FencingToken
 from .checkpoint.merged_base import with_merged_base
-from .checkpoint.step import first_undamaged, need_space, step_bytes
+from .checkpoint.step import first_undamaged, need_space
 from .checkpoint.transfer import Disks
 from .data.sampling import BatchPlan
 from .distributed import ranks
@@ -152,7 +152,7 @@ def _check_export(run: Run) -> None:
     spec, trainer = run.spec, run.trainer
     if ranks.rank() == 0:
         check_tokenizer(trainer.model, trainer.processing_class, spec)
-    needed = step_bytes(trainer.model, spec.optimizer)
+    needed = trainer.step_bytes
     # At the end of a job a step checkpoint and the exports are on the disk together.
     if trainer.disks.sees_first:
         run.require_space(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))

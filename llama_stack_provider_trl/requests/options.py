@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ..documented import Documented
 from ..errors import InvalidRequest
@@ -35,6 +35,28 @@ class EarlyStopping(Documented):
     """An evaluation is better only by more than this."""
     metric: str = "eval_loss"
     """What is checked."""
+
+
+class Averaging(Documented):
+    """Training whose workers meet every so many optimizer steps (DiLoCo, arXiv:2311.08105)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval: int = Field(gt=0, le=10**6)
+    """Optimizer steps that each worker trains on its own rows, without exchanging gradients."""
+    outer_learning_rate: float = Field(0.7, gt=0, le=10)
+    """Of the step from the last common weights towards the mean of the workers' weights."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of those steps."""
+    nesterov: bool | None = None
+    """Whether it is Nesterov's. Default: with any momentum."""
+
+    @field_validator("nesterov")
+    @classmethod
+    def _check_nesterov(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("outer_momentum") == 0:
+            raise ValueError("outer_momentum is 0: set a momentum, or leave nesterov out")
+        return value
 
 
 class Resources(Documented):
@@ -116,6 +138,14 @@ def _problem_of_text(text: str) -> str:
     except UnicodeEncodeError:
         return "it has half of a UTF-16 surrogate pair, expected valid Unicode text"
     return ""
+
+
+_BLOCKS: dict[str, type[Documented]] = {
+    "averaging": Averaging,
+    "early_stopping": EarlyStopping,
+    "resources": Resources,
+    "samples": Samples,
+}
 
 
 class ProviderOptions(Documented):
@@ -205,6 +235,9 @@ class ProviderOptions(Documented):
     resources: Resources | None = None
     """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, reserve_cpus, memory_gb, labels, model_present}. The service
     only."""
+    averaging: Averaging | None = None
+    """Workers train on their own, and their weights are averaged every `interval` optimizer steps: {interval,
+    outer_learning_rate 0.7, outer_momentum 0.9, nesterov true}."""
     resume_from: str | None = None
     """Resume from a step checkpoint of another job, `JOB_UUID` (its newest) or `JOB_UUID/checkpoint-N`."""
     after: list[str] | None = Field(None, min_length=1, max_length=64)
@@ -233,8 +266,6 @@ class ProviderOptions(Documented):
                 if first["type"] == "extra_forbidden"
                 else first["msg"].removeprefix("Value error, ")
             )
-            blocks: dict[str, type[Documented]]
-            blocks = {"early_stopping": EarlyStopping, "resources": Resources, "samples": Samples}
-            block = blocks.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
+            block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
             names = ", ".join((block or cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

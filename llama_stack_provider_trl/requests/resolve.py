@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..specs.job import DatasetRef, JobSpec
+from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_train_share
@@ -73,5 +74,6 @@ def resolve(
         **resolve_lifecycle(request, options, settings, base),
         **resolve_placement(request, options, settings, base),
     }
+    fields |= resolve_averaging(options, settings, fields)
     share = resolve_train_share(data)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)

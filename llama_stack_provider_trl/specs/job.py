@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .model_source import ModelSource
@@ -301,6 +302,8 @@ class JobSpec(Frozen):
     """None: it runs on the service's (or provider's) own machine."""
     sharding: ShardingSpec | None = None
     """None: one process."""
+    averaging: AveragingSpec | None = None
+    """None: gradients are reduced in every optimizer step."""
     retries: int = Field(0, ge=0)
     """Number of retries after failures that a retry can resolve."""
     retry_backoff: float | None = Field(None, gt=0)

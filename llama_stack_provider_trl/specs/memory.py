@@ -13,6 +13,7 @@ class MemoryEstimate:
     """Base model and adapters; under sharding this rank's part and the gathered blocks."""
     gradients: int
     optimizer: int
+    """With periodic averaging, the last common weights and the momentum of the averages, too."""
     activations: int
     """Tensors that forward saves for backward, and temporaries of both."""
     logits: int

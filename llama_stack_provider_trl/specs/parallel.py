@@ -39,6 +39,8 @@ class Exchange:
     gradient_bytes: int = 4
     """Of one element as it is sent."""
     weight_bytes: int = 4
+    interval: int = 1
+    """Optimizer steps between two exchanges across nodes (periodic averaging, of weights in fp32)."""
     on_cpu: bool = True
     """The ranks exchange with gloo, and those of one machine share its cores."""
     machines: int | None = None
@@ -47,6 +49,9 @@ class Exchange:
     @property
     def bytes_per_node(self) -> float:
         """What each node sends in an optimizer step, and receives at the same time."""
+        if self.interval > 1:
+            copies = self.nodes * (self.ranks_per_node if self.strategy == "NO_SHARD" else 1)
+            return 2 * (copies - 1) / copies * self.trainable * 4 / self.interval
         gradients, weights = self.trainable * self.gradient_bytes, self.total * self.weight_bytes
         ranks = self.nodes * self.ranks_per_node
         if self.strategy == "NO_SHARD":
@@ -70,7 +75,7 @@ class Exchange:
     @property
     def _overlap(self) -> float:
         """Share of the computation during which bytes are exchanged. FSDP2 on gloo waits for each exchange."""
-        return _OVERLAP / self.micro_steps if self.strategy == "NO_SHARD" else 0.0
+        return _OVERLAP / self.micro_steps if self.strategy == "NO_SHARD" and self.interval == 1 else 0.0
 
     def seconds(self, mbit_per_s: float) -> float:
         """Of the exchange alone."""
@@ -125,6 +130,9 @@ def advise(exchange: Exchange, alone: float, mbit_per_s: float) -> Advice:
 
 def verdict_after(exchange: Exchange, step_seconds: float, mbit_per_s: float) -> Advice:
     """The same of a job that trains on all nodes, by its measured step."""
+    if exchange.interval > 1:  # the measured steps exchange nothing
+        found = advise(exchange, step_seconds / exchange.slowdown, mbit_per_s)
+        return found._replace(reason=found.reason.replace("will help", "helps").replace("will not", "does not"))
     alone = exchange.alone(step_seconds, mbit_per_s)
     speedup = exchange.speedup(alone, step_seconds)
     helps = speedup >= LEAST_SPEEDUP

@@ -330,6 +330,7 @@ OPTION_ASKS: dict[str, Try] = {
     "attn_implementation": Try("eager"),
     "attention_mask": Try("always"),
     "gradient_sync": Try("micro_step"),
+    "averaging": Try({"interval": 20}, options={"nproc_per_node": 2}),
     "dataloader_num_workers": Try(3),
     "peft_method": Try("vera", around={"algorithm_config": LORA}),
     "lora_dropout": Try(0.1, around={"algorithm_config": LORA}),
@@ -377,7 +378,9 @@ def test_the_table_lists_every_provider_option() -> None:
 @pytest.mark.parametrize("option", ProviderOptions.model_fields)
 def test_every_provider_option_changes_the_job(option: str, settings: Settings) -> None:
     attempt = OPTION_ASKS[option]
-    settings = settings.model_copy(update={"max_ranks": 2, "sharding": ShardingSpec()})  # as the service has them
+    strategy = "NO_SHARD" if option == "averaging" else "FULL_SHARD"
+    sharding = ShardingSpec(strategy=strategy)
+    settings = settings.model_copy(update={"max_ranks": 2, "sharding": sharding})  # as the service has them
     body = plain(attempt.call, attempt.around)
     around = attempt.options or {}
     default = resolved(body, attempt.call, settings, around)

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.requests import bodies as requests
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
@@ -341,6 +342,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",
     OPTION + "dataloader_num_workers": "the same batches, from other processes: tests/process/test_loader_workers.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
+    **{
+        f"{OPTION}averaging.{field}": "several workers: tests/process/test_averaging.py, test_averaging_request.py"
+        for field in AveragingSpec.model_fields
+    },
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",
     **{

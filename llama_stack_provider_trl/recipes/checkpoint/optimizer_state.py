@@ -23,7 +23,12 @@ from . import shards
 
 TENSORS = "optimizer/state.safetensors"
 VALUES = "optimizer/state.json"
-"""In a directory of their own: some readers load every safetensors file beside the model's as weights."""
+OUTER = "optimizer/outer.safetensors"
+"""The momentum of periodic averaging, by the names of the weights.
+
+All are in a directory of their own: some readers load every safetensors file beside the model's as weights."""
+_OF_WORKER = "optimizer/worker-{}.safetensors"
+"""As TENSORS, of the workers after the first one, which with periodic averaging have states of their own."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,24 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
     return OptimizerState(tensors, json.dumps({"param_groups": groups, "values": values}))
 
 
-def read_optimizer(checkpoint: Path) -> StoredOptimizer:
-    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed."""
+def tensors_of(worker: int) -> str:
+    """The file with the tensors of a worker's optimizer; without periodic averaging all ranks are worker 0."""
+    return _OF_WORKER.format(worker) if worker else TENSORS
+
+
+def read_optimizer(checkpoint: Path, worker: int = 0) -> StoredOptimizer:
+    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed.
+
+    Args:
+        worker: whose state; where fewer have been saved, that of one of them.
+    """
     with reading(checkpoint / VALUES):
         document = json.loads((checkpoint / VALUES).read_text())
         values, groups = dict(document["values"]), [dict(group) for group in document["param_groups"]]
-    path = checkpoint / TENSORS
+    saved = 1
+    while (checkpoint / tensors_of(saved)).exists():
+        saved += 1
+    path = checkpoint / tensors_of(worker % saved)
     with reading(path):
         return StoredOptimizer(shards.outlines(path), values, groups, lambda tensors: shards.read_into(path, tensors))
 
@@ -103,6 +120,18 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
                 states.setdefault(number, {})[key] = saved.values[name]
         saved.read_into(tensors)
         optimizer.load_state_dict({"state": states, "param_groups": _numbered(saved.groups, optimizer)})
+
+
+def read_momentum(momentum: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    """Read the momentum of periodic averaging, each rank its parts; a checkpoint of another job may have none.
+
+    Raises:
+        JobFailure: invalid_request, where it is that of other weights, or malformed.
+    """
+    path = checkpoint / OUTER
+    if path.exists():
+        with reading(path):
+            shards.read_into(path, momentum)
 
 
 @contextmanager

@@ -6,6 +6,8 @@
   transformers and peft load, however many ranks wrote it (`recipes.checkpoint.shards`);
 - `optimizer/state.safetensors` and `optimizer/state.json`: the optimizer's state by the names of the weights
   (`recipes.checkpoint.optimizer_state`);
+- with periodic averaging `optimizer/worker-N.safetensors`, the state of worker N > 0, and the momentum of the averaged
+  steps, `optimizer/outer.safetensors`;
 - `scheduler.json`, `scaler.json` (fp16) and `trainer_state.json`: schedule, loss scaling, counters;
 - `rng_state_N.json`: the random numbers of rank N (`recipes.checkpoint.random_state`);
 - `recipe_state.json`: the position in the data, counted in rows;
@@ -55,6 +57,7 @@ from ...system.files import (
 )
 from ..distributed import ranks
 from ..distributed.heartbeat import heartbeat
+from ..distributed.workers import Workers
 from ..model.fsdp import reshard
 from . import legacy, optimizer_state, shards, transfer
 from .fencing import FencingToken
@@ -102,8 +105,10 @@ class Saver:
         device: torch.device,
         writer: EventWriter,
         fencing_token: FencingToken | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.spec, self._device, self.writer = spec, device, writer
+        self._workers = workers or Workers(ranks.world_size())
         self.fencing_token = fencing_token or FencingToken()
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
@@ -133,6 +138,7 @@ class Saver:
         random: Mapping[str, Any],
         staging: Path,
         announce: Callable[[Path, float], None],
+        momentum: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Copy the content of a checkpoint, and return; it is written in the background.
 
@@ -141,11 +147,14 @@ class Saver:
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
             announce: called on rank 0 with the checkpoint's path, and the seconds since its copy was complete, when it
                 is complete on disk.
+            momentum: of the averaged steps, by the names of the weights; None: gradients are reduced in every step.
         """
         assert self._thread is None, "one at a time: wait first"
         weights = named_weights(model)  # first: it reshards, after which the parameters are those of the optimizer
         state = optimizer_state.state_of(model, optimizer)
-        tensors = {weights_name(model): weights, optimizer_state.TENSORS: state.tensors}
+        tensors = {weights_name(model): weights, optimizer_state.tensors_of(self._workers.own): state.tensors}
+        if momentum is not None:
+            tensors[optimizer_state.OUTER] = momentum
         snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
         copied_at = time.monotonic()
 
@@ -233,14 +242,22 @@ class Saver:
                 (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)
                 for name, tensors in snapshot.tensors.items():
                     shards.reserve(staging / name, tensors)
+                for worker in range(1, self._workers.count):  # all have the same tensors
+                    name = optimizer_state.tensors_of(worker)
+                    shards.reserve(staging / name, snapshot.tensors[optimizer_state.TENSORS])
             return snapshot.random
 
         states = ranks.on_all_ranks(begin, self._group)
-        seeing = self.disks.with_first
+        seeing, workers = self.disks.with_first, self._workers
         writer = seeing.index(ranks.rank()) if self.disks.sees_first else None
+        own = optimizer_state.tensors_of(workers.own)
 
         def parts(name: str) -> Iterator[tuple[int, torch.Tensor]]:
-            return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
+            if workers.count == 1:
+                return shards.parts_of(snapshot.tensors[name], writer, len(seeing))
+            if name != own and workers.own:
+                return iter(())  # the first worker writes what all have alike
+            return shards.parts_of(snapshot.tensors[name], workers.position, workers.size)
 
         def fill() -> None:
             if ranks.rank() == 0:
@@ -252,9 +269,14 @@ class Saver:
 
         ranks.on_all_ranks(fill, self._group)
         if not self.disks.is_shared:
-            names = [[] if rank in seeing else list(snapshot.tensors) for rank in range(ranks.world_size())]
+            names = [[] if rank in seeing else self._names(snapshot, rank) for rank in range(ranks.world_size())]
             pieces = chain.from_iterable(transfer.in_pieces(name, parts(name)) for name in snapshot.tensors)
             ranks.on_all_ranks(lambda: transfer.send_to_first(pieces, names, staging, self._group), self._group)
+
+    def _names(self, snapshot: Snapshot, rank: int) -> list[str]:
+        """The files of which a rank has parts."""
+        own, theirs = (optimizer_state.tensors_of(number // self._workers.size) for number in (ranks.rank(), rank))
+        return [theirs if name == own else name for name in snapshot.tensors]
 
     def _finish(self, staging: Path, announce: Callable[[Path], None]) -> None:
         """Compute checksums, each rank of some files; then rank 0 moves the checkpoint into place."""
@@ -290,14 +312,18 @@ def weights_name(model: Model) -> str:
     return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
 
 
-def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
     """Read the optimizer's state, each rank its parts.
+
+    Args:
+        worker: with periodic averaging, whose state.
 
     Raises:
         JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
-    source = legacy if legacy.is_legacy(checkpoint) else optimizer_state
-    optimizer_state.restore(model, optimizer, source.read_optimizer(checkpoint), checkpoint)
+    is_legacy = legacy.is_legacy(checkpoint)
+    saved = legacy.read_optimizer(checkpoint) if is_legacy else optimizer_state.read_optimizer(checkpoint, worker)
+    optimizer_state.restore(model, optimizer, saved, checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
@@ -415,13 +441,18 @@ def _uploads(path: Path | None) -> int | None:
         return None
 
 
-def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
-    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them."""
+def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec, workers: int = 0) -> int:
+    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them.
+
+    Args:
+        workers: with periodic averaging, how many have moments of their own; 0: without it.
+    """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     untrained = _untrained(model) if isinstance(model, PeftModel) else {}
     in_8_bits = elements_in_8_bits(weight.shape for weight in trained)
     moments = moment_bytes(optimizer.name, sum(weight.numel() for weight in trained), in_8_bits)
-    return sum(weight.nbytes for weight in (*trained, *untrained.values())) + moments
+    outer = 4 * sum(weight.numel() for weight in trained) if workers else 0
+    return sum(weight.nbytes for weight in (*trained, *untrained.values())) + moments * max(1, workers) + outer
 
 
 def _untrained(model: PeftModel) -> dict[str, torch.Tensor]:

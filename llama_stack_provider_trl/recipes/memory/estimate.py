@@ -97,7 +97,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
 
 def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
     """Bytes on disk of one step checkpoint, `final` and `merged`."""
-    step = model.trainable * 4 + _moment_bytes(spec, model)
+    step = model.trainable * 4 + _moment_bytes(spec, model) * _workers(spec) + _outer_bytes(spec, model) // 2
     final = model.trainable * 4 if spec.lora else (model.trainable + model.frozen) * _export_bytes(spec)
     merged = (model.frozen * _export_bytes(spec)) if spec.lora and spec.merge_adapter else 0
     return {"step_checkpoint": step, "final": final, "merged": merged}
@@ -203,8 +203,8 @@ class _Placed:
         spec, model = self.spec, self.model
         gradients, gathered, at_rest = window.gradients, 0, 0
         weights = self.part(model) + (self.mapped(model) if self.shards == 1 else 0)
-        optimizer = _moment_bytes(spec, model) // self.shards
-        if spec.ranks > 1 and self.shards == 1:
+        optimizer = (_moment_bytes(spec, model) + _outer_bytes(spec, model)) // self.shards
+        if spec.ranks > 1 and self.shards == 1 and spec.averaging is None:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
             gradients /= 1 if self.whole_gradients else self.shards
@@ -217,7 +217,8 @@ class _Placed:
             weights, optimizer = self.constants(model), 0
             gradients = gradients if self.whole_gradients else min(gradients, model.block * 4)
         dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
-        copied = (model.trainable * 4 + _moment_bytes(spec, model)) // self.shards
+        outer = _outer_bytes(spec, model) // 2  # checkpoints hold its momentum: common weights are the model's
+        copied = (model.trainable * 4 + _moment_bytes(spec, model) + outer) // self.shards
         return MemoryEstimate(
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
@@ -266,6 +267,16 @@ class _Placed:
 
 def _moment_bytes(spec: JobSpec, model: Traced) -> int:
     return moment_bytes(spec.optimizer.name, model.trainable, model.in_8_bits)
+
+
+def _workers(spec: JobSpec) -> int:
+    """How many have moments of their own."""
+    return spec.ranks // num_shards(spec) if spec.averaging else 1
+
+
+def _outer_bytes(spec: JobSpec, model: Traced) -> int:
+    """Bytes of periodic averaging: the last common weights, and the momentum of the steps between those."""
+    return 8 * model.trainable if spec.averaging else 0
 
 
 def _export_bytes(spec: JobSpec) -> int:

@@ -83,11 +83,20 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     }
     # Without it every rank keeps whole gradients until the last micro batch of a step: 28 GB for 7B weights.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": not keeps_whole_gradients(spec)}}
-    return {"fsdp": True, "fsdp_config": config, "accelerator_config": accumulation, **_mesh(spec.sharding)}
+    return {"fsdp": True, "fsdp_config": config, "accelerator_config": accumulation, **_mesh(spec)}
 
 
-def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
+class _NodesApart(ParallelismConfig):
+    """Parts within a node, without a reduction of gradients across nodes."""
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        return ["dp_shard_cp"]
+
+
+def _mesh(spec: JobSpec) -> dict[str, Any]:
     """HYBRID_SHARD over several nodes: parts within a node, copies across nodes. On one node it is FULL_SHARD."""
+    sharding = spec.sharding or ShardingSpec()
     per_node = ranks.local_world_size()
     copies = ranks.world_size() // per_node
     if sharding.strategy != "HYBRID_SHARD" or copies == 1:
@@ -98,7 +107,8 @@ def _mesh(sharding: ShardingSpec) -> dict[str, Any]:
             f"HYBRID_SHARD shards within a node, and each of the {copies} nodes has one rank: every rank would hold "
             "everything. Use sharding_strategy FULL_SHARD, or NO_SHARD for plain data parallelism.",
         )
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=per_node)}
+    config = _NodesApart if spec.averaging else ParallelismConfig
+    return {"parallelism_config": config(dp_replicate_size=copies, dp_shard_size=per_node)}
 
 
 @contextmanager

@@ -109,6 +109,8 @@ def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "use_cpu": device.type == "cpu",
         **loader_arguments(spec, device.type),
         "logging_steps": spec.logging_steps,
+        # With periodic averaging no step waits for other workers: `RecipeTrainer` counts those of each.
+        "average_tokens_across_devices": spec.averaging is None,
         # With the filter on, Trainer reports the last finite loss in place of a NaN; a NaN fails the job.
         "logging_nan_inf_filter": False,
         # Saving, evaluating and reporting are decided by `recipes.trainer.callbacks`.

@@ -30,6 +30,7 @@ from ..model.deferred import DeferredWeights
 from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
+from .averaging import OuterOptimizer, without_ddp, workers_of
 from .trl_patches import fuse_head, keep_allocator_cache, keeping_logits, keeps_logits
 
 _STATE = "recipe_state.json"
@@ -58,7 +59,11 @@ class RecipeTrainer(Trainer):
     """The fields of a checkpoint event beside its path. Set by the callback that counts them, `JobCallback`."""
     head_outputs: tuple[str, ...]
     """What the fused head computes per token."""
+    outer: OuterOptimizer | None = None
+    """With periodic averaging, from the first step on."""
     _staging: Path | None = None
+    _momentum_of: Path | None = None
+    """The checkpoint that training resumes from."""
     _evaluation_sums: list[torch.Tensor]
     _train_sampler: EpochSampler
 
@@ -89,9 +94,12 @@ class RecipeTrainer(Trainer):
         self.before_checkpoint: Callable[[], None] = lambda: None
         """Called on every rank before a step checkpoint is copied. Set by `JobCallback` where there is something to
         do."""
-        self._saver = Saver(spec, self.args.device, writer, fencing_token)
+        self.workers = workers_of(spec)
+        self._saver = Saver(spec, self.args.device, writer, fencing_token, self.workers)
         self._require_space = require_space
-        self._step_bytes = step_bytes(self.model, spec.optimizer)
+        self.step_bytes = step_bytes(self.model, spec.optimizer, self.workers.count if spec.averaging else 0)
+        """The approximate size of a step checkpoint."""
+        self._own_tokens = torch.zeros((), dtype=torch.float64)
         self._restored: dict[str, Any] = {}
         self._metric_sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
         """train or eval -> metric -> [sum, count]"""
@@ -103,10 +111,16 @@ class RecipeTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""
         deferred, self._deferred = self._deferred, None
-        with deferred.returned_to_accelerate() if deferred else nullcontext():
+        averaging, sharded = self.spec.averaging, is_sharded(self.spec)
+        apart = without_ddp(self.accelerator) if averaging and not sharded else nullcontext()
+        with deferred.returned_to_accelerate() if deferred else nullcontext(), apart:
             prepared = super()._prepare_for_training(*args, **kwargs)
-        if is_sharded(self.spec):
+        if sharded:
             move_constants(self.model, self.args.device)
+        if averaging:
+            trained = self.accelerator.unwrap_model(self.model).named_parameters()
+            weights = {name: weight for name, weight in trained if weight.requires_grad}
+            self.outer = OuterOptimizer(averaging, weights, self.workers, self._momentum_of)
         return prepared
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -121,6 +135,40 @@ class RecipeTrainer(Trainer):
     def scoring(self) -> AbstractContextManager[None]:
         """While this is open, forwards score batches with the head that is fastest on this device."""
         return keeping_logits() if keeps_logits(self.spec, self.args.device.type) else nullcontext()
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks are to hold the same weights after the optimizer step at hand."""
+        averaging = self.spec.averaging
+        return averaging is None or averaging.meets(self.state.global_step, self.state.max_steps)
+
+    def average(self) -> None:
+        """Do the outer step of periodic averaging, where the job has it. A collective, where `is_common`."""
+        if self.outer:
+            self.outer.step()
+            self._sum_logged({})
+
+    def over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over all ranks. A collective; in training with periodic averaging this rank's own ones, which are summed
+        over the ranks when they are logged."""
+        if self.outer and self.model.training:
+            return sums
+        summed: torch.Tensor = self.accelerator.reduce(sums)
+        return summed
+
+    def add_tokens(self, count: torch.Tensor) -> None:
+        """Add tokens, summed by `over_ranks`, to those that were trained on."""
+        if self.outer:
+            self._own_tokens = self._own_tokens.to(count.device) + count
+        else:
+            self._total_train_tokens += count
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's: tokens of an optimizer step over the ranks that average their gradients."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        if self.spec.averaging and torch.is_tensor(count):
+            count = self.workers.sum_within(count)
+        return count
 
     def add_metrics(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
         """Add a batch of all ranks to the metrics.
@@ -138,6 +186,8 @@ class RecipeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the metrics added since the last call, each sum divided by its count."""
         mode = "train" if self.model.training else "eval"
+        if mode == "train" and self.outer:
+            logs = self._sum_logged(logs)
         metrics = self._metrics[mode]
         for name, (total, count) in self._metric_sums[mode].items():
             metrics[name] = [float(total / count.clamp(min=1))]
@@ -145,6 +195,28 @@ class RecipeTrainer(Trainer):
         if mode == "train":
             metrics["num_tokens"] = [float(self._total_train_tokens)]
         super().log(logs, start_time)
+
+    def _sum_logged(self, logs: dict[str, float]) -> dict[str, float]:
+        """Sum over the ranks what each has counted on its own since the last call. A collective.
+
+        Returns:
+            The logs, with the mean of the gradients' norms and the bytes of the outer steps.
+        """
+        sums = self._metric_sums["train"] if logs else {}
+        norm = torch.as_tensor(logs.get("grad_norm", 0.0))
+        values = [self._own_tokens, norm, *(part for pair in sums.values() for part in pair)]
+        own = torch.stack([value.to(self.args.device, torch.float64) for value in values])
+        tokens, norms, *parts = self.accelerator.reduce(own)
+        self._total_train_tokens += tokens.long()
+        self._own_tokens = torch.zeros_like(tokens)
+        for number, name in enumerate(sums):
+            sums[name] = torch.stack(parts[2 * number : 2 * number + 2])
+        found = dict(logs)
+        if "grad_norm" in found:
+            found["grad_norm"] = float(norms) / ranks.world_size()
+        if "loss" in found and self.outer:
+            found["exchanged_bytes"] = float(self.outer.take_bytes())
+        return found
 
     @property
     def num_rows(self) -> int:
@@ -201,13 +273,16 @@ class RecipeTrainer(Trainer):
         spec, batch_plan = self.spec, self.batch_plan
         has_batch_means = spec.has_batch_means or self.aux_loss_enabled or spec.packed
         several = batch_plan.world_size * batch_plan.accumulation_steps > 1
-        return spec.group_by_length and several and not has_batch_means
+        # Rank 0 gets the longest rows of every step: one worker would never see short ones.
+        return spec.group_by_length and several and not has_batch_means and spec.averaging is None
 
     @property
     def gradient_sync(self) -> str | None:
         """When accumulated gradients are reduced over the ranks: `step`, as always under DDP, or `micro_step`. None:
         nothing is accumulated over several ranks."""
         if self.spec.ranks == 1 or self.spec.gradient_accumulation_steps == 1:
+            return None
+        if self.spec.averaging and not is_sharded(self.spec):
             return None
         return "micro_step" if self._gradient_kwargs.get("sync_each_batch") else "step"
 
@@ -248,7 +323,7 @@ class RecipeTrainer(Trainer):
         try:
             if is_first:
                 self.fencing_token.check()
-                self._require_space(self._step_bytes)
+                self._require_space(self.step_bytes)
                 shutil.rmtree(self._staging, ignore_errors=True)
             ranks.barrier()
             # Trainer's own method writes the small files: TRL's would also write a model card.
@@ -265,6 +340,7 @@ class RecipeTrainer(Trainer):
                 lambda target, seconds: self._writer.write(
                     CheckpointSaved(kind="step", path=target, write_seconds=seconds, **fields), durable=True
                 ),
+                self.outer and self.outer.momentum,
             )
         except BaseException:
             if is_first:
@@ -365,7 +441,8 @@ class RecipeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load_optimizer(self.accelerator.unwrap_model(self.model), self._inner_optimizer(), Path(checkpoint))
+        model, self._momentum_of = self.accelerator.unwrap_model(self.model), Path(checkpoint)
+        load_optimizer(model, self._inner_optimizer(), self._momentum_of, self.workers.own)
         with self._restoring(checkpoint, _SCHEDULER) as state:
             if state is None:
                 raise ValueError("it is missing")

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ... import faults
 from ...errors import JobFailure
+from ...specs.averaging import passes_multiple
 from ...specs.evaluations import EarlyStoppingTracker
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
@@ -174,6 +175,9 @@ class JobCallback(TrainerCallback):
         if self._parallel and self._parallel.end_step():
             self._judge_nodes(self._parallel)
         self._heartbeat()
+        if not self.trainer.is_common:  # nothing is decided or saved while each worker has weights of its own
+            return faults.reach(f"step-{state.global_step}")
+        self.trainer.average()
         self.trainer.check_saving()
         decision = self.decide()
         if state.global_step >= state.max_steps:
@@ -182,7 +186,7 @@ class JobCallback(TrainerCallback):
             self.paused = control.should_training_stop = decision is Decision.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
             self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
-        elif self.spec.save_steps and self._is_planned(state):
+        elif (self.spec.save_steps or self.spec.averaging) and self._is_planned(state):
             self._save(control)
         elif self._is_evaluated(state):
             control.should_log = control.should_evaluate = True
@@ -222,7 +226,8 @@ class JobCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         unsaved = self._last_saved < state.global_step < state.max_steps
-        if self.spec.save_steps is None and unsaved and not self.paused and not self.stopped:
+        at_end = self.spec.save_steps is None and self.spec.averaging is None
+        if at_end and unsaved and not self.paused and not self.stopped:
             evaluated = self.validation is not None and self.validation[0] == state.global_step
             self._save(control, evaluate=not evaluated)
 
@@ -312,9 +317,10 @@ class JobCallback(TrainerCallback):
         }
 
     def _is_planned(self, state: TrainerState) -> bool:
-        """Whether a checkpoint is planned after this step."""
+        """Whether a checkpoint is planned after this step; with periodic averaging, or was since the last average."""
         steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
-        return state.global_step % steps == 0
+        interval = self.spec.averaging.interval if self.spec.averaging else 1
+        return passes_multiple(state.global_step, interval, steps)
 
     def _is_evaluated(self, state: TrainerState) -> bool:
         """Whether an evaluation is planned after this step."""

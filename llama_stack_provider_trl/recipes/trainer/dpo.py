@@ -133,7 +133,7 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         lengths = self._batches.lengths(inputs)
         real = _real(lengths)
         losses = self._losses(logratios, lengths) * real
-        num_pairs = self.accelerator.reduce(real.sum())
+        num_pairs = self.over_ranks(real.sum())
         if self.model.training:
             # The mean over the pairs of the whole step, for any batch plan. Gradients are averaged over ranks and
             # micro steps afterwards.
@@ -212,7 +212,7 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             "logps/rejected": rejected_logps,
         }
         sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
-        *sums, all_tokens = self.accelerator.reduce(sums)
+        *sums, all_tokens = self.over_ranks(sums)
         self.add_metrics(dict(zip(values, sums, strict=True)), num_pairs)
         if self.model.training:
-            self._total_train_tokens += all_tokens.long()
+            self.add_tokens(all_tokens.long())

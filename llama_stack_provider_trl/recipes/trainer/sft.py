@@ -55,8 +55,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         loss = -outputs.log_probs.sum() / torch.as_tensor(count).clamp(min=1)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+        if num_items_in_batch is not None:
+            loss = loss * self.workers.size  # the count is over all ranks whose gradients are averaged
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
@@ -85,7 +85,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         return inputs["attention_mask"].masked_fill(fillers, 0).sum()
 
     def _note(self, counts: torch.Tensor) -> None:
-        hits, trained, num_tokens = self.accelerator.reduce(counts.detach())
+        hits, trained, num_tokens = self.over_ranks(counts.detach())
         self.add_metrics({"mean_token_accuracy": hits}, trained)
         if self.model.training:
-            self._total_train_tokens += num_tokens
+            self.add_tokens(num_tokens)

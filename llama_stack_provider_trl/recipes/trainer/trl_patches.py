@@ -23,6 +23,7 @@ RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 of transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
     "_get_eval_sampler",
+    "_get_num_items_in_batch",
     "_get_output_dir",
     "_get_train_sampler",
     "_load_from_checkpoint",

@@ -1,0 +1,215 @@
+"""Periodic averaging against DDP at the same tokens: held-out loss, and bytes between the ranks (root, Linux, `ip`).
+
+    .venv/bin/python benchmarks/averaging.py --json averaging.json
+
+Four ranks of one thread train the tiny model of the tests on the same rows in the same order, in a network namespace of
+their own, whose loopback counts every byte that they exchange: of gradients or weights, of metrics, evaluations and the
+final export. The averaged run is repeated with one worker killed in the middle: it resumes on three. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import REPOSITORY, command, machine, print_header
+
+sys.path.insert(0, str(REPOSITORY))
+
+from training_inputs import conversational_rows
+
+from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.specs.averaging import AveragingSpec
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import tiny_model
+from tests.training import job_spec
+
+WITHIN = 0.02
+"""Share of DDP's held-out loss by which that of an averaged run may be higher."""
+LESS_TRAFFIC = 15
+HELD_OUT = 96
+_INSIDE = "TRL_BENCHMARK_IN_NAMESPACE"
+LOOPBACK = Path("/proc/self/net/dev")
+Result = dict[str, Any]
+
+
+def main() -> int:
+    options = parse_options()
+    if _INSIDE not in os.environ:
+        return in_namespace()
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    report: Result = {
+        "command": command(),
+        "machine": machine("torch", "transformers", "trl"),
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "runs": [],
+    }
+    print_header(report)
+    averaging = AveragingSpec(
+        interval=options.interval,
+        outer_learning_rate=options.outer_learning_rate,
+        outer_momentum=options.outer_momentum,
+        nesterov=options.outer_momentum > 0,
+    )
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory(prefix="averaging-") as scratch:
+        folder = Path(scratch)
+        os.environ[faults.VARIABLE] = str(folder / "faults")
+        (folder / "faults").mkdir()
+        with forked_ranks() as ranks:
+            for name, spec in (("DDP", None), (f"every {options.interval}", averaging)):
+                report["runs"].append(measured(ranks, folder / name, name, spec, options))
+            if options.kill:
+                report["runs"].append(with_a_loss(ranks, folder, averaging, options))
+    report["machine"]["load_after"] = os.getloadavg()
+    missed = print_report(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--interval", type=int, default=20, help="optimizer steps between two averages")
+    parser.add_argument("--outer-learning-rate", type=float, default=0.7)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=896, help="that are trained on in an epoch, at most 896")
+    parser.add_argument("--tokens", type=int, default=128, help="of a row at most")
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave out the run that loses a worker")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    if options.workers < 2 or 16 % options.workers:
+        parser.error("expected 2, 4, 8 or 16 --workers: a step has 16 rows")
+    return options
+
+
+def in_namespace() -> int:
+    """This program again, in a network namespace of its own."""
+    if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
+        sys.exit("averaging.py counts bytes in a network namespace: expected root, `unshare` and `ip`")
+    return subprocess.call(["unshare", "--net", sys.executable, *sys.argv], env={**os.environ, _INSIDE: "1"})
+
+
+def spec_of(folder: Path, averaging: AveragingSpec | None, options: argparse.Namespace) -> JobSpec:
+    rows = list(conversational_rows("sft"))
+    random.Random(0).shuffle(rows)
+    return job_spec(
+        folder,
+        tiny_model(),
+        rows=rows[HELD_OUT : HELD_OUT + options.rows],
+        validation_rows=rows[:HELD_OUT],
+        ranks=options.workers,
+        sharding=ShardingSpec(strategy="NO_SHARD"),
+        averaging=averaging,
+        batch_size=16 // options.workers,
+        n_epochs=options.epochs,
+        train_on_input=True,  # the prompt of some rows is all that fits
+        max_seq_length=options.tokens,
+        logging_steps=options.interval,
+        save_steps=options.interval * 10 if averaging else None,
+        keep_last=1,
+        optimizer=OptimizerSpec(learning_rate=options.learning_rate, warmup_steps=options.interval, scheduler="cosine"),
+        num_threads=1,
+    )
+
+
+def measured(
+    ranks: Ranks, folder: Path, name: str, averaging: AveragingSpec | None, options: argparse.Namespace
+) -> Result:
+    spec = spec_of(folder, averaging, options).model_copy(update={"save_steps": None})
+    before, began = exchanged(), time.monotonic()
+    events = trained(ranks, folder / "run", spec)
+    return shown(name, events, (exchanged() - before) / options.workers, time.monotonic() - began)
+
+
+def with_a_loss(ranks: Ranks, folder: Path, averaging: AveragingSpec, options: argparse.Namespace) -> Result:
+    """Kill a worker five steps after a checkpoint in the middle of the run, and resume on one worker less."""
+    folder = folder / "lost"
+    spec = spec_of(folder, averaging, options)
+    steps = options.epochs * -(-options.rows // 16)
+    save_steps = int(spec.save_steps or 0)
+    middle = max(1, round(steps / 2 / save_steps)) * save_steps
+    (folder.parent / "faults" / f"step-{middle + 5}").write_text("kill")
+    before, began = exchanged(), time.monotonic()
+    codes, events = ranks.run(folder / "run", spec)
+    assert any(codes), "the worker was not killed"
+    saved = [event for event in events if isinstance(event, CheckpointSaved) and event.kind == "step"]
+    print(f"  a worker was killed at step {middle + 5}; the others resume from step {saved[-1].step}", flush=True)
+    more = trained(ranks, folder / "again", spec, saved[-1].path, world_size=options.workers - 1)
+    name = f"every {averaging.interval}, 1 lost"
+    return shown(name, more, (exchanged() - before) / options.workers, time.monotonic() - began)
+
+
+def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Any]:
+    codes, events = ranks.run(run_dir, spec, resume_from, **how)
+    if any(codes):
+        raise RuntimeError(f"exit codes {codes}: {[event.message for event in events if isinstance(event, Failed)]}")
+    return events
+
+
+def exchanged() -> int:
+    """Bytes that were sent over loopback in this namespace."""
+    (line,) = (line for line in LOOPBACK.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def shown(name: str, events: list[Any], bytes_per_rank: float, seconds: float) -> Result:
+    points = [event for event in events if isinstance(event, Progress)]
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    result = {
+        "run": name,
+        "steps": points[-1].step,
+        "tokens": points[-1].tokens_seen,
+        "train_loss": points[-1].metrics["loss"],
+        "held_out_loss": evaluations[-1].metrics["eval_loss"],
+        "held_out_losses": [event.metrics["eval_loss"] for event in evaluations],
+        "bytes_per_rank": bytes_per_rank,
+        "seconds": round(seconds, 1),
+    }
+    print(
+        f"  {name:20} held-out loss {result['held_out_loss']:.4f}  {bytes_per_rank / 1e6:8.1f} MB per rank  "
+        f"{seconds:6.0f} s",
+        flush=True,
+    )
+    return result
+
+
+def print_report(report: Result) -> list[str]:
+    """Print the table and what misses its target; returns the latter."""
+    ddp, *others = report["runs"]
+    print("\n| run | steps | tokens | held-out loss | against DDP | MB per rank | less traffic |")
+    print("|---|---|---|---|---|---|---|")
+    missed = []
+    for run in report["runs"]:
+        more = run["held_out_loss"] / ddp["held_out_loss"] - 1
+        less = ddp["bytes_per_rank"] / run["bytes_per_rank"]
+        print(
+            f"| {run['run']} | {run['steps']} | {run['tokens']} | {run['held_out_loss']:.4f} | {more:+.1%} | "
+            f"{run['bytes_per_rank'] / 1e6:.1f} | {less:.1f} x |"
+        )
+        if run is others[0] and less < LESS_TRAFFIC:
+            missed.append(f"{run['run']}: {less:.1f} times less traffic, expected {LESS_TRAFFIC}")
+        if run is not ddp and more > WITHIN:
+            missed.append(f"{run['run']}: the held-out loss is {more:.1%} higher, expected at most {WITHIN:.0%}")
+    for line in missed:
+        print(f"missed: {line}")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
