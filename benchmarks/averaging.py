@@ -69,10 +69,11 @@ def main() -> int:
         os.environ[faults.VARIABLE] = str(folder / "faults")
         (folder / "faults").mkdir()
         with forked_ranks() as ranks:
+            base = base_of(ranks, folder / "base", options)
             for name, spec in (("DDP", None), (f"every {options.interval}", averaging)):
-                report["runs"].append(measured(ranks, folder / name, name, spec, options))
+                report["runs"].append(measured(ranks, folder / name, base, name, spec, options))
             if options.kill:
-                report["runs"].append(with_a_loss(ranks, folder, averaging, options))
+                report["runs"].append(with_a_loss(ranks, folder, base, averaging, options))
     report["machine"]["load_after"] = os.getloadavg()
     missed = print_report(report)
     if options.json:
@@ -86,8 +87,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--interval", type=int, default=20, help="optimizer steps between two averages")
     parser.add_argument("--outer-learning-rate", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--base-epochs", type=int, default=12, help="of the model that they begin with")
+    parser.add_argument("--from-scratch", action="store_true", help="begin with random weights")
     parser.add_argument("--rows", type=int, default=896, help="that are trained on in an epoch, at most 896")
     parser.add_argument("--tokens", type=int, default=128, help="of a row at most")
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave out the run that loses a worker")
@@ -105,12 +108,38 @@ def in_namespace() -> int:
     return subprocess.call(["unshare", "--net", sys.executable, *sys.argv], env={**os.environ, _INSIDE: "1"})
 
 
-def spec_of(folder: Path, averaging: AveragingSpec | None, options: argparse.Namespace) -> JobSpec:
+def base_of(ranks: Ranks, folder: Path, options: argparse.Namespace) -> Path:
+    """The model that all runs begin with: random weights, or trained in one process on the rows of the DPO data."""
+    if options.from_scratch:
+        return tiny_model()
+    rows = [
+        {"prompt": row["prompt"], "completion": row[answer]}
+        for row in conversational_rows("dpo")
+        for answer in ("chosen", "rejected")
+    ]
+    spec = job_spec(
+        folder,
+        tiny_model(),
+        rows=rows,
+        train_on_input=True,
+        batch_size=16,
+        n_epochs=options.base_epochs,
+        max_seq_length=options.tokens,
+        logging_steps=100,
+        optimizer=OptimizerSpec(learning_rate=5e-3, warmup_steps=20, scheduler="cosine"),
+    )
+    events = trained(ranks, folder / "run", spec)
+    points = [event for event in events if isinstance(event, Progress)]
+    print(f"  the base model: {points[-1].step} steps, loss {points[-1].metrics['loss']:.4f}", flush=True)
+    return spec.checkpoint_dir / "final"
+
+
+def spec_of(folder: Path, base: Path, averaging: AveragingSpec | None, options: argparse.Namespace) -> JobSpec:
     rows = list(conversational_rows("sft"))
     random.Random(0).shuffle(rows)
     return job_spec(
         folder,
-        tiny_model(),
+        base,
         rows=rows[HELD_OUT : HELD_OUT + options.rows],
         validation_rows=rows[:HELD_OUT],
         ranks=options.workers,
@@ -129,18 +158,20 @@ def spec_of(folder: Path, averaging: AveragingSpec | None, options: argparse.Nam
 
 
 def measured(
-    ranks: Ranks, folder: Path, name: str, averaging: AveragingSpec | None, options: argparse.Namespace
+    ranks: Ranks, folder: Path, base: Path, name: str, averaging: AveragingSpec | None, options: argparse.Namespace
 ) -> Result:
-    spec = spec_of(folder, averaging, options).model_copy(update={"save_steps": None})
+    spec = spec_of(folder, base, averaging, options).model_copy(update={"save_steps": None})
     before, began = exchanged(), time.monotonic()
     events = trained(ranks, folder / "run", spec)
     return shown(name, events, (exchanged() - before) / options.workers, time.monotonic() - began)
 
 
-def with_a_loss(ranks: Ranks, folder: Path, averaging: AveragingSpec, options: argparse.Namespace) -> Result:
+def with_a_loss(
+    ranks: Ranks, folder: Path, base: Path, averaging: AveragingSpec, options: argparse.Namespace
+) -> Result:
     """Kill a worker five steps after a checkpoint in the middle of the run, and resume on one worker less."""
     folder = folder / "lost"
-    spec = spec_of(folder, averaging, options)
+    spec = spec_of(folder, base, averaging, options)
     steps = options.epochs * -(-options.rows // 16)
     save_steps = int(spec.save_steps or 0)
     middle = max(1, round(steps / 2 / save_steps)) * save_steps

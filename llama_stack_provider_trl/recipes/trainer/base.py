@@ -340,7 +340,7 @@ class RecipeTrainer(Trainer):
                 lambda target, seconds: self._writer.write(
                     CheckpointSaved(kind="step", path=target, write_seconds=seconds, **fields), durable=True
                 ),
-                self.outer and self.outer.momentum,
+                None if self.outer is None else self.outer.momentum,
             )
         except BaseException:
             if is_first:
