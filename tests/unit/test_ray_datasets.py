@@ -63,7 +63,7 @@ class Dashboard:
         return RayAnswer(200, json.dumps(self.job))
 
     def order(self) -> dict[str, Any]:
-        """What the job was told to do."""
+        """What the job was received to do."""
         assert self.job is not None
         return dict(json.loads(shlex.split(self.job["entrypoint"])[-1]))
 
