@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -76,10 +78,8 @@ def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
             lines = bed.wait(lambda: printed("commands", "--discover", of="has an agent", times=2), "commands", 60)
             by_mdns = bed.wait(lambda: printed("discover", of="3 machines", times=1), "3 machines by mDNS", 60)
 
-            a.start(*AGENT, str(a.root / "second"), "--name", "a2", **joining(head))
-            shared = bed.wait(
-                lambda: printed("discover", of="share the same cores", times=1), "advice for a and a2", 60
-            )
+            with second_agent(a, head):
+                shared = bed.wait(lambda: printed("discover", of="share the same cores", times=1), "the advice", 60)
         finally:
             ollama.kill()
 
@@ -102,14 +102,24 @@ def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
     assert f"machine 1 ({a.address}) has an agent: a" in lines
     assert "NODE_RANK" not in lines, "an agent runs on each of them"
     assert "3 machines" in by_mdns
-    assert re.search(rf"parallel will not help on a2?, a2?: these agents are on one machine \({a.address}\)", shared), (
-        shared
-    )
+    advice = rf"parallel will not help on a2?, a2?: these agents are on one machine \({a.address}\), and share"
+    assert re.search(advice, shared), shared
     assert "3 machines" in shared, "a2 is none of its own"
 
 
-def joining(head: Machine) -> dict[str, str]:
-    return {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN}
+@contextmanager
+def second_agent(machine: Machine, head: Machine) -> Iterator[None]:
+    """Another agent on a machine that has one."""
+    first = machine.process
+    joining = {"NODE_RANK": "1", "MASTER_ADDR": head.address, "TRL_SERVICE_NODE_TOKEN": NODE_TOKEN}
+    machine.start(*AGENT, str(machine.root / "second"), "--name", f"{machine.name}2", **joining)
+    second, machine.process = machine.process, first
+    assert second is not None
+    try:
+        yield
+    finally:
+        second.kill()
+        second.wait()
 
 
 def is_announced(machine: Machine) -> bool:

@@ -158,6 +158,7 @@ class Access:
         body: `json`: nothing or a JSON document; `bytes`: anything; `form`: the fields of a form of our own pages.
         limit: bytes of the body, or the name of the setting that holds its MiB.
         own_node: of the callers with the role node, only the node that the path parameter `name` names.
+        join_token: of the callers with the role node, only those with the token of agents, and no node.
         needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
             this path parameter names, or whose rows it names.
         record: whether calls that are no reads are in the audit log. Refusals always are.
@@ -167,6 +168,7 @@ class Access:
     body: Literal["json", "bytes", "form"] = "json"
     limit: int | str = SMALL
     own_node: bool = False
+    join_token: bool = False
     needs_task: Literal["job_uuid", "sha256"] | None = None
     record: bool = True
 
@@ -186,7 +188,10 @@ class Access:
             caller.take_request()
             if caller.role not in self.roles:
                 raise Refused(403, _wrong_role(caller.role, self.roles))
-            if caller.role == "node" and (self.own_node or self.needs_task):
+            if caller.role == "node" and self.join_token:
+                if caller.node is not None:
+                    raise Refused(403, "a node's own credential does not open this: send the token of agents")
+            elif caller.role == "node" and (self.own_node or self.needs_task):
                 self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
         headers = Headers(scope=scope)
         if self.body == "form":
@@ -325,7 +330,7 @@ NODES_READ = _access(_NODES, own_node=True)
 NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
 NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
 NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
-READING_UPLOAD = _access(_NODES, body="bytes", limit="max_upload_mb")
+READING_UPLOAD = _access(_NODES, body="bytes", limit="max_upload_mb", join_token=True)
 """Rows that a request waits for; the handler compares the id of the reading."""
 NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb", record=False)
 
