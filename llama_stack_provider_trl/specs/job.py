@@ -14,11 +14,12 @@ from pydantic import Field
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
+from .methods import METHODS, MethodSpec
+from .methods import Algorithm as Algorithm  # a part of JobSpec
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 
-Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
@@ -219,7 +220,7 @@ class JobSpec(Frozen):
     max_steps_per_epoch: int | None = Field(None, gt=0)
     """Optimizer steps; None: the whole epoch."""
     batch_size: int = Field(gt=0)
-    """Rows (SFT) or pairs (DPO) per rank and micro step."""
+    """Rows (SFT) or pairs (DPO and other preference methods) per rank and micro step."""
     gradient_accumulation_steps: int = Field(1, gt=0)
     max_validation_steps: int | None = Field(None, gt=0)
     """Batches per evaluation; None: the whole validation dataset."""
@@ -276,6 +277,8 @@ class JobSpec(Frozen):
     lora: LoraSpec | None = None
     qat: QatSpec | None = None
     dpo: DpoSpec | None = None
+    method: MethodSpec | None = None
+    """Parameters of the other preference methods."""
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
@@ -357,6 +360,11 @@ class JobSpec(Frozen):
     def rows_per_step(self) -> int:
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its rows are preference pairs."""
+        return METHODS[self.algorithm].has_pairs
 
     @property
     def nodes(self) -> int:

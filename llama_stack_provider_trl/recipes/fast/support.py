@@ -37,7 +37,7 @@ def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
     """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
     if not spec.padding_free:
         return spec, ""
-    reason = why_padded(spec)
+    reason = "ORPO's loss covers prompts too" if spec.algorithm == "orpo" else why_padded(spec)
     if not reason:
         return spec, "used"
     return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"

@@ -30,13 +30,10 @@ def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
     )
 
 
-def dpo_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
-    """Arguments for TRL's DPOTrainer; `recipes.trainer.dpo` computes the loss from the JobSpec itself."""
-    if spec.dpo is None:
-        raise AssertionError("a DPO job without a DpoSpec")
+def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
+    """Arguments for TRL's DPOTrainer; our trainers on pairs compute their losses from the JobSpec itself."""
     return DPOConfig(
         **_common(spec, device),
-        beta=spec.dpo.beta,
         loss_type=["sigmoid"],  # TRL's loss, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,

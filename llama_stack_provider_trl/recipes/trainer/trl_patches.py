@@ -36,8 +36,8 @@ OVERRIDDEN = (
     "_save_scaler",
 )
 """Methods of `transformers.Trainer` that `RecipeTrainer` overrides."""
-OVERRIDDEN_DPO = ("_compute_loss", "_prepare_dataset")
-"""Methods of `trl.DPOTrainer` that `DpoRecipe` overrides."""
+OVERRIDDEN_DPO = ("_compute_loss", "_get_num_items_in_batch", "_prepare_dataset")
+"""Methods of `trl.DPOTrainer` that `PairRecipe` and its subclasses override."""
 
 
 def require_releases() -> None:
