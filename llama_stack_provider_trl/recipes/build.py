@@ -235,7 +235,7 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     if storage.in_4_bits:
         quantization = quantize(spec, model)
-    adapters = adapter_config(model, spec.lora) if spec.lora else None
+    adapters = adapter_config(model, spec.lora, is_reward=spec.trains_reward) if spec.lora else None
     trained = None
     if adapters is not None and continues(spec):
         trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))

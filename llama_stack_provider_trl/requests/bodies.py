@@ -163,6 +163,13 @@ class SimPOConfig(_Body):
     """Weight of the chosen answers' own loss. Default 0."""
 
 
+class RewardConfig(_Body):
+    type: str
+    """reward."""
+    center_rewards_coefficient: float | None = Field(None, ge=0)
+    """Weight of the squared sum of both rewards of a pair. Default 0."""
+
+
 class _JobRequest(_Body):
     job_uuid: str
     """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..errors import InvalidRequest
-from ..specs.methods import METHODS, CpoSpec, MethodSpec, OrpoSpec
-from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, SimPOConfig
+from ..specs.methods import METHODS, CpoSpec, MethodSpec, OrpoSpec, RewardSpec
+from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .options import ProviderOptions
 
@@ -90,6 +90,27 @@ def _simpo(config: SimPOConfig, options: ProviderOptions, where: str) -> CpoSpec
     return CpoSpec(loss_type="simpo", label_smoothing=options.label_smoothing, **values)
 
 
+def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> RewardSpec:
+    _refuse_smoothing(options, "a reward model")
+    for name in ("samples", "adapter", "merge_adapter", "peft_method"):
+        value = options.model_dump()[name]
+        if value != ProviderOptions.model_fields[name].default:
+            raise InvalidRequest(f"provider_options.{name}", value, f"{_NOT_OF_REWARDS[name]}; leave it out")
+    if options.lora and (options.lora.quantize_base or options.lora.use_dora):
+        name = "quantize_base" if options.lora.quantize_base else "use_dora"
+        raise InvalidRequest(f"provider_options.lora.{name}", True, "a reward model trains with plain LoRA only")
+    return RewardSpec(**_given(config, "center_rewards_coefficient"))
+
+
+_NOT_OF_REWARDS = {
+    "samples": "a reward model writes no text",
+    "adapter": "a reward model has a head of its own, which an adapter of another job lacks",
+    "merge_adapter": "the head of a reward model is in its adapter, which is not merged",
+    "peft_method": "a reward model trains with plain LoRA only",
+}
+"""Provider option -> why a reward model cannot have it."""
+
+
 def _given(config: BaseModel, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -104,4 +125,5 @@ REQUESTED: dict[str, Requested] = {
     "orpo": Requested("ORPO", ORPOConfig, _orpo),
     "cpo": Requested("CPO", CPOConfig, _cpo),
     "simpo": Requested("SimPO", SimPOConfig, _simpo),
+    "reward": Requested("a reward model", RewardConfig, _reward),
 }

@@ -367,6 +367,11 @@ class JobSpec(Frozen):
         return METHODS[self.algorithm].has_pairs
 
     @property
+    def trains_reward(self) -> bool:
+        """Whether it trains a reward model: one number in place of the vocabulary's logits."""
+        return METHODS[self.algorithm].trains_reward
+
+    @property
     def nodes(self) -> int:
         """Machines that train together."""
         return self.resources.nodes if self.resources else 1

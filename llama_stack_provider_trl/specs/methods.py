@@ -13,7 +13,7 @@ from pydantic import Field
 
 from .beginnings import Frozen
 
-Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo"]
+Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward"]
 Call = Literal["sft", "dpo"]
 """The two calls of Llama Stack: supervised-fine-tune, and preference-optimize for every other method."""
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
@@ -45,7 +45,16 @@ class CpoSpec(Frozen):
     """`sigmoid` and `simpo`: the probability with which a preference is taken to be the wrong way round."""
 
 
-MethodSpec = Annotated[OrpoSpec | CpoSpec, Field(discriminator="name")]
+class RewardSpec(Frozen):
+    """A reward model on pairs (Bradley-Terry): -log sigmoid(reward of the chosen answer - that of the rejected one). A
+    head with one number takes the place of the vocabulary's; the reward is that of an answer's last token."""
+
+    name: Literal["reward"] = "reward"
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
+
+
+MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec, Field(discriminator="name")]
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
@@ -62,6 +71,10 @@ class Method:
     """Defaults: every weight, and adapters."""
     metrics: tuple[str, ...]
     """Of the evaluations, that `best_checkpoint` and `early_stopping` accept."""
+    padded_because: str = ""
+    """Why its batches have padding; empty: that depends on the model."""
+    trains_reward: bool = False
+    """Its result is a reward model, which writes no text."""
 
     @property
     def has_pairs(self) -> bool:
@@ -79,7 +92,10 @@ _PREFERENCE_RATES = (1e-6, 1e-5)
 METHODS: dict[Algorithm, Method] = {
     "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")),
     "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
-    "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, "ORPO's loss covers prompts too"),
     "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
     "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "reward": Method(
+        "a reward model", "dpo", "dpo", (1e-4, 1e-3), _PAIR_METRICS, "a reward is read at the end of a row", True
+    ),
 }

@@ -96,6 +96,7 @@ def fields_of_ours() -> set[str]:
         our_requests.ORPOConfig,
         our_requests.CPOConfig,
         our_requests.SimPOConfig,
+        our_requests.RewardConfig,
     ]
     inside = {leaf for algorithm in algorithms for leaf in leaves("algorithm_config", algorithm)}
     return (top - {"algorithm_config"}) | inside  # a dict on the wire, so that one method takes all of them
@@ -188,6 +189,7 @@ ASKS: dict[str, Try] = {
     "algorithm_config.loss_type": Try("hinge", "dpo"),
     "algorithm_config.reward_scale": Try(2.0, "dpo"),
     "algorithm_config.reward_clip": Try(5.0, "dpo"),
+    "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
     "algorithm_config.epsilon": Try(0.1, "dpo"),
     "algorithm_config.gamma": Try(0.99, "dpo"),
 }

@@ -15,12 +15,12 @@ import pytest
 
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
-from llama_stack_provider_trl.specs.methods import CpoSpec, OrpoSpec
+from llama_stack_provider_trl.specs.methods import CpoSpec, OrpoSpec, RewardSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import CHATML, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 FULL = os.environ.get("TRL_METHODS") == "full"
 STEPS = 20 if FULL else 5
 
@@ -38,8 +38,9 @@ METHODS: dict[str, tuple[str, Any]] = {
     "simpo": ("simpo", SIMPO),
     "simpo-with-alpha": ("simpo", SIMPO.model_copy(update={"alpha": 0.3})),
 }
+REWARDS = {"reward": RewardSpec(), "reward-centered": RewardSpec(center_rewards_coefficient=0.1)}
 CASES = [*METHODS] if FULL else ["orpo", "cpo", "simpo"]
-ON_RANKS = ["orpo", "cpo", "simpo"] if FULL else ["orpo"]
+ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered"] if FULL else ["orpo"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +66,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head of one number, whose weights are in its files."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("reward") / "tiny"
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(path)
+    return path
+
+
 def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
     """TRL's own trainer on the same rows, in order."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -87,20 +102,32 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "beta": parameters.beta,
     }
-    if isinstance(parameters, OrpoSpec):
-        kind, config = ORPOTrainer, ORPOConfig(**arguments)
+    kind: Any
+    config: Any
+    auto: Any = AutoModelForCausalLM
+    if isinstance(parameters, RewardSpec):
+        auto, kind, coefficient = (
+            AutoModelForSequenceClassification,
+            RewardTrainer,
+            parameters.center_rewards_coefficient,
+        )
+        config = RewardConfig(**arguments, center_rewards_coefficient=coefficient or None)
+    elif isinstance(parameters, OrpoSpec):
+        kind, config = ORPOTrainer, ORPOConfig(**arguments, beta=parameters.beta)
     else:
         of_cpo = {"cpo_alpha": parameters.alpha, "simpo_gamma": parameters.gamma, "loss_type": parameters.loss_type}
-        kind, config = CPOTrainer, CPOConfig(**arguments, **of_cpo, label_smoothing=parameters.label_smoothing)
+        kind, config = (
+            CPOTrainer,
+            CPOConfig(**arguments, **of_cpo, beta=parameters.beta, label_smoothing=parameters.label_smoothing),
+        )
 
     class InOrder(kind):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return SequentialSampler(self.train_dataset)
 
     return InOrder(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        model=auto.from_pretrained(model, dtype="float32"),
         args=config,
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=Dataset.from_list([as_chat(row) for row in ROWS[: 2 * STEPS]]),
@@ -129,6 +156,55 @@ def test_a_method_gives_the_losses_of_trl_called_directly(model: Path, tmp_path:
             assert found == pytest.approx([entry[metric] for entry in expected], rel=1e-4, abs=1e-5), metric
 
 
+@pytest.mark.parametrize("name", REWARDS if FULL else ["reward-centered"])
+def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Path, tmp_path: Path, name: str) -> None:
+    trainer = trl_trainer(reward_model, tmp_path, REWARDS[name])
+    trainer.train()
+    expected = [entry for entry in trainer.state.log_history if "loss" in entry]
+    spec = job_spec(
+        tmp_path, reward_model, "reward", rows=ROWS[: 2 * STEPS], shuffle=False, batch_size=2, method=REWARDS[name]
+    )
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert losses(events) == pytest.approx([entry["loss"] for entry in expected], rel=1e-4)
+    for ours, theirs in (("rewards/margins", "margin"), ("rewards/accuracies", "accuracy"), ("num_tokens",) * 2):
+        found = [point.metrics[ours] for point in of_kind(events, Progress)]
+        assert found == pytest.approx([entry[theirs] for entry in expected], rel=1e-4, abs=1e-5), ours
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(tmp_path: Path, lora: Any) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    spec = spec_of(tmp_path, "reward", lora=lora)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert losses(events)[-1] < 0.7 * losses(events)[0]
+    assert of_kind(events, Evaluated)[-1].metrics["eval_rewards/accuracies"] == 1.0
+    effective = of_kind(events, Prepared)[0].effective
+    assert effective["padding_free"] == "not used: a reward is read at the end of a row"
+    assert effective["memory"]["fits"]
+    final = of_kind(events, CheckpointSaved)[-1]
+    if lora:
+        base = AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1)
+        loaded: Any = PeftModel.from_pretrained(base, final.path)
+    else:
+        loaded = AutoModelForSequenceClassification.from_pretrained(final.path)
+    tokenizer = AutoTokenizer.from_pretrained(final.path)
+    rewards = {}
+    for answer in ("chosen", "rejected"):
+        turns = [{"role": "user", "content": ROWS[30]["prompt"]}, {"role": "assistant", "content": ROWS[30][answer]}]
+        given = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            rewards[answer] = float(loaded.eval()(**given).logits)
+    assert rewards["chosen"] > rewards["rejected"]
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-4")[1]
+    assert losses(resumed) == losses(events)[4:]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with forked_ranks() as ranks:
@@ -144,7 +220,7 @@ def numbers(events: list[Any]) -> list[dict[str, float]]:
 
 def spec_of(root: Path, name: str, ranks: int = 1, **changes: Any) -> JobSpec:
     """Eleven pairs in steps of four, two epochs: the last batch of an epoch is not full."""
-    algorithm, parameters = METHODS[name]
+    algorithm, parameters = METHODS[name] if name in METHODS else ("reward", REWARDS[name])
     fields = {
         "rows": ROWS[:11],
         "validation_rows": ROWS[11:16],

@@ -19,7 +19,7 @@ from llama_stack_provider_trl.requests.preference import REQUESTED
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
-from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec
+from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.rows import check_rows
 from tests.tiny import REPOSITORY
 
@@ -61,6 +61,14 @@ def test_a_method_gets_its_parameters(config: Any, algorithm: str, expected: Any
     assert spec_of(config, lora={"rank": 4}).optimizer.learning_rate == 1e-5
 
 
+def test_a_reward_model_gets_its_parameter_and_its_own_learning_rates() -> None:
+    spec = spec_of({"type": "reward", "center_rewards_coefficient": 0.01})
+    assert (spec.algorithm, spec.method) == ("reward", RewardSpec(center_rewards_coefficient=0.01))
+    assert (spec.trains_reward, spec.has_pairs) == (True, True)
+    assert spec.optimizer.learning_rate == 1e-4
+    assert spec_of({"type": "reward"}, lora={"rank": 4}).optimizer.learning_rate == 1e-3
+
+
 def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
     for config in ({"type": "cpo"}, {"type": "simpo"}):
         method = spec_of(config, label_smoothing=0.1).method
@@ -95,7 +103,25 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             "provider_options.precompute_reference",
             "SimPO has no reference model",
         ),
-        (None, {"method": {"beta": 0.1}}, "provider_options.method.type", "expected one of orpo, cpo, simpo"),
+        ({"type": "reward", "beta": 0.1}, {}, "algorithm_config.beta", "a reward model has no such field"),
+        (
+            {"type": "reward"},
+            {"label_smoothing": 0.1},
+            "provider_options.label_smoothing",
+            "a reward model has no form",
+        ),
+        ({"type": "reward"}, {"samples": {"prompts": ["a"]}}, "provider_options.samples", "writes no text"),
+        ({"type": "reward"}, {"merge_adapter": True, "lora": {}}, "provider_options.merge_adapter", "is not merged"),
+        ({"type": "reward"}, {"peft_method": "ia3", "lora": {}}, "provider_options.peft_method", "plain LoRA only"),
+        ({"type": "reward"}, {"adapter": "merge"}, "provider_options.adapter", ""),
+        (
+            {"type": "reward"},
+            {"lora": {"quantize_base": True}},
+            "provider_options.lora.quantize_base",
+            "plain LoRA only",
+        ),
+        ({"type": "reward"}, {"lora": {"use_dora": True}}, "provider_options.lora.use_dora", "plain LoRA only"),
+        (None, {"method": {"beta": 0.1}}, "provider_options.method.type", "expected one of orpo, cpo, simpo, reward"),
         (None, {"method": {"type": "dpo"}}, "provider_options.method.type", "DPO has its fields in algorithm_config"),
         (None, {"method": {"type": "orpo", "gama": 1}}, "provider_options.method.gama", "ORPO has no such field"),
         ({"type": "cpo"}, {"method": {"type": "orpo"}}, "algorithm_config.type", "send one of them"),

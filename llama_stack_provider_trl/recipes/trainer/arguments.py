@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, RewardConfig, SFTConfig
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -38,6 +38,11 @@ def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
         disable_dropout=True,
         precompute_ref_log_probs=False,
     )
+
+
+def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
+    """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
+    return RewardConfig(**_common(spec, device), disable_dropout=True, remove_unused_columns=False)
 
 
 def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -57,7 +57,7 @@ class RecipeTrainer(Trainer):
     checkpoint_fields: Callable[[], dict[str, Any]]
     """The fields of a checkpoint event beside its path. Set by the callback that counts them, `JobCallback`."""
     head_outputs: tuple[str, ...]
-    """What the fused head computes per token."""
+    """What the fused head computes per token; empty: the model has no head over the vocabulary."""
     _staging: Path | None = None
     _evaluation_sums: dict[str, list[torch.Tensor]]
     _train_sampler: EpochSampler
@@ -97,8 +97,9 @@ class RecipeTrainer(Trainer):
         """train or eval -> metric -> [sum, count]"""
         # Trainer creates the optimizer from this when training starts.
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        fuse_head(policy, outputs=self.head_outputs)
+        if self.head_outputs:
+            policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+            fuse_head(policy, outputs=self.head_outputs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
-from .arguments import pair_arguments, sft_arguments
+from .arguments import pair_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .dpo import DpoRecipe
 from .preference import CpoRecipe, OrpoRecipe
+from .reward import RewardRecipe
 from .sft import SftRecipe
 
 TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], Callable[[JobSpec, torch.device], Any]]] = {
@@ -20,4 +21,5 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], Callable[[JobSpec, torch.de
     "orpo": (OrpoRecipe, pair_arguments),
     "cpo": (CpoRecipe, pair_arguments),
     "simpo": (CpoRecipe, pair_arguments),
+    "reward": (RewardRecipe, reward_arguments),
 }
