@@ -26,6 +26,7 @@ _MUST_MATCH = (
         "lora",
         "qat",
         "dpo",
+        "method",
         "optimizer",
         "data_format",
         "train_on_input",

@@ -40,11 +40,9 @@ from .model.loading import (
 )
 from .model.packing_check import check_isolation
 from .preflight import before_training, choose_gradient_sync
-from .trainer.arguments import dpo_arguments, sft_arguments
 from .trainer.base import RecipeTrainer
-from .trainer.dpo import DpoRecipe
+from .trainer.methods import TRAINERS
 from .trainer.reference import check_vocabulary
-from .trainer.sft import SftRecipe
 from .trainer.trl_patches import choose_head_kernels
 
 
@@ -183,7 +181,7 @@ def build_trainer(
     if batch_plan.needs_filler:
         data = data.with_filler()
     policy = load_policy(spec, device)
-    recipe, arguments = (SftRecipe, sft_arguments) if spec.algorithm == "sft" else (DpoRecipe, dpo_arguments)
+    recipe, arguments = TRAINERS[spec.algorithm]
     trainer = recipe(
         spec=spec,
         batch_plan=batch_plan,
@@ -241,7 +239,7 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     if storage.in_4_bits:
         quantization = quantize(spec, model)
-    adapters = adapter_config(model, spec.lora) if spec.lora else None
+    adapters = adapter_config(model, spec.lora, is_reward=spec.trains_reward) if spec.lora else None
     trained = None
     if adapters is not None and continues(spec):
         trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))

@@ -74,7 +74,7 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
 
 
 def _measures(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float | None]:
-    if spec.algorithm == "dpo":
+    if spec.has_pairs:
         return {"preference_accuracy": metrics["eval_rewards/accuracies"], "margin": metrics["eval_rewards/margins"]}
     loss = metrics["eval_loss"]
     # exp overflows a float beyond 709, where a perplexity has no meaning.

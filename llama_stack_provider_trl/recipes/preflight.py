@@ -74,14 +74,14 @@ def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan:
 def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
     """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
     size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
-    return Batch(size * (2 if spec.algorithm == "dpo" else 1), min(tokens, spec.max_seq_length))
+    return Batch(size * (2 if spec.has_pairs else 1), min(tokens, spec.max_seq_length))
 
 
 def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
     """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
     if not spec.padding_free:
         return batch
-    rows = batch.sequences // (2 if spec.algorithm == "dpo" else 1)
+    rows = batch.sequences // (2 if spec.has_pairs else 1)
     groups, scored = largest_groups(dataset, rows)
     return replace(batch, groups=groups, scored=scored)
 

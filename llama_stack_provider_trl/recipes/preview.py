@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reason
 from ..specs.job import JobSpec
+from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from .data.chat import Chat
 from .data.lengths import histogram
@@ -104,7 +105,7 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     if not lengths:
         found = f"the dataset has {spec.dataset.num_rows} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
-    unit = "row" if spec.algorithm == "sft" else "pair"
+    unit = METHODS[spec.algorithm].unit
     writer.write(
         Previewed(
             max_seq_length=spec.max_seq_length,
@@ -122,7 +123,7 @@ def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> 
     read = enumerate(read_examples(spec.dataset.path, spec.algorithm, spec.data_format))
     tokens = 0
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
-        if spec.algorithm == "sft":
+        if not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..specs.averaging import AveragingSpec
+from ..specs.methods import METHODS
 from .options import ProviderOptions
 from .settings import Settings
 
@@ -70,6 +71,10 @@ def _check_workers(averaging: AveragingSpec, settings: Settings, fields: Mapping
 
 def _check_method(averaging: AveragingSpec, fields: Mapping[str, Any]) -> None:
     dpo = fields.get("dpo")
+    if fields["algorithm"] not in ("sft", "dpo"):
+        name = METHODS[fields["algorithm"]].title
+        hint = f"{name} has means over all ranks in each step, which averaging keeps apart; leave it out"
+        raise InvalidRequest(_FIELD, averaging.model_dump(), hint)
     if fields["dtype"] == "fp16":
         hint = "each worker would find a loss scale of its own (averaging); send 'bf16'"
         raise InvalidRequest("training_config.dtype", "fp16", hint)

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..documented import Documented
-from ..specs.job import Algorithm
+from ..specs.methods import METHODS, Call
 
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
@@ -119,7 +119,7 @@ class QATFinetuningConfig(_Body):
 
 class DPOAlignmentConfig(_Body):
     type: str | None = None
-    """dpo, or left out."""
+    """dpo, or left out; the name of another method, which has the fields of its own model."""
     beta: float | None = Field(None, gt=0)
     """How strongly the reference holds the model back. Default 0.1."""
     loss_type: str | None = None
@@ -132,6 +132,42 @@ class DPOAlignmentConfig(_Body):
     """No meaning in DPO: a warning of the job reports it."""
     gamma: float | None = None
     """No meaning in DPO: a warning of the job reports it."""
+
+
+class ORPOConfig(_Body):
+    type: str
+    """orpo."""
+    beta: float | None = Field(None, gt=0)
+    """Weight of the odds ratio. Default 0.1."""
+
+
+class CPOConfig(_Body):
+    type: str
+    """cpo."""
+    beta: float | None = Field(None, gt=0)
+    """Factor on the margin. Default 0.1."""
+    loss_type: str | None = None
+    """sigmoid (default), hinge or ipo."""
+    alpha: float | None = Field(None, ge=0)
+    """Weight of the chosen answers' own loss. Default 1."""
+
+
+class SimPOConfig(_Body):
+    type: str
+    """simpo."""
+    beta: float | None = Field(None, gt=0)
+    """Factor on the margin. Default 2.0."""
+    gamma: float | None = Field(None, ge=0)
+    """The margin that is aimed at. Default 0.5."""
+    alpha: float | None = Field(None, ge=0)
+    """Weight of the chosen answers' own loss. Default 0."""
+
+
+class RewardConfig(_Body):
+    type: str
+    """reward."""
+    center_rewards_coefficient: float | None = Field(None, ge=0)
+    """Weight of the squared sum of both rewards of a pair. Default 0."""
 
 
 class _JobRequest(_Body):
@@ -160,7 +196,7 @@ class SupervisedFineTuneRequest(_JobRequest):
 
 class PreferenceOptimizeRequest(_JobRequest):
     algorithm_config: dict[str, Any] | None = None
-    """DPO settings."""
+    """DPO settings, or those of the method that its `type` names."""
     finetuned_model: str | None = None
     """Name of the result; where `model` is left out, the base model (Llama Stack's own meaning)."""
 
@@ -179,9 +215,11 @@ def request_digest(kind: type[_JobRequest], given: Mapping[str, Any], options: B
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def algorithm_of(given: Mapping[str, Any]) -> Algorithm:
-    """The algorithm that a body is meant for where the caller names none: only DPO has a `finetuned_model`, or an
-    `algorithm_config` of another type than LoRA and QAT."""
-    config = given.get("algorithm_config") or {}
+def algorithm_of(given: Mapping[str, Any]) -> Call:
+    """The call that a body is meant for where the caller names none: only preference methods have a `finetuned_model`,
+    an `algorithm_config` of another type than LoRA and QAT, or the provider option `method`."""
+    config, options = given.get("algorithm_config") or {}, given.get("provider_options") or {}
     kind = config.get("type") or "dpo" if isinstance(config, Mapping) and config else None
-    return "dpo" if "finetuned_model" in given or str(kind).lower() == "dpo" else "sft"
+    named = [name for name, method in METHODS.items() if method.call == "dpo"]
+    has_method = isinstance(options, Mapping) and options.get("method") is not None
+    return "dpo" if "finetuned_model" in given or has_method or str(kind).lower() in named else "sft"

@@ -12,6 +12,7 @@ from ..specs.job import (
     SampleMessage,
     SamplesSpec,
 )
+from ..specs.methods import METHODS
 from .bodies import (
     DataConfig,
     TrainingConfig,
@@ -38,8 +39,8 @@ def resolve_data(
         "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
         "max_validation_steps": resolve_max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
-        "train_on_input": resolve_train_on_input(data, is_sft),
-        "packed": resolve_packed(data, is_sft),
+        "train_on_input": resolve_train_on_input(data, algorithm),
+        "packed": resolve_packed(data, algorithm),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
@@ -68,21 +69,20 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
     )
 
 
-def resolve_train_on_input(data: DataConfig, is_sft: bool) -> bool:
-    if data.train_on_input and not is_sft:
-        raise InvalidRequest(
-            "training_config.data_config.train_on_input", True, "DPO compares completions only; set false"
-        )
+def resolve_train_on_input(data: DataConfig, algorithm: Algorithm) -> bool:
+    if data.train_on_input and algorithm != "sft":
+        hint = f"{METHODS[algorithm].title} compares completions only; set false"
+        raise InvalidRequest("training_config.data_config.train_on_input", True, hint)
     return bool(data.train_on_input)
 
 
-def resolve_packed(data: DataConfig, is_sft: bool) -> bool:
-    if data.packed and not is_sft:
-        raise InvalidRequest(
-            "training_config.data_config.packed",
-            True,
-            "DPO scores each pair on its own; set false: pairs are padded to the longest of their batch",
+def resolve_packed(data: DataConfig, algorithm: Algorithm) -> bool:
+    if data.packed and algorithm != "sft":
+        method = METHODS[algorithm]
+        hint = (
+            f"{method.title} scores each {method.unit} on its own; set false: {method.unit}s are padded to the longest"
         )
+        raise InvalidRequest("training_config.data_config.packed", True, f"{hint} of their batch")
     return bool(data.packed)
 
 

@@ -1,4 +1,4 @@
-"""Resolves the method of a job: LoRA, QLoRA, QAT, DPO and its reference."""
+"""Resolves the method of a job: LoRA, QLoRA, QAT, DPO and its reference (`requests.preference`: the other ones)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
+from ..specs.methods import METHODS
 from .bases import Base
 from .bodies import (
     DPOAlignmentConfig,
@@ -25,6 +26,7 @@ from .bodies import (
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
+from .preference import method_names, resolve_preference
 from .settings import Request, Settings
 
 # Llama Stack's names (from torchtune) that differ from Hugging Face's.
@@ -43,7 +45,10 @@ def resolve_method(
     if isinstance(request, SupervisedFineTuneRequest):
         lora = resolve_sft_lora(request, options, warnings)
         fields = {"algorithm": "sft", "lora": lora, "qat": resolve_qat(request)}
-        refuse_dpo_options(options)
+        refuse_preference_options(options)
+    elif chosen := resolve_preference(request, options, warnings):
+        fields = {**chosen, "lora": resolve_dpo_lora(options, warnings)}
+        refuse_reference_options(options, METHODS[fields["algorithm"]].title)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}
@@ -187,7 +192,7 @@ def resolve_dpo(
     for path, name, value, known in unknown_fields(config, "algorithm_config."):
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
     if config.type not in (None, "dpo"):
-        raise InvalidRequest("algorithm_config.type", config.type, "send 'dpo', or leave it out")
+        raise InvalidRequest("algorithm_config.type", config.type, nearest_choice(config.type, method_names()))
     loss = config.loss_type or "sigmoid"
     if loss not in get_args(DpoLoss):
         raise InvalidRequest("algorithm_config.loss_type", loss, nearest_choice(loss, get_args(DpoLoss)))
@@ -234,7 +239,14 @@ def _reference(options: ProviderOptions, base: Base, settings: Settings) -> Refe
     return ReferenceSpec(**fields)
 
 
-def refuse_dpo_options(options: ProviderOptions) -> None:
-    for name in ("label_smoothing", "reference_model", "precompute_reference"):
+def refuse_preference_options(options: ProviderOptions) -> None:
+    for name in ("method", "label_smoothing", "reference_model", "precompute_reference"):
         if value := getattr(options, name):
-            raise InvalidRequest(f"provider_options.{name}", value, "it belongs to DPO; leave it out")
+            belongs = "the call preference-optimize" if name == "method" else "DPO"
+            raise InvalidRequest(f"provider_options.{name}", value, f"it belongs to {belongs}; leave it out")
+
+
+def refuse_reference_options(options: ProviderOptions, title: str) -> None:
+    for name in ("reference_model", "precompute_reference"):
+        if value := getattr(options, name):
+            raise InvalidRequest(f"provider_options.{name}", value, f"{title} has no reference model; leave it out")

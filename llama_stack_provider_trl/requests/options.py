@@ -153,10 +153,12 @@ class ProviderOptions(Documented):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+    method: dict[str, Any] | None = None
+    """The fields of `algorithm_config` with a preference method's `type`, for releases that drop them there."""
     lora: LoraFinetuningConfig | None = None
-    """DPO with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses `algorithm_config` itself."""
+    """Preference methods with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses that itself."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """DPO with loss_type `sigmoid`: how likely a preference is taken to be the wrong way round."""
+    """DPO and CPO with loss_type `sigmoid`, SimPO: how likely a preference is taken to be the wrong way round."""
     peft_method: PeftMethod = "lora"
     """With LoRA settings: the kind of adapter that their modules get: `lora`, `ia3` or `vera`."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)

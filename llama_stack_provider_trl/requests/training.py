@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from ..errors import InvalidRequest
 from ..specs.job import Algorithm, OptimizerName, OptimizerSpec, default_dtype
+from ..specs.methods import METHODS
 from .bodies import (
     OptimizerConfig,
     TrainingConfig,
@@ -24,10 +25,6 @@ DTYPES = {
 }
 
 
-# TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
-LEARNING_RATES = {("sft", False): 2e-5, ("sft", True): 2e-4, ("dpo", False): 1e-6, ("dpo", True): 1e-5}
-
-
 def resolve_training(
     training: TrainingConfig, options: ProviderOptions, settings: Settings, algorithm: Algorithm, *, has_adapters: bool
 ) -> dict[str, Any]:
@@ -43,7 +40,7 @@ def resolve_training(
         "padding_free": options.padding_free,
         "gradient_sync": options.gradient_sync,
         "dataloader_num_workers": options.dataloader_num_workers,
-        "optimizer": resolve_optimizer(training, options, LEARNING_RATES[algorithm, has_adapters], device),
+        "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),
         "seed": options.seed,
     }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .job import Algorithm, JobSpec
+from .job import JobSpec
+from .methods import METHODS, Algorithm
 
 HIGHER_IS_BETTER = {
     "eval_loss": False,
@@ -17,10 +18,7 @@ HIGHER_IS_BETTER = {
     "eval_rewards/accuracies": True,
     "eval_rewards/margins": True,
 }
-METRICS: dict[Algorithm, tuple[str, ...]] = {
-    "sft": ("eval_loss", "eval_mean_token_accuracy"),
-    "dpo": ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"),
-}
+METRICS: dict[Algorithm, tuple[str, ...]] = {name: method.metrics for name, method in METHODS.items()}
 """The metrics that `best_checkpoint` and `early_stopping` accept."""
 
 

@@ -15,11 +15,12 @@ from ..system.files import RunDir as RunDir  # lives where the runner can import
 from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
+from .methods import METHODS, MethodSpec
+from .methods import Algorithm as Algorithm  # a part of JobSpec
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 
-Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
@@ -220,7 +221,7 @@ class JobSpec(Frozen):
     max_steps_per_epoch: int | None = Field(None, gt=0)
     """Optimizer steps; None: the whole epoch."""
     batch_size: int = Field(gt=0)
-    """Rows (SFT) or pairs (DPO) per rank and micro step."""
+    """Rows (SFT) or pairs (DPO and other preference methods) per rank and micro step."""
     gradient_accumulation_steps: int = Field(1, gt=0)
     max_validation_steps: int | None = Field(None, gt=0)
     """Batches per evaluation; None: the whole validation dataset."""
@@ -277,6 +278,8 @@ class JobSpec(Frozen):
     lora: LoraSpec | None = None
     qat: QatSpec | None = None
     dpo: DpoSpec | None = None
+    method: MethodSpec | None = None
+    """Parameters of the other preference methods."""
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
@@ -360,6 +363,16 @@ class JobSpec(Frozen):
     def rows_per_step(self) -> int:
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its rows are preference pairs."""
+        return METHODS[self.algorithm].has_pairs
+
+    @property
+    def trains_reward(self) -> bool:
+        """Whether it trains a reward model: one number in place of the vocabulary's logits."""
+        return METHODS[self.algorithm].trains_reward
 
     @property
     def nodes(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import InvalidRows
 from .job import Algorithm, DataFormat
+from .methods import METHODS
 
 Message = dict[str, str]
 """One turn: `role` (system, user, assistant or tool) and `content`."""
@@ -333,6 +334,7 @@ class RowShape:
 
     columns: tuple[str, ...]
     algorithm: Algorithm
+    """The method whose rows they are; others read them too (`specs.methods.Method.rows`)."""
     data_format: DataFormat | None
     meaning: str
     """One line for docs/reference/data-formats.md."""
@@ -410,7 +412,7 @@ def parse_row(
 
     Args:
         index: the row's number, from 0, for the error message.
-        data_format: which shape to read where the row fits an instruct and a dialog shape; ignored by DPO.
+        data_format: which shape to read where the row fits an instruct and a dialog shape; ignored for pairs.
 
     Raises:
         InvalidRows: the row fits no shape, or one of its columns cannot be read.
@@ -457,21 +459,21 @@ def _parse(
 
 @lru_cache(maxsize=256)
 def _choose(columns: frozenset[str], algorithm: Algorithm, data_format: DataFormat | None) -> RowShape | None:
-    fitting = [shape for shape in ROW_SHAPES if shape.algorithm == algorithm and columns.issuperset(shape.columns)]
+    rows = METHODS[algorithm].rows
+    fitting = [shape for shape in ROW_SHAPES if shape.algorithm == rows and columns.issuperset(shape.columns)]
     wanted = [shape for shape in fitting if shape.data_format == data_format]
     return next(iter(wanted if data_format else fitting), None) or next(iter(fitting), None)
 
 
 def _no_shape(row: Mapping[str, Any], columns: frozenset[str], algorithm: Algorithm) -> str:
     found = ", ".join(f"{column} (null)" if column not in columns else column for column in row)
-    expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.algorithm == algorithm)
-    other: Algorithm = "dpo" if algorithm == "sft" else "sft"
+    method = METHODS[algorithm]
+    expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.algorithm == method.rows)
+    other: Algorithm = "sft" if method.has_pairs else "dpo"
     call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
     fits = _choose(columns, other, None) is not None
     hint = f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if fits else ""
-    return (
-        f"found the columns {found or 'of an empty object'}, expected for {algorithm.upper()} one of: {expected}{hint}"
-    )
+    return f"found the columns {found or 'of an empty object'}, expected for {method.title} one of: {expected}{hint}"
 
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]

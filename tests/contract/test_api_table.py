@@ -93,6 +93,10 @@ def fields_of_ours() -> set[str]:
         our_requests.LoraFinetuningConfig,
         our_requests.QATFinetuningConfig,
         our_requests.DPOAlignmentConfig,
+        our_requests.ORPOConfig,
+        our_requests.CPOConfig,
+        our_requests.SimPOConfig,
+        our_requests.RewardConfig,
     ]
     inside = {leaf for algorithm in algorithms for leaf in leaves("algorithm_config", algorithm)}
     return (top - {"algorithm_config"}) | inside  # a dict on the wire, so that one method takes all of them
@@ -185,6 +189,7 @@ ASKS: dict[str, Try] = {
     "algorithm_config.loss_type": Try("hinge", "dpo"),
     "algorithm_config.reward_scale": Try(2.0, "dpo"),
     "algorithm_config.reward_clip": Try(5.0, "dpo"),
+    "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
     "algorithm_config.epsilon": Try(0.1, "dpo"),
     "algorithm_config.gamma": Try(0.99, "dpo"),
 }
@@ -200,6 +205,11 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
     ("algorithm_config.group_size", Try(48, around={"algorithm_config": {**QAT, "quantizer_name": INT4}})),
     ("algorithm_config.quantizer_name", Try("int4", around={"algorithm_config": QAT})),
     ("algorithm_config.rank", Try(8, around={"algorithm_config": QAT})),
+    ("algorithm_config.gamma", Try(0.5, "dpo", around={"algorithm_config": {"type": "orpo"}})),
+    ("algorithm_config.beta", Try(0.0, "dpo", around={"algorithm_config": {"type": "simpo"}})),
+    ("algorithm_config.loss_type", Try("simpo", "dpo", around={"algorithm_config": {"type": "cpo"}})),
+    (DATA + "train_on_input", Try(True, "dpo", around={"algorithm_config": {"type": "cpo"}})),
+    (DATA + "packed", Try(True, "dpo", around={"algorithm_config": {"type": "orpo"}})),
     (DATA + "train_on_input", Try(True, "dpo")),
     (DATA + "packed", Try(True, "dpo")),
     (DATA + "data_format", Try("parquet")),
@@ -322,6 +332,7 @@ def test_a_noted_field_changes_nothing_and_is_warned_about(field: str, settings:
 # --- provider options -------------------------------------------------------------------------------------------------
 
 OPTION_ASKS: dict[str, Try] = {
+    "method": Try({"type": "orpo"}, "dpo"),
     "lora": Try({"rank": 4}, "dpo"),
     "label_smoothing": Try(0.1, "dpo"),
     "group_by_length": Try(False),

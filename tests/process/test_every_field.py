@@ -68,6 +68,7 @@ def every_field() -> set[str]:
     bodies: list[type[BaseModel]] = [requests.SupervisedFineTuneRequest, requests.PreferenceOptimizeRequest]
     algorithms: list[type[BaseModel]]
     algorithms = [requests.LoraFinetuningConfig, requests.QATFinetuningConfig, requests.DPOAlignmentConfig]
+    algorithms += [requests.ORPOConfig, requests.CPOConfig, requests.SimPOConfig, requests.RewardConfig]
     names = {name for body in bodies for name in leaves(body)} - {"algorithm_config"}
     names |= {name for algorithm in algorithms for name in leaves(algorithm, ALGORITHM)}
     return names | set(leaves(ProviderOptions, OPTION))
@@ -214,6 +215,10 @@ CASES: dict[str, Case] = {
     ALGORITHM + "loss_type": Case("hinge", ("dpo.loss_type",), first_loss, "dpo"),
     ALGORITHM + "reward_scale": Case(2.0, ("dpo.reward_scale",), losses, "dpo", FAST),
     ALGORITHM + "reward_clip": Case(0.01, ("dpo.reward_clip",), losses, "dpo", FAST),
+    ALGORITHM + "center_rewards_coefficient": Case(
+        0.5, ("method.center_rewards_coefficient",), first_loss, "dpo", {ALGORITHM + "type": "reward"}
+    ),
+    OPTION + "method": Case({"type": "orpo"}, ("algorithm", "dpo", "method"), first_loss, "dpo"),
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
     OPTION + "peft_method": Case("ia3", ("lora.method", "lora.rank", "lora.alpha"), trainable, around=LORA),
     OPTION + "group_by_length": Case(

@@ -142,6 +142,9 @@ def test_a_loss_scale_or_a_loss_over_all_ranks_is_refused(settings: Settings) ->
     body["finetuned_model"] = "out"
     with pytest.raises(InvalidRequest, match=r"loss_type='kto_pair'.* means over the pairs of all ranks"):
         spec_of(PreferenceOptimizeRequest.model_validate(body), settings)
+    body["algorithm_config"] = {"type": "orpo"}
+    with pytest.raises(InvalidRequest, match=r"averaging=.* ORPO has means over all ranks"):
+        spec_of(PreferenceOptimizeRequest.model_validate(body), settings)
 
 
 def test_hybrid_workers_are_nodes(settings: Settings) -> None:

@@ -22,7 +22,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ... import faults
@@ -33,7 +33,7 @@ from ...system.files import fsync_tree, put_in_place, write_manifest
 from ...system.process import available_memory
 from ..distributed import ranks
 from ..model.fsdp import gather, reshard
-from ..model.loading import DTYPES, load_adapter, quantize
+from ..model.loading import DTYPES, auto_class, load_adapter, quantize
 from .fencing import FencingToken
 from .step import need_space
 from .weights import Weight, adapter_tensors, differences, digest, export_bytes, write_weights
@@ -66,7 +66,7 @@ class Sample(NamedTuple):
     ids: torch.Tensor
     """[1, tokens]"""
     logits: torch.Tensor
-    """[tokens, vocabulary], fp32 in CPU memory."""
+    """[tokens, vocabulary], fp32 in CPU memory; of a reward model [1, tokens], the rewards of its beginnings."""
 
 
 def exports(spec: JobSpec) -> tuple[Kind, ...]:
@@ -113,7 +113,7 @@ def take_sample(
     sample = torch.tensor(ids)[None]
     was_training = model.training
     model.eval()
-    logits = _logits(model, sample.to(device))
+    logits = _logits(model, sample.to(device), is_reward=spec.trains_reward)
     reshard(model)
     model.train(was_training)
     if not torch.isfinite(logits).all():
@@ -261,7 +261,8 @@ def _check_logits(
                 adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
                 strange = [name for name in expected if adapter.get(name) != expected[name]]
             else:
-                loaded, report = AutoModelForCausalLM.from_pretrained(
+                auto, _ = auto_class(is_reward=spec.trains_reward)
+                loaded, report = auto.from_pretrained(
                     directory, output_loading_info=True, trust_remote_code=spec.trust_remote_code
                 )
                 strange = [*report["missing_keys"], *report["unexpected_keys"]]
@@ -273,12 +274,12 @@ def _check_logits(
                 )
             if spec.qat:
                 quantize(spec, loaded)
-            found = _logits(loaded.eval(), sample.ids)
+            found = _logits(loaded.eval(), sample.ids, is_reward=spec.trains_reward)
     except _UNLOADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
-    difference = logits_difference(sample.logits, found)
+    difference = logits_difference(sample.logits, found, is_reward=spec.trains_reward)
     if not difference <= ROUNDING[spec.dtype]:  # nor a NaN
         raise _failed(
             kind,
@@ -288,19 +289,24 @@ def _check_logits(
     return difference
 
 
-def logits_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+def logits_difference(expected: torch.Tensor, found: torch.Tensor, *, is_reward: bool = False) -> float:
     """How far logits [tokens, vocabulary] are from others, as a fraction of their spread: the median over the tokens.
 
-    Not the maximum: rounding sends a token to another expert now and then, and all of its logits change.
+    Not the maximum: rounding sends a token to another expert now and then, and all of its logits change. Rewards are
+    compared with their size: a constant added to all logits of a token means nothing, one added to rewards does.
     """
     if expected.shape != found.shape:
         return float("inf")
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    spread = (expected if is_reward else expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
 
 
-def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor, *, is_reward: bool = False) -> torch.Tensor:
     with torch.no_grad():
+        if is_reward:
+            ends = range(4, ids.shape[1] + 1, 4)
+            rewards = [model(input_ids=ids[:, :end], use_cache=False).logits.flatten() for end in ends]
+            return torch.cat(rewards)[None].float().cpu()
         return model(input_ids=ids, use_cache=False).logits[0].float().cpu()
 
 

@@ -232,7 +232,7 @@ class Saver:
                     model.save_pretrained(
                         staging,
                         selected_adapters=["default"],
-                        state_dict=_untrained(model),
+                        state_dict={**_untrained(model), **_whole_modules(model)},
                         save_embedding_layers=False,
                     )
                 else:
@@ -458,6 +458,12 @@ def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec, workers: int = 
 def _untrained(model: PeftModel) -> dict[str, torch.Tensor]:
     """The tensors of an adapter that are not trained. PEFT saves no VeRA adapter without them."""
     return {name: weight for name, weight in adapter_tensors(model).items() if not weight.requires_grad}
+
+
+def _whole_modules(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Empty tensors for the modules that are trained as they are, such as the head of a reward model: PEFT saves no
+    adapter without them. The file gets their values when it is written."""
+    return {name: torch.empty(0) for name in adapter_tensors(model) if ".modules_to_save." in name}
 
 
 def _digests(directory: Path, disks: Disks) -> dict[str, str]:

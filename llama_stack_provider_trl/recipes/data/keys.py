@@ -14,6 +14,7 @@ import transformers
 
 from ...specs import rows as row_shapes
 from ...specs.job import DatasetRef, JobSpec
+from ...specs.methods import METHODS
 from .chat import call_tokenizer, default_chat_template
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ class RowKeys:
         """The key of a dataset's rows; None: the content of the tokenizer is not known."""
         if self._inputs is None:
             return None
-        spec, is_sft = self._spec, self._spec.algorithm == "sft"
+        spec, is_sft = self._spec, not self._spec.has_pairs
         varies = _VARYING.search(json.dumps(self._inputs["chat_template"]))
         return _digest(
             **self._inputs,
             rows=rows.sha256,
-            algorithm=spec.algorithm,
+            algorithm=METHODS[spec.algorithm].rows,
             data_format=spec.data_format if is_sft else None,
             train_on_input=spec.train_on_input and is_sft,
             max_seq_length=spec.max_seq_length,

@@ -70,6 +70,10 @@ def read_examples(
 ) -> Iterator[PreferenceExample]: ...
 
 
+@overload
+def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | None = None) -> Iterator[Example]: ...
+
+
 def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | None = None) -> Iterator[Example]:
     """The examples of an NDJSON file, one at a time.
 
@@ -118,10 +122,10 @@ class Tokenization:
 
 def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
     """Tokenize a dataset of the job for its trainer."""
-    if spec.algorithm == "sft":
-        examples = read_examples(dataset.path, "sft", spec.data_format)
-        return tokenize_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
-    return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+    if spec.has_pairs:
+        return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+    examples = read_examples(dataset.path, "sft", spec.data_format)
+    return tokenize_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
 
 
 def tokenize_sft(

@@ -98,7 +98,7 @@ class Preparation:
         return PreparedRows(rows, self._report(entry.notes), "cache" if entry.was_found else "computed")
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
-        columns = SFT_COLUMNS if self._spec.algorithm == "sft" else DPO_COLUMNS
+        columns = DPO_COLUMNS if self._spec.has_pairs else SFT_COLUMNS
         return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
 
     def _write_tokens(self, cache: TokenCache, dataset: DatasetRef, add: Add) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...errors import JobFailure
 from ...specs.job import JobSpec
+from ...specs.methods import METHODS
 from ...specs.model_source import ModelSource
 from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
@@ -37,7 +38,7 @@ def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
     """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
     if not spec.padding_free:
         return spec, ""
-    reason = why_padded(spec)
+    reason = METHODS[spec.algorithm].padded_because or why_padded(spec)
     if not reason:
         return spec, "used"
     return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"

@@ -22,7 +22,7 @@ from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
@@ -36,6 +36,7 @@ from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
 from ..model.loading import (
     WeightStorage,
     adapter_config,
+    auto_class,
     expert_parameters,
     invalid_model,
     linear_modules,
@@ -378,8 +379,12 @@ def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     # fp16 takes the memory of bf16, which every CPU kernel supports.
     dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
     config = copy.deepcopy(config)  # its dtype is set, and the given one has that of the files
+    auto, head = auto_class(is_reward=spec.trains_reward)
+    if head:
+        config.num_labels = head["num_labels"]
+        config.get_text_config().pad_token_id = config.get_text_config().pad_token_id or 0
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
+        return auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise invalid_model(source.model, "its config.json describes no causal language model", error) from error
 
@@ -403,12 +408,17 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                 set_attention(spec, model)
             if spec.padding_free:
                 use_rows(model)
-            fuse_head(model, outputs=("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
+            if not spec.trains_reward:
+                fuse_head(model, ("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
             if spec.qat:
                 quantize(spec, model)
-            trained: Any = get_peft_model(model, adapter_config(model, spec.lora)) if spec.lora else model
+            trained: Any = (
+                get_peft_model(model, adapter_config(model, spec.lora, is_reward=spec.trains_reward))
+                if spec.lora
+                else model
+            )
             if has_reference_adapter(spec):
                 trained.add_adapter(REFERENCE, copy.deepcopy(trained.peft_config["default"]))
             reference = _shallow_reference(spec) if _has_other_reference(spec) else None
@@ -536,7 +546,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     loss = _score(model, spec, batch, kind)
-    if spec.algorithm == "dpo" and not precomputes(spec):
+    if spec.dpo is not None and not precomputes(spec):
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 
@@ -562,6 +572,10 @@ def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any
 def _score(model: Any, spec: JobSpec, batch: Batch, kind: str) -> torch.Tensor:
     inputs = _inputs(model, spec, batch, kind)
     with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+        if spec.trains_reward:
+            del inputs["labels"]
+            rewards: torch.Tensor = model(**inputs, use_cache=False).logits
+            return rewards.sum()
         log_probs: torch.Tensor = model(**inputs, use_cache=False, fused_lm_head=True).log_probs
         return log_probs.sum()
 
@@ -580,15 +594,14 @@ def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) 
         for module in block.modules()
         if isinstance(module, torch.nn.Linear)
     ]
-    embeddings = {
-        id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
+    head: Any = model.get_output_embeddings() or model.score  # of a reward model
+    embeddings = {id(part.weight): part.weight for part in (model.get_input_embeddings(), head)}
     return {
         "block": max(sizes, default=0),
         "block_linear": sum(linear),
         "largest_linear": max(linear, default=0),
         "embeddings": sum(weight.numel() for weight in embeddings.values()),
-        "head": model.get_output_embeddings().weight.numel(),
+        "head": head.weight.numel(),
         "blocks": len(blocks),
         "experts": sum(model.get_parameter(name).numel() for name in expert_parameters(model)),
     }

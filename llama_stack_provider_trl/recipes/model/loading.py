@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ...errors import JobFailure
@@ -31,6 +38,15 @@ DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 _MAMBA_KERNEL = {"conv1d", "out_proj"}
 """Modules of these architectures that PEFT 0.21 refuses to adapt (`_check_lora_target_modules_mamba`)."""
+
+
+SCORE = "score.weight"
+"""The head of a reward model, in most architectures that transformers has one for."""
+
+
+def auto_class(*, is_reward: bool) -> tuple[Any, dict[str, Any]]:
+    """The class that loads a model, and its arguments for the head."""
+    return (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward else (AutoModelForCausalLM, {})
 
 
 def choose_device(name: str) -> torch.device:
@@ -68,7 +84,9 @@ class WeightStorage:
     is_sharded: bool
     is_deferred: bool = False
     """The weights stay in their files until the model is sharded (`DeferredWeights`). Not under DoRA, which computes
-    its magnitudes from them."""
+    its magnitudes from them, nor for a reward model, whose head is in no file."""
+    is_reward: bool = False
+    """The model has the head of a reward model, with new weights where the files have none."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> WeightStorage:
@@ -79,7 +97,8 @@ class WeightStorage:
             in_4_bits=in_4_bits,
             is_quantized=in_4_bits or spec.qat is not None,
             is_sharded=is_sharded(spec),
-            is_deferred=is_sharded(spec) and not (spec.lora and spec.lora.use_dora),
+            is_deferred=is_sharded(spec) and not (spec.lora and spec.lora.use_dora) and not spec.trains_reward,
+            is_reward=spec.trains_reward,
         )
 
 
@@ -153,15 +172,16 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             quantization.in_files() if is_mapped and storage.in_4_bits else nullcontext(),
             merged_later() if is_mapped else nullcontext(),
         ):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                source.location, dtype=dtype, output_loading_info=True, **placing, **source_arguments(source)
+            auto, head = auto_class(is_reward=storage.is_reward)
+            model, loaded = auto.from_pretrained(
+                source.location, dtype=dtype, output_loading_info=True, **placing, **head, **source_arguments(source)
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
     _name(model, source)
-    if missing := sorted(loaded["missing_keys"]):
+    if missing := sorted(set(loaded["missing_keys"]) - ({SCORE} if storage.is_reward else set())):
         raise JobFailure(
             Reason.invalid_model,
             f"model {source.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
@@ -238,9 +258,8 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         quantization.prepare_4bit_base(base)
     else:
         check_weights_index(source.location, source.revision)
-        base = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=DTYPES[spec.dtype], **source_arguments(source)
-        )
+        auto, head = auto_class(is_reward=spec.trains_reward)
+        base = auto.from_pretrained(source.location, dtype=DTYPES[spec.dtype], **head, **source_arguments(source))
         _name(base, source)
     return PeftModel.from_pretrained(base, adapter)
 
@@ -257,7 +276,7 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
     return quantization.prepare_4bit_base(model) if spec.lora and spec.lora.quantize_base else None
 
 
-def adapter_config(model: PreTrainedModel, spec: LoraSpec) -> PeftConfig:
+def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = False) -> PeftConfig:
     """PEFT's configuration of adapters for the modules that `spec` names in this model.
 
     Raises:
@@ -303,7 +322,7 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec) -> PeftConfig:
     if spec.method == "vera":
         return VeraConfig(task_type="CAUSAL_LM", r=spec.rank, target_modules=target_modules, save_projection=True)
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",  # for which PEFT trains and saves the head, too
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,

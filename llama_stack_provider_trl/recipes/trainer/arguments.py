@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, RewardConfig, SFTConfig
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -30,17 +30,19 @@ def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
     )
 
 
-def dpo_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
-    """Arguments for TRL's DPOTrainer; `recipes.trainer.dpo` computes the loss from the JobSpec itself."""
-    if spec.dpo is None:
-        raise AssertionError("a DPO job without a DpoSpec")
+def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
+    """Arguments for TRL's DPOTrainer; our trainers on pairs compute their losses from the JobSpec itself."""
     return DPOConfig(
         **_common(spec, device),
-        beta=spec.dpo.beta,
         loss_type=["sigmoid"],  # TRL's loss, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,
     )
+
+
+def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
+    """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
+    return RewardConfig(**_common(spec, device), disable_dropout=True, remove_unused_columns=False)
 
 
 def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

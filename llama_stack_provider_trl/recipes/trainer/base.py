@@ -58,13 +58,13 @@ class RecipeTrainer(Trainer):
     checkpoint_fields: Callable[[], dict[str, Any]]
     """The fields of a checkpoint event beside its path. Set by the callback that counts them, `JobCallback`."""
     head_outputs: tuple[str, ...]
-    """What the fused head computes per token."""
+    """What the fused head computes per token; empty: the model has no head over the vocabulary."""
     outer: OuterOptimizer | None = None
     """With periodic averaging, from the first step on."""
     _staging: Path | None = None
     _momentum_of: Path | None = None
     """The checkpoint that training resumes from."""
-    _evaluation_sums: list[torch.Tensor]
+    _evaluation_sums: dict[str, list[torch.Tensor]]
     _train_sampler: EpochSampler
 
     def __init__(
@@ -105,8 +105,9 @@ class RecipeTrainer(Trainer):
         """train or eval -> metric -> [sum, count]"""
         # Trainer creates the optimizer from this when training starts.
         self.optimizer_cls_and_kwargs = optimizer_class(spec, self.args.device)
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        fuse_head(policy, outputs=self.head_outputs)
+        if self.head_outputs:
+            policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+            fuse_head(policy, outputs=self.head_outputs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""
@@ -299,15 +300,21 @@ class RecipeTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with `eval_loss` as the mean over all tokens (SFT) or pairs (DPO). Trainer takes the mean of the
         batches' means, which depends on the batches."""
-        self._evaluation_sums = []
+        self._evaluation_sums = {}
         output = super().evaluation_loop(*args, **kwargs)
-        total, count = self.accelerator.reduce(torch.stack(self._evaluation_sums).sum(dim=0))
-        output.metrics["eval_loss"] = float(total / count.clamp(min=1))
+        sums = torch.stack([torch.stack(batches).sum(dim=0) for batches in self._evaluation_sums.values()])
+        totals, counts = self.accelerator.reduce(sums).unbind(dim=1)
+        output.metrics["eval_loss"] = float((totals / counts.clamp(min=1)).sum())
         return output
 
-    def add_evaluation(self, loss: torch.Tensor, count: torch.Tensor) -> None:
-        """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs."""
-        self._evaluation_sums.append(torch.stack([loss.detach().float(), count.float()]))
+    def add_evaluation(self, loss: torch.Tensor, count: torch.Tensor, part: str = "") -> None:
+        """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs.
+
+        Args:
+            part: of a loss with several parts, whose means are added.
+        """
+        batches = self._evaluation_sums.setdefault(part, [])
+        batches.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Start to write `checkpoint-N` in a staging directory; the event follows when it is complete in its place.

@@ -14,18 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
-from peft import PeftConfig
-from peft.tuners.lora import LoraLayer
-from trl import DPOTrainer
 
 from ...specs.job import DpoSpec, JobSpec
-from ..fast.batches import FlatPairs
-from ..model.adapters import DEFAULT, REFERENCE
+from ..model.adapters import REFERENCE
 from ..model.fsdp import is_sharded
-from .base import RecipeTrainer
-from .pairs import PaddedPairs
-from .reference import NoReference, is_needed, load_reference, precomputes
-from .trl_patches import PreparedDatasets, with_adapter, without_adapter
+from .pairs import PairRecipe, real_pairs
+from .reference import is_needed, load_reference, precomputes
+from .trl_patches import with_adapter, without_adapter
 
 
 def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
@@ -45,7 +40,7 @@ def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpe
         return (chosen - rejected - 1 / (2 * spec.beta)) ** 2
     chosen, rejected = logratios.chunk(2)
     if spec.loss_type == "kto_pair":
-        return _kto_pair(chosen, rejected, _real(lengths), spec)
+        return _kto_pair(chosen, rejected, real_pairs(lengths), spec)
     margin = _margin(chosen - rejected, spec)
     if spec.loss_type == "hinge":
         return torch.relu(1 - margin)
@@ -73,19 +68,6 @@ def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
     return margin if spec.reward_clip is None else margin.clamp(-spec.reward_clip, spec.reward_clip)
 
 
-def _set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
-    """TRL switches off all dropout. The policy differs from its reference by the adapter, so that of adapters stays."""
-    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
-        dropout = dict(layer.lora_dropout).get(DEFAULT)
-        if isinstance(dropout, torch.nn.Dropout):
-            dropout.p = probability
-
-
-def _real(lengths: torch.Tensor) -> torch.Tensor:
-    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,)."""
-    return (lengths.view(2, -1).sum(dim=0) > 0).float()
-
-
 @contextmanager
 def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
     """Switch activation checkpointing off while this is open. TRL's own context would switch it on in every block."""
@@ -99,28 +81,13 @@ def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
+class DpoRecipe(PairRecipe):
     """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off, or
     as it was in the beginning where that was trained before.
-
-    Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
     """
 
-    head_outputs = ("log_probs",)
-
-    def __init__(self, *, spec: JobSpec, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
-        given = None if peft_config else NoReference()
-        self._batches = FlatPairs() if spec.padding_free else PaddedPairs(spec)
-        super().__init__(
-            spec=spec,
-            ref_model=given,
-            peft_config=peft_config,
-            data_collator=self._batches.collate if isinstance(self._batches, FlatPairs) else None,
-            **arguments,
-        )
-        self.ref_model = None
-        if spec.lora:
-            _set_adapter_dropout(self.model, spec.lora.dropout)
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        super().__init__(spec=spec, **arguments)
         if is_needed(spec) and not precomputes(spec):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
@@ -131,7 +98,7 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.reference_logps(inputs)
         lengths = self._batches.lengths(inputs)
-        real = _real(lengths)
+        real = real_pairs(lengths)
         losses = self._losses(logratios, lengths) * real
         num_pairs = self.over_ranks(real.sum())
         if self.model.training:
@@ -158,8 +125,8 @@ class DpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         # Its means are over the pairs of all ranks, so this rank's log-ratios occur in the losses of other ranks. The
         # gradient of those losses is added here, their value is not.
         all_lengths = self._of_all_ranks(lengths)
-        losses = preference_loss(self._of_all_ranks(logratios), all_lengths, spec) * _real(all_lengths)
-        own, real = losses.chunk(ranks)[self.accelerator.process_index], _real(lengths)
+        losses = preference_loss(self._of_all_ranks(logratios), all_lengths, spec) * real_pairs(all_lengths)
+        own, real = losses.chunk(ranks)[self.accelerator.process_index], real_pairs(lengths)
         others = losses.sum() - own.sum()
         return own + (others - others.detach()) * real / real.sum().clamp(min=1)
 

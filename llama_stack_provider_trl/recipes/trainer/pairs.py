@@ -1,13 +1,22 @@
-"""Batches of preference pairs as TRL's collator makes them: all chosen sequences, then all rejected ones, padded."""
+"""Preference pairs: their padded batches, as TRL's collator makes them (all chosen sequences, then all rejected ones),
+and what the trainers on pairs have in common."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from peft import PeftConfig
+from peft.tuners.lora import LoraLayer
+from trl import DPOTrainer
 
 from ...specs.job import JobSpec
+from ..fast.batches import FlatPairs
+from ..model.adapters import DEFAULT
 from ..model.attention import passes_padding_mask
+from .base import RecipeTrainer
+from .reference import NoReference
+from .trl_patches import PreparedDatasets
 
 
 class PaddedPairs:
@@ -20,8 +29,13 @@ class PaddedPairs:
         """Arguments of a forward of `model` that scores the answers: log-probabilities of shape (2 * pairs, tokens)."""
         passes = passes_padding_mask(self._spec, model, inputs["input_ids"].device.type)
         mask = {"attention_mask": inputs["attention_mask"]} if passes else {}
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        labels = inputs["input_ids"].masked_fill(self._scored(inputs) == 0, -100)
         return {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False, "fused_lm_head": True, **mask}
+
+    def _scored(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """1 for each token whose log-probability is computed."""
+        scored: torch.Tensor = inputs["completion_mask"]
+        return scored
 
     def log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of whole answers, chosen then rejected, shape (2 * pairs,)."""
@@ -37,3 +51,58 @@ class PaddedPairs:
         """Tokens of both sequences of each pair, shape (pairs,)."""
         tokens: torch.Tensor = inputs["attention_mask"].sum(dim=1).view(2, -1).sum(dim=0)
         return tokens
+
+
+class WholePairs(PaddedPairs):
+    """Padded batches in which prompts are scored too, for losses that cover them."""
+
+    def _scored(self, inputs: dict[str, Any]) -> torch.Tensor:
+        scored: torch.Tensor = inputs["attention_mask"]
+        return scored
+
+    def log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        log_probs: torch.Tensor = (outputs.log_probs * inputs["completion_mask"][:, 1:]).sum(dim=1)
+        return log_probs
+
+
+class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
+    """What trainers on preference pairs share: TRL's DPOTrainer without a reference model and without its loss.
+
+    Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
+    """
+
+    head_outputs = ("log_probs",)
+
+    def __init__(self, *, spec: JobSpec, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+        self._batches = self.batches(spec)
+        super().__init__(
+            spec=spec,
+            ref_model=None if peft_config else NoReference(),
+            peft_config=peft_config,
+            data_collator=self._batches.collate if isinstance(self._batches, FlatPairs) else None,
+            **arguments,
+        )
+        self.ref_model = None
+        if spec.lora:
+            _set_adapter_dropout(self.model, spec.lora.dropout)
+
+    def batches(self, spec: JobSpec) -> FlatPairs | PaddedPairs:
+        """The kind of batches that the job is trained on."""
+        return FlatPairs() if spec.padding_free else PaddedPairs(spec)
+
+
+def real_pairs(lengths: torch.Tensor) -> torch.Tensor:
+    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,).
+
+    Args:
+        lengths: scored tokens of each answer, chosen then rejected, shape (2 * pairs,).
+    """
+    return (lengths.view(2, -1).sum(dim=0) > 0).float()
+
+
+def _set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
+    """TRL switches off all dropout. The policy differs from its reference by the adapter, so that of adapters stays."""
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        dropout = dict(layer.lora_dropout).get(DEFAULT)
+        if isinstance(dropout, torch.nn.Dropout):
+            dropout.p = probability

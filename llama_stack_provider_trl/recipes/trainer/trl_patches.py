@@ -37,8 +37,10 @@ OVERRIDDEN = (
     "_save_scaler",
 )
 """Methods of `transformers.Trainer` that `RecipeTrainer` overrides."""
-OVERRIDDEN_DPO = ("_compute_loss", "_prepare_dataset")
-"""Methods of `trl.DPOTrainer` that `DpoRecipe` overrides."""
+OVERRIDDEN_DPO = ("_compute_loss", "_get_num_items_in_batch", "_prepare_dataset")
+"""Methods of `trl.DPOTrainer` that `PairRecipe` and its subclasses override."""
+OVERRIDDEN_REWARD = ("_prepare_dataset",)
+"""Methods of `trl.RewardTrainer` that `RewardRecipe` overrides."""
 
 
 def require_releases() -> None:
@@ -55,7 +57,11 @@ def require_releases() -> None:
         if not first <= _minor(found) < end:
             expected = f"{'.'.join(map(str, first))} and later, before {'.'.join(map(str, end))}"
             raise _mismatch(f"{library} {found} is installed, and the recipes are written for {library} {expected}")
-    overridden = ((transformers.Trainer, OVERRIDDEN), (trl.DPOTrainer, OVERRIDDEN_DPO))
+    overridden = (
+        (transformers.Trainer, OVERRIDDEN),
+        (trl.DPOTrainer, OVERRIDDEN_DPO),
+        (trl.RewardTrainer, OVERRIDDEN_REWARD),
+    )
     for owner, names in overridden:
         if missing := [name for name in names if not hasattr(owner, name)]:
             raise _mismatch(f"{owner.__name__} has no {', '.join(missing)}, which the recipes override")
@@ -198,7 +204,8 @@ def with_adapter(model: Any, name: str) -> Iterator[None]:
 
 
 class PreparedDatasets:
-    """A mixin before `trl.DPOTrainer`, whose datasets are tokenized already. SFTTrainer has an argument for that."""
+    """A mixin before `trl.DPOTrainer` and `trl.RewardTrainer`, whose datasets are tokenized already. SFTTrainer has an
+    argument for that."""
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset

@@ -1,0 +1,129 @@
+"""Resolves the preference methods beside DPO: each has a model of its request fields, and a function to its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..errors import InvalidRequest
+from ..specs.methods import METHODS, CpoSpec, MethodSpec, OrpoSpec, RewardSpec
+from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
+from .checks import nearest_choice, parse_fields, unknown_fields
+from .options import ProviderOptions
+
+CPO_LOSSES = ("sigmoid", "hinge", "ipo")
+
+
+@dataclass(frozen=True)
+class Requested:
+    """How a method is requested."""
+
+    title: str
+    fields: type[BaseModel]
+    """Its fields in `algorithm_config`; another method's are refused by name."""
+    resolve: Callable[[Any, ProviderOptions, str], MethodSpec]
+    """From the fields, the options, and where the fields are."""
+
+
+def resolve_preference(
+    request: PreferenceOptimizeRequest, options: ProviderOptions, warnings: list[str]
+) -> dict[str, Any] | None:
+    """The algorithm that a request names and its spec; None: DPO.
+
+    Raises:
+        InvalidRequest: there is no such method, or the method has no such field or value.
+    """
+    where, given = "algorithm_config", request.algorithm_config or {}
+    if options.method is not None:
+        _note_unread(given, options.method.get("type"), warnings)
+        where, given = "provider_options.method", options.method
+    name = given.get("type")
+    if not isinstance(name, str) or name not in REQUESTED:
+        if options.method is None:
+            return None  # `resolve_dpo` refuses other types
+        hint = "DPO has its fields in algorithm_config; " if name == "dpo" else ""
+        raise InvalidRequest(f"{where}.type", name, hint + nearest_choice(str(name), [*REQUESTED]))
+    config = parse_fields(REQUESTED[name].fields, given, where)
+    for path, field, value, known in unknown_fields(config, f"{where}."):
+        hint = f"{REQUESTED[name].title} has no such field; its fields are: {', '.join(known)}"
+        raise InvalidRequest(path + field, value, hint)
+    return {"algorithm": name, "method": REQUESTED[name].resolve(config, options, where)}
+
+
+def method_names() -> list[str]:
+    """Values of `algorithm_config.type` in the call preference-optimize."""
+    return [name for name, method in METHODS.items() if method.call == "dpo"]
+
+
+def _note_unread(given: dict[str, Any], name: Any, warnings: list[str]) -> None:
+    """Newer releases require DPO's fields in `algorithm_config`: beside the option `method` they have no meaning."""
+    if given.get("type") not in (None, name):
+        hint = f"provider_options.method has the type {name!r}; send one of them"
+        raise InvalidRequest("algorithm_config.type", given["type"], hint)
+    if unread := [field for field, value in given.items() if field != "type" and value is not None]:
+        fields = ", ".join(f"algorithm_config.{field}" for field in unread)
+        warnings.append(f"{fields}: no effect, since provider_options.method has the method and its fields")
+
+
+def _orpo(config: ORPOConfig, options: ProviderOptions, where: str) -> OrpoSpec:
+    _refuse_smoothing(options, "ORPO")
+    return OrpoSpec(**_given(config, "beta"))
+
+
+def _cpo(config: CPOConfig, options: ProviderOptions, where: str) -> CpoSpec:
+    loss = config.loss_type or "sigmoid"
+    if loss not in CPO_LOSSES:
+        hint = "send the type 'simpo'" if loss == "simpo" else nearest_choice(loss, CPO_LOSSES)
+        raise InvalidRequest(f"{where}.loss_type", loss, hint)
+    if loss != "sigmoid":
+        _refuse_smoothing(options, f"the loss {loss}")
+    given = _given(config, "beta", "alpha")
+    return CpoSpec(loss_type=loss, label_smoothing=options.label_smoothing, **given)  # type: ignore[arg-type]
+
+
+def _simpo(config: SimPOConfig, options: ProviderOptions, where: str) -> CpoSpec:
+    # The paper's beta is 2 to 2.5, for log-probabilities that are averaged over tokens.
+    values = {"beta": 2.0, "gamma": 0.5, "alpha": 0.0, **_given(config, "beta", "gamma", "alpha")}
+    return CpoSpec(loss_type="simpo", label_smoothing=options.label_smoothing, **values)
+
+
+def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> RewardSpec:
+    _refuse_smoothing(options, "a reward model")
+    for name in ("samples", "adapter", "merge_adapter", "peft_method"):
+        value = options.model_dump()[name]
+        if value != ProviderOptions.model_fields[name].default:
+            raise InvalidRequest(f"provider_options.{name}", value, f"{_NOT_OF_REWARDS[name]}; leave it out")
+    if options.lora and (options.lora.quantize_base or options.lora.use_dora):
+        name = "quantize_base" if options.lora.quantize_base else "use_dora"
+        raise InvalidRequest(f"provider_options.lora.{name}", True, "a reward model trains with plain LoRA only")
+    return RewardSpec(**_given(config, "center_rewards_coefficient"))
+
+
+_NOT_OF_REWARDS = {
+    "samples": "a reward model writes no text",
+    "adapter": "a reward model has a head of its own, which an adapter of another job lacks",
+    "merge_adapter": "the head of a reward model is in its adapter, which is not merged",
+    "peft_method": "a reward model trains with plain LoRA only",
+}
+"""Provider option -> why a reward model cannot have it."""
+
+
+def _given(config: BaseModel, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(config, name)) is not None}
+
+
+def _refuse_smoothing(options: ProviderOptions, what: str) -> None:
+    if options.label_smoothing:
+        hint = f"{what} has no form with smoothed labels; leave it out"
+        raise InvalidRequest("provider_options.label_smoothing", options.label_smoothing, hint)
+
+
+REQUESTED: dict[str, Requested] = {
+    "orpo": Requested("ORPO", ORPOConfig, _orpo),
+    "cpo": Requested("CPO", CPOConfig, _cpo),
+    "simpo": Requested("SimPO", SimPOConfig, _simpo),
+    "reward": Requested("a reward model", RewardConfig, _reward),
+}

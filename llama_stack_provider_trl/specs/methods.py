@@ -1,0 +1,101 @@
+"""The training methods: the call that requests each, the rows that it reads, its parameters, its metrics.
+
+A new method is an entry of `METHODS` with a spec of its parameters here, a request model in `requests.preference`, and
+a trainer in `recipes.trainer.methods`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .beginnings import Frozen
+
+Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward"]
+Call = Literal["sft", "dpo"]
+"""The two calls of Llama Stack: supervised-fine-tune, and preference-optimize for every other method."""
+CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
+
+
+class OrpoSpec(Frozen):
+    """Odds ratio preference optimization (arXiv:2403.07691): no reference model. The loss is the mean negative
+    log-probability of the tokens of prompt and chosen answer, minus beta * log sigmoid(log odds ratio), where the odds
+    are of an answer's mean log-probability per token."""
+
+    name: Literal["orpo"] = "orpo"
+    beta: float = Field(0.1, gt=0)
+    """Weight of the odds ratio; lambda in the paper."""
+
+
+class CpoSpec(Frozen):
+    """Contrastive preference optimization (arXiv:2401.08417), and SimPO (arXiv:2405.14734): no reference model. The
+    loss is that of the margin beta * (log-probability of the chosen answer - that of the rejected one), plus alpha
+    times the mean negative log-probability of the chosen answers' tokens. `ipo` and `simpo` take the mean
+    log-probability of an answer's tokens."""
+
+    name: Literal["cpo"] = "cpo"
+    beta: float = Field(0.1, gt=0)
+    loss_type: CpoLoss = "sigmoid"
+    alpha: float = Field(1.0, ge=0)
+    gamma: float = Field(0.0, ge=0)
+    """`simpo`: the margin that is aimed at."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid` and `simpo`: the probability with which a preference is taken to be the wrong way round."""
+
+
+class RewardSpec(Frozen):
+    """A reward model on pairs (Bradley-Terry): -log sigmoid(reward of the chosen answer - that of the rejected one). A
+    head with one number takes the place of the vocabulary's; the reward is that of an answer's last token."""
+
+    name: Literal["reward"] = "reward"
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
+
+
+MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec, Field(discriminator="name")]
+"""Parameters of the methods that `specs.job` has no field of its own for."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the parts of the engine need to know of a method."""
+
+    title: str
+    """Its name in messages."""
+    call: Call
+    rows: Literal["sft", "dpo"]
+    """The method whose rows it reads: conversations or texts, or preference pairs."""
+    learning_rates: tuple[float, float]
+    """Defaults: every weight, and adapters."""
+    metrics: tuple[str, ...]
+    """Of the evaluations, that `best_checkpoint` and `early_stopping` accept."""
+    padded_because: str = ""
+    """Why its batches have padding; empty: that depends on the model."""
+    trains_reward: bool = False
+    """Its result is a reward model, which writes no text."""
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.rows == "dpo"
+
+    @property
+    def unit(self) -> str:
+        """What one of its rows is called in messages."""
+        return "pair" if self.has_pairs else "row"
+
+
+_PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
+# TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
+_PREFERENCE_RATES = (1e-6, 1e-5)
+METHODS: dict[Algorithm, Method] = {
+    "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")),
+    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, "ORPO's loss covers prompts too"),
+    "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "reward": Method(
+        "a reward model", "dpo", "dpo", (1e-4, 1e-3), _PAIR_METRICS, "a reward is read at the end of a row", True
+    ),
+}

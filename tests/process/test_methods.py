@@ -1,0 +1,291 @@
+"""Preference methods beside DPO: their losses are those of TRL's own trainers, on the engine that every job has.
+
+CI runs one case of each in few steps; `TRL_METHODS=full` runs every variant for 20 steps, and each on several ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import CpoSpec, OrpoSpec, RewardSpec
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import CHATML, tiny_model
+from tests.training import LORA, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+FULL = os.environ.get("TRL_METHODS") == "full"
+STEPS = 20 if FULL else 5
+
+ROWS = [
+    {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": "I would rather not. " * (1 + n % 3)}
+    for n in range(40)
+]
+SIMPO = CpoSpec(loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
+METHODS: dict[str, tuple[str, Any]] = {
+    "orpo": ("orpo", OrpoSpec(beta=0.3)),
+    "cpo": ("cpo", CpoSpec(beta=0.2, alpha=0.5)),
+    "cpo-hinge": ("cpo", CpoSpec(beta=0.2, loss_type="hinge")),
+    "cpo-ipo": ("cpo", CpoSpec(beta=0.2, loss_type="ipo", alpha=0.0)),
+    "cpo-smoothed": ("cpo", CpoSpec(beta=0.2, label_smoothing=0.1)),
+    "simpo": ("simpo", SIMPO),
+    "simpo-with-alpha": ("simpo", SIMPO.model_copy(update={"alpha": 0.3})),
+}
+REWARDS = {"reward": RewardSpec(), "reward-centered": RewardSpec(center_rewards_coefficient=0.1)}
+CASES = [*METHODS] if FULL else ["orpo", "cpo", "simpo"]
+ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered"] if FULL else ["orpo"]
+
+
+@pytest.fixture(autouse=True)
+def without_the_notice_of_experimental_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+def losses(events: list[Any]) -> list[float]:
+    return [event.metrics["loss"] for event in of_kind(events, Progress)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose chat template ends an answer with eos, since these trainers of TRL add one that is missing."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(tiny_model(), path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+    assert tokenizer.chat_template != CHATML
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head of one number, whose weights are in its files."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("reward") / "tiny"
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(path)
+    return path
+
+
+def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
+    """TRL's own trainer on the same rows, in order."""
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    arguments: dict[str, Any] = {
+        "output_dir": str(root / "trl"),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": None,
+        "activation_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    kind: Any
+    config: Any
+    auto: Any = AutoModelForCausalLM
+    if isinstance(parameters, RewardSpec):
+        auto, kind, coefficient = (
+            AutoModelForSequenceClassification,
+            RewardTrainer,
+            parameters.center_rewards_coefficient,
+        )
+        config = RewardConfig(**arguments, center_rewards_coefficient=coefficient or None)
+    elif isinstance(parameters, OrpoSpec):
+        kind, config = ORPOTrainer, ORPOConfig(**arguments, beta=parameters.beta)
+    else:
+        of_cpo = {"cpo_alpha": parameters.alpha, "simpo_gamma": parameters.gamma, "loss_type": parameters.loss_type}
+        kind, config = (
+            CPOTrainer,
+            CPOConfig(**arguments, **of_cpo, beta=parameters.beta, label_smoothing=parameters.label_smoothing),
+        )
+
+    class InOrder(kind):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder(
+        model=auto.from_pretrained(model, dtype="float32"),
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=Dataset.from_list([as_chat(row) for row in ROWS[: 2 * STEPS]]),
+    )
+
+
+def as_chat(row: dict[str, str]) -> dict[str, Any]:
+    answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+    return {"prompt": [{"role": "user", "content": row["prompt"]}], **answers}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_method_gives_the_losses_of_trl_called_directly(model: Path, tmp_path: Path, name: str) -> None:
+    algorithm, parameters = METHODS[name]
+    trainer = trl_trainer(model, tmp_path, parameters)
+    trainer.train()
+    expected = [entry for entry in trainer.state.log_history if "loss" in entry]
+    spec = job_spec(tmp_path, model, algorithm, rows=ROWS[: 2 * STEPS], shuffle=False, batch_size=2, method=parameters)
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert len(expected) == STEPS
+    assert losses(events) == pytest.approx([entry["loss"] for entry in expected], rel=1e-4)
+    for metric in ("rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/rejected", "nll_loss"):
+        if metric != "nll_loss" or not isinstance(parameters, CpoSpec) or parameters.alpha:
+            found = [point.metrics[metric] for point in of_kind(events, Progress)]
+            assert found == pytest.approx([entry[metric] for entry in expected], rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", REWARDS if FULL else ["reward-centered"])
+def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Path, tmp_path: Path, name: str) -> None:
+    trainer = trl_trainer(reward_model, tmp_path, REWARDS[name])
+    trainer.train()
+    expected = [entry for entry in trainer.state.log_history if "loss" in entry]
+    spec = job_spec(
+        tmp_path, reward_model, "reward", rows=ROWS[: 2 * STEPS], shuffle=False, batch_size=2, method=REWARDS[name]
+    )
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert losses(events) == pytest.approx([entry["loss"] for entry in expected], rel=1e-4)
+    for ours, theirs in (("rewards/margins", "margin"), ("rewards/accuracies", "accuracy"), ("num_tokens",) * 2):
+        found = [point.metrics[ours] for point in of_kind(events, Progress)]
+        assert found == pytest.approx([entry[theirs] for entry in expected], rel=1e-4, abs=1e-5), ours
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(tmp_path: Path, lora: Any) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    spec = spec_of(tmp_path, "reward", lora=lora)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert losses(events)[-1] < 0.7 * losses(events)[0]
+    assert of_kind(events, Evaluated)[-1].metrics["eval_rewards/accuracies"] == 1.0
+    effective = of_kind(events, Prepared)[0].effective
+    assert effective["padding_free"] == "not used: a reward is read at the end of a row"
+    assert effective["memory"]["fits"]
+    final = of_kind(events, CheckpointSaved)[-1]
+    if lora:
+        base = AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1)
+        loaded: Any = PeftModel.from_pretrained(base, final.path)
+    else:
+        loaded = AutoModelForSequenceClassification.from_pretrained(final.path)
+    tokenizer = AutoTokenizer.from_pretrained(final.path)
+    rewards = {}
+    for answer in ("chosen", "rejected"):
+        turns = [{"role": "user", "content": ROWS[30]["prompt"]}, {"role": "assistant", "content": ROWS[30][answer]}]
+        given = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            rewards[answer] = float(loaded.eval()(**given).logits)
+    assert rewards["chosen"] > rewards["rejected"]
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-4")[1]
+    assert losses(resumed) == losses(events)[4:]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def numbers(events: list[Any]) -> list[dict[str, float]]:
+    """Every metric point, without what the clock decides."""
+    points = of_kind(events, Progress) + of_kind(events, Evaluated)
+    timed = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
+
+
+def spec_of(root: Path, name: str, ranks: int = 1, **changes: Any) -> JobSpec:
+    """Eleven pairs in steps of four, two epochs: the last batch of an epoch is not full."""
+    algorithm, parameters = METHODS[name] if name in METHODS else ("reward", REWARDS[name])
+    fields = {
+        "rows": ROWS[:11],
+        "validation_rows": ROWS[11:16],
+        "n_epochs": 2,
+        "ranks": ranks,
+        "batch_size": 2 // ranks,
+        "gradient_accumulation_steps": 2,
+        "sharding": ShardingSpec() if ranks > 1 else None,
+        "optimizer": OptimizerSpec(learning_rate=5e-3),
+        "method": parameters,
+        "save_steps": 2,
+    }
+    return job_spec(root, tiny_model(), algorithm, **{**fields, **changes})
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_two_sharded_ranks_train_what_one_process_trains_and_continue_exactly(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    status, alone = run(tmp_path / "alone", spec_of(tmp_path / "alone", name))
+    assert status == 0
+    spec = spec_of(tmp_path / "together", name, 2)
+    codes, together = ranks.run(tmp_path / "run", spec)
+    assert codes == [0, 0], [event.message for event in of_kind(together, Failed)]
+    assert of_kind(together, Prepared)[0].effective["sharding"]["strategy"] == "FULL_SHARD"
+    for one, other in zip(numbers(alone), numbers(together), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    weights = (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes()
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    # In the middle of the second epoch, whose order of rows is not the first one's.
+    codes, resumed = ranks.run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert codes == [0, 0]
+    assert of_kind(resumed, Progress)[0].step == 5
+    assert losses(resumed) == losses(together)[4:]
+    assert (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo"])
+def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    one = spec_of(tmp_path / "one", name, batch_size=4, gradient_accumulation_steps=1)
+    _, whole = run(tmp_path / "one", one)
+    status, parts = run(tmp_path / "parts", spec_of(tmp_path / "parts", name, padding_free=False))
+    assert status == 0
+    for point, other in zip(numbers(whole), numbers(parts), strict=True):
+        assert point == pytest.approx(other, rel=1e-4, abs=1e-5)
+    (evaluation, *_) = of_kind(whole, Evaluated)
+    assert {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"} <= evaluation.metrics.keys()
+    effective = of_kind(whole, Prepared)[0].effective
+    expected = "not used: ORPO's loss covers prompts too" if name == "orpo" else "used"
+    assert effective["padding_free"] == expected
+    assert effective["memory"]["fits"]
+    final = of_kind(whole, CheckpointSaved)[-1]
+    assert AutoModelForCausalLM.from_pretrained(final.path).config.model_type == "llama"
+
+
+def test_a_method_trains_adapters(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    spec = spec_of(tmp_path, "orpo", lora=LORA, merge_adapter=True)
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert losses(events)[-1] < losses(events)[0]
+    assert [saved.kind for saved in of_kind(events, CheckpointSaved)][-2:] == ["final", "merged"]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model())
+    assert PeftModel.from_pretrained(base, spec.checkpoint_dir / "final").peft_config

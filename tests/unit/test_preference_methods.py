@@ -1,0 +1,174 @@
+"""How preference methods beside DPO are requested, and what is refused of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.requests.bodies import (
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    algorithm_of,
+)
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.preference import REQUESTED
+from llama_stack_provider_trl.requests.resolve import Resolution, resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
+from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.rows import check_rows
+from tests.tiny import REPOSITORY
+
+
+def request(config: Any = None, kind: Any = PreferenceOptimizeRequest, **data: Any) -> Any:
+    body: dict[str, Any] = {"job_uuid": "job-1", "model": "org/base"}
+    data = {"dataset_id": "pairs", "batch_size": 2, **data}
+    return kind(**body, training_config={"n_epochs": 1, "data_config": data}, algorithm_config=config)
+
+
+def resolved(config: Any = None, **options: Any) -> Resolution:
+    return resolve(request(config), ProviderOptions.parse(options), Settings(data_dir=Path("/data"), devices=("cpu",)))
+
+
+def spec_of(config: Any = None, **options: Any) -> JobSpec:
+    rows = DatasetRef(dataset_id="pairs", path=Path("/rows"), sha256="0" * 64, num_rows=4)
+    spec = resolved(config, **options).spec(rows, None)
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm", "expected"),
+    [
+        ({"type": "orpo"}, "orpo", OrpoSpec()),
+        ({"type": "orpo", "beta": 0.5}, "orpo", OrpoSpec(beta=0.5)),
+        ({"type": "cpo"}, "cpo", CpoSpec(loss_type="sigmoid", beta=0.1, alpha=1.0)),
+        ({"type": "cpo", "loss_type": "ipo", "alpha": 0.0}, "cpo", CpoSpec(loss_type="ipo", alpha=0.0)),
+        ({"type": "simpo"}, "simpo", CpoSpec(loss_type="simpo", beta=2.0, gamma=0.5, alpha=0.0)),
+        ({"type": "simpo", "beta": 2.5, "gamma": 1.0, "alpha": 0.1}, "simpo", None),
+    ],
+)
+def test_a_method_gets_its_parameters(config: Any, algorithm: str, expected: Any) -> None:
+    spec = spec_of(config)
+    expected = expected or CpoSpec(loss_type="simpo", beta=2.5, gamma=1.0, alpha=0.1)
+    assert (spec.algorithm, spec.method, spec.dpo) == (algorithm, expected, None)
+    assert spec_of(None, method=config).method == expected
+    assert spec.optimizer.learning_rate == 1e-6
+    assert spec_of(config, lora={"rank": 4}).optimizer.learning_rate == 1e-5
+
+
+def test_a_reward_model_gets_its_parameter_and_its_own_learning_rates() -> None:
+    spec = spec_of({"type": "reward", "center_rewards_coefficient": 0.01})
+    assert (spec.algorithm, spec.method) == ("reward", RewardSpec(center_rewards_coefficient=0.01))
+    assert (spec.trains_reward, spec.has_pairs) == (True, True)
+    assert spec.optimizer.learning_rate == 1e-4
+    assert spec_of({"type": "reward"}, lora={"rank": 4}).optimizer.learning_rate == 1e-3
+
+
+def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
+    for config in ({"type": "cpo"}, {"type": "simpo"}):
+        method = spec_of(config, label_smoothing=0.1).method
+        assert isinstance(method, CpoSpec)
+        assert method.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "field", "words"),
+    [
+        ({"type": "orpo", "gamma": 0.5}, {}, "algorithm_config.gamma", "ORPO has no such field"),
+        ({"type": "orpo", "loss_type": "sigmoid"}, {}, "algorithm_config.loss_type", "its fields are: type, beta"),
+        ({"type": "cpo", "gamma": 0.5}, {}, "algorithm_config.gamma", "CPO has no such field"),
+        ({"type": "simpo", "reward_clip": 1.0}, {}, "algorithm_config.reward_clip", "SimPO has no such field"),
+        ({"type": "orpo", "beta": 0.0}, {}, "algorithm_config.beta", "greater than 0"),
+        ({"type": "cpo", "beta": float("inf")}, {}, "algorithm_config.beta", "finite"),
+        ({"type": "cpo", "loss_type": "simpo"}, {}, "algorithm_config.loss_type", "send the type 'simpo'"),
+        ({"type": "cpo", "loss_type": "hing"}, {}, "algorithm_config.loss_type", "the nearest is 'hinge'"),
+        ({"type": "opro"}, {}, "algorithm_config.type", "the nearest is 'orpo'"),
+        ({"type": ["orpo"]}, {}, "algorithm_config.type", "string"),
+        ({"type": "orpo"}, {"label_smoothing": 0.1}, "provider_options.label_smoothing", "ORPO has no form"),
+        ({"type": "orpo"}, {"reference_model": "org/b"}, "provider_options.reference_model", "no reference model"),
+        (
+            {"type": "cpo", "loss_type": "hinge"},
+            {"label_smoothing": 0.1},
+            "provider_options.label_smoothing",
+            "the loss hinge has no form",
+        ),
+        (
+            {"type": "simpo"},
+            {"precompute_reference": True},
+            "provider_options.precompute_reference",
+            "SimPO has no reference model",
+        ),
+        ({"type": "reward", "beta": 0.1}, {}, "algorithm_config.beta", "a reward model has no such field"),
+        (
+            {"type": "reward"},
+            {"label_smoothing": 0.1},
+            "provider_options.label_smoothing",
+            "a reward model has no form",
+        ),
+        ({"type": "reward"}, {"samples": {"prompts": ["a"]}}, "provider_options.samples", "writes no text"),
+        ({"type": "reward"}, {"merge_adapter": True, "lora": {}}, "provider_options.merge_adapter", "is not merged"),
+        ({"type": "reward"}, {"peft_method": "ia3", "lora": {}}, "provider_options.peft_method", "plain LoRA only"),
+        ({"type": "reward"}, {"adapter": "merge"}, "provider_options.adapter", ""),
+        (
+            {"type": "reward"},
+            {"lora": {"quantize_base": True}},
+            "provider_options.lora.quantize_base",
+            "plain LoRA only",
+        ),
+        ({"type": "reward"}, {"lora": {"use_dora": True}}, "provider_options.lora.use_dora", "plain LoRA only"),
+        (None, {"method": {"beta": 0.1}}, "provider_options.method.type", "expected one of orpo, cpo, simpo, reward"),
+        (None, {"method": {"type": "dpo"}}, "provider_options.method.type", "DPO has its fields in algorithm_config"),
+        (None, {"method": {"type": "orpo", "gama": 1}}, "provider_options.method.gama", "ORPO has no such field"),
+        ({"type": "cpo"}, {"method": {"type": "orpo"}}, "algorithm_config.type", "send one of them"),
+    ],
+)
+def test_what_a_method_does_not_have_is_refused_by_name(config: Any, options: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        resolved(config, **options)
+    assert refused.value.field == field
+    assert words in str(refused.value)
+
+
+def test_the_option_belongs_to_preference_optimize() -> None:
+    options = ProviderOptions.parse({"method": {"type": "orpo"}})
+    with pytest.raises(InvalidRequest, match="belongs to the call preference-optimize"):
+        resolve(request(kind=SupervisedFineTuneRequest), options, Settings(data_dir=Path("/data"), devices=("cpu",)))
+
+
+def test_dpo_fields_that_a_release_requires_beside_the_option_are_noted() -> None:
+    found = resolved({"beta": 0.1, "loss_type": "sigmoid"}, method={"type": "simpo", "beta": 2.5})
+    assert found.fields["method"].beta == 2.5
+    (warning,) = found.warnings
+    assert warning.startswith("algorithm_config.beta, algorithm_config.loss_type: no effect")
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.call == "dpo"])
+def test_a_body_with_a_preference_method_is_meant_for_preference_optimize(name: str) -> None:
+    assert algorithm_of({"algorithm_config": {"type": name}}) == "dpo"
+    assert algorithm_of({"provider_options": {"method": {"type": name}}}) == "dpo"
+    assert algorithm_of({"algorithm_config": {"type": "LoRA"}, "provider_options": {}}) == "sft"
+
+
+def test_every_method_has_its_entries() -> None:
+    assert set(METHODS) == set(get_args(Algorithm)) == {"sft", "dpo", *REQUESTED}
+    for name, requested in REQUESTED.items():
+        assert requested.title == METHODS[name].title  # type: ignore[index]
+
+
+def test_pairs_are_checked_for_a_preference_method() -> None:
+    assert check_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "orpo").num_rows == 1
+    with pytest.raises(InvalidRows, match=r"expected for SimPO one of: prompt \+ chosen \+ rejected") as refused:
+        check_rows([{"prompt": "a", "completion": "b"}], "simpo")
+    assert "These columns are SFT's: was POST /v1/post-training/supervised-fine-tune meant?" in str(refused.value)
+
+
+def test_the_page_lists_the_fields_of_every_method() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "methods.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE)
+    fields = {(name, field) for name, one in REQUESTED.items() for field in one.fields.model_fields if field != "type"}
+    assert set(listed) == fields
