@@ -17,6 +17,8 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import load_data
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, shards
 from llama_stack_provider_trl.recipes.distributed.workers import Workers
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
 from llama_stack_provider_trl.recipes.trainer import averaging as recipe
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
@@ -226,6 +228,16 @@ def test_nodes_are_workers_whose_ranks_shard_the_model(ranks: Ranks, tmp_path: P
     trained(ranks, tmp_path / "nodes" / "again", again, saved.path, per_node=2)
     for name, weight in final_weights(again).items():
         assert torch.equal(weight, final_weights(spec)[name])
+
+
+def test_the_memory_estimate_has_common_weights_and_momentum_and_no_buckets(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, optimizer=OptimizerSpec(learning_rate=1e-3, name="sgd"))
+    batch = Batch(2, 32)
+    apart, every = (estimate(one, batch, "cpu") for one in (spec, spec.model_copy(update={"averaging": None})))
+    weights = AutoModelForCausalLM.from_pretrained(spec.model).num_parameters()
+    assert apart.optimizer - every.optimizer == 8 * weights
+    assert every.gradients - apart.gradients == 4 * weights, "DDP's buckets"
+    assert apart.checkpoint_copy - every.checkpoint_copy == 4 * weights
 
 
 # --- the outer step alone ---------------------------------------------------------------------------------------------
