@@ -18,6 +18,7 @@ from .beginnings import ResumeFrom as ResumeFrom
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
+from .search import PruningSpec, SearchSpec
 
 Algorithm = Literal["sft", "dpo"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -329,6 +330,10 @@ class JobSpec(Frozen):
     """Jobs that must have completed before this one starts."""
     cancel_with: bool = False
     """A cancel of one of these cancels this job; False: it fails."""
+    search: SearchSpec | None = None
+    """Not None: it is not trained itself, its trials are; the other fields are those of its first trial."""
+    pruning: PruningSpec | None = None
+    """Of a trial: it pauses at the rungs of its search, after an evaluation."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""
