@@ -13,7 +13,7 @@ from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .database import Database, Execute
 from .records import JobRecord
-from .searching import Decisions, Ending, Trial, best_trial, decide
+from .searching import Ending, SearchDecisions, Trial, best_trial, decide
 from .states import JobState
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Searches:
             self._settled[name] = seen
         return False
 
-    def _record(self, name: str, decided: Decisions) -> None:
+    def _record(self, name: str, decided: SearchDecisions) -> None:
         faults.reach("search-rung-decided")
         with self._database.transaction() as execute:
             for trial in decided.promoted:
@@ -135,7 +135,7 @@ class Searches:
         )
         faults.reach("search-rung-recorded")
 
-    def _act(self, name: str, decided: Decisions, jobs: Jobs) -> None:
+    def _act(self, name: str, decided: SearchDecisions, jobs: Jobs) -> None:
         for trial in decided.cancel:
             try:
                 jobs.request_cancel(trial.job_uuid, trial.pruned or f"its search {name} was cancelled")

@@ -66,7 +66,7 @@ class Ending(NamedTuple):
     message: str = ""
 
 
-class Decisions(NamedTuple):
+class SearchDecisions(NamedTuple):
     """What follows for a search."""
 
     promoted: tuple[Trial, ...] = ()
@@ -82,7 +82,7 @@ class Decisions(NamedTuple):
     """How far the search is."""
 
 
-def decide(search: SearchSpec, state: JobState, trials: Sequence[Trial]) -> Decisions:
+def decide(search: SearchSpec, state: JobState, trials: Sequence[Trial]) -> SearchDecisions:
     """Decide about a search that has not ended.
 
     Args:
@@ -92,12 +92,12 @@ def decide(search: SearchSpec, state: JobState, trials: Sequence[Trial]) -> Deci
     live = [one for one in trials if one.state not in TERMINAL]
     if state is JobState.cancelling:
         if not live:
-            return Decisions(ending=Ending(JobState.cancelled))
-        return Decisions(cancel=_to_cancel(live), detail=f"{len(live)} trials are being cancelled")
+            return SearchDecisions(ending=Ending(JobState.cancelled))
+        return SearchDecisions(cancel=_to_cancel(live), detail=f"{len(live)} trials are being cancelled")
     if not live:
-        return Decisions(ending=_ending(search, trials))
+        return SearchDecisions(ending=_ending(search, trials))
     promoted, pruned = _rung(search, trials)
-    return Decisions(
+    return SearchDecisions(
         promoted,
         pruned,
         tuple(one for one in live if not one.pruned and _waits_to_continue(search, one)),

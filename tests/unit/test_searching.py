@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.searching import Decisions, Trial, best_trial, decide
+from llama_stack_provider_trl.jobs.searching import SearchDecisions, Trial, best_trial, decide
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.search import PruningSpec, SearchSpec, rung_steps
@@ -40,7 +40,7 @@ def numbers(trials: Sequence[Trial]) -> list[int]:
     return [one.number for one in trials]
 
 
-def pruned(decided: Decisions) -> dict[int, str]:
+def pruned(decided: SearchDecisions) -> dict[int, str]:
     return {one.number: why for one, why in decided.pruned}
 
 
@@ -109,7 +109,7 @@ def test_one_trial_always_continues() -> None:
 )
 def test_nothing_is_decided_before_all_have_reached_the_rung(late: Trial) -> None:
     decided = decide(search(), RUNNING, [*at_rung(1.0, 2.0), late])
-    assert decided == Decisions(detail="0 of 3 trials have ended")
+    assert decided == SearchDecisions(detail="0 of 3 trials have ended")
 
 
 def test_who_wins_does_not_depend_on_the_order_in_which_trials_arrive() -> None:
@@ -245,7 +245,7 @@ def test_a_cancel_of_the_search_cancels_its_trials_and_then_ends_it() -> None:
 
 def test_without_pruning_every_trial_is_trained_to_its_end() -> None:
     trials = [trial(1, RUNNING, (2, 1.0), step=4), trial(2, COMPLETED, (18, 2.0))]
-    assert decide(search(None), RUNNING, trials) == Decisions(detail="1 of 2 trials have ended")
+    assert decide(search(None), RUNNING, trials) == SearchDecisions(detail="1 of 2 trials have ended")
 
 
 # --- whole searches ---------------------------------------------------------------------------------------------------
