@@ -42,8 +42,11 @@ def _run(store: Store, options: argparse.Namespace) -> None:
                 print(_line(job))
         case "show":
             job = store.get(options.job_uuid)
-            exports, chain = store.exports.of_job(job.job_uuid), store.chains.of_job(job.job_uuid)
-            answer = status_response(job, store.checkpoints(job.job_uuid), store.attempts(job.job_uuid), exports, chain)
+            answer = status_response(
+                *(job, store.checkpoints(job.job_uuid), store.attempts(job.job_uuid)),
+                *(store.exports.of_job(job.job_uuid), store.chains.of_job(job.job_uuid)),
+                searched=store.searches.of_job(job.job_uuid),
+            )
             print(json.dumps(answer.model_dump(mode="json"), indent=2))
         case "pause":
             print(_line(store.request_pause(options.job_uuid)))

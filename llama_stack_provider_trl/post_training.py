@@ -106,6 +106,7 @@ class TrlPostTraining(SubmittingCalls):
                 *(store.get(job_uuid), store.checkpoints(job_uuid)),
                 *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
                 chain=store.chains.of_job(job_uuid),
+                searched=store.searches.of_job(job_uuid),
             )
 
     def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:

@@ -18,7 +18,7 @@ def find_base(request: Request, store: Store) -> NamedJob | None:
     """The job that `model` names as `job:NAME`; None: it names none, or there is no such job.
 
     Raises:
-        InvalidRequest: that is no name of a job.
+        InvalidRequest: that is no name of a job, or of a search that has not completed.
     """
     job_uuid = base_job_of(request)
     if job_uuid is None:
@@ -27,6 +27,12 @@ def find_base(request: Request, store: Store) -> NamedJob | None:
         job = store.get(job_uuid)
     except JobNotFound:
         return None
+    if job.spec.search is not None:
+        best = store.searches.best(job_uuid, job.spec.search) if job.state is JobState.completed else None
+        if best is None:
+            hint = f"job {job_uuid!r} is a search and is {job.state}: its best trial is known once it has completed"
+            raise InvalidRequest("model", request.model, hint)
+        job_uuid, job = best, store.get(best)
     names = tuple(checkpoint.path.name for checkpoint in store.checkpoints(job_uuid))
     return NamedJob(job.spec, job.state is JobState.completed, names)
 

@@ -26,7 +26,7 @@ from ..system.process import FileLock
 
 DATABASE = "jobs.sqlite3"
 """Its name in a data directory."""
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 _PRIVATE = ("jobs", "datasets", "tokens", "reference", "preflights", "trackers")
 _BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
 """What a data directory of the provider may hold before its first job database exists."""

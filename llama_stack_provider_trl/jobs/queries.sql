@@ -106,12 +106,13 @@ WHERE checkpoint_dir IN (SELECT value FROM json_each(:here_or_above))
 LIMIT 1;
 
 -- name: select_active
--- Jobs of which processes may exist (states.ACTIVE). Runs several times a second: it must use the index.
-SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
+-- Jobs of which processes may exist (states.ACTIVE); a search has none. Runs several times a second: it must use the index.
+SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') AND attempt > 0 ORDER BY age;
 
 -- name: select_places
 -- Of the jobs in states.ACTIVE. As often as select_active, and of no more than is needed.
-SELECT job_uuid, device AS places FROM jobs WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
+SELECT job_uuid, device AS places FROM jobs
+WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') AND attempt > 0;
 
 -- name: select_queue
 -- A `Queued` for each job that waits, oldest first; not of those that wait for other jobs, or for their next try.
@@ -183,6 +184,52 @@ WHERE predecessor = :job_uuid AND base IS NOT NULL AND state NOT IN ('completed'
 
 -- name: delete_predecessors
 DELETE FROM predecessors WHERE job_uuid = :job_uuid;
+
+-- name: start_search
+-- A new search: its trials wait for devices, it does not.
+UPDATE jobs SET state = 'in_progress', started_at = :now WHERE job_uuid = :job_uuid AND state = 'scheduled' AND attempt = 0;
+
+-- name: insert_trial
+INSERT INTO trials (search, number, job_uuid, parameters) VALUES (:search, :number, :job_uuid, :parameters);
+
+-- name: select_searches
+-- The searches that have not ended, oldest first. Runs at every pass.
+SELECT job_uuid, state, detail, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.search') END AS search
+FROM jobs WHERE state IN ('in_progress', 'cancelling') AND attempt = 0 ORDER BY age;
+
+-- name: select_trials
+-- The steps that are planned: a job that stopped early has fewer in its own column.
+SELECT number, trials.job_uuid, parameters, rung, pruned, resumed_attempt, state, jobs.attempt, step, paused_at_step,
+       (SELECT json_extract(planned.prepared, '$.total_steps') FROM attempts AS planned
+        WHERE planned.job_uuid = trials.job_uuid AND planned.prepared IS NOT NULL
+        ORDER BY planned.attempt DESC LIMIT 1) AS planned_steps,
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.best_checkpoint') END AS best_checkpoint
+FROM trials JOIN jobs USING (job_uuid)
+LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
+WHERE search = :search ORDER BY number;
+
+-- name: select_search_of
+SELECT search FROM trials WHERE job_uuid = :job_uuid;
+
+-- name: promote_trial
+-- This and the next: what is decided about a rung is decided once.
+UPDATE trials SET rung = rung + 1 WHERE search = :search AND number = :number AND rung = :rung AND pruned = '';
+
+-- name: prune_trial
+UPDATE trials SET pruned = :why WHERE search = :search AND number = :number AND rung = :rung AND pruned = '';
+
+-- name: note_trial_resumed
+UPDATE trials SET resumed_attempt = :attempt WHERE job_uuid = :job_uuid;
+
+-- name: insert_checkpoints_of_best
+-- The result of a search: the checkpoints of its best trial.
+INSERT INTO checkpoints (job_uuid, path, attempt, kind, step, epoch, created_at, train_loss, validation_loss, perplexity)
+SELECT :job_uuid, path, attempt, kind, step, epoch, created_at, train_loss, validation_loss, perplexity
+FROM checkpoints WHERE job_uuid = :best
+ON CONFLICT (job_uuid, path) DO NOTHING;
+
+-- name: delete_trials
+DELETE FROM trials WHERE search = :job_uuid;
 
 -- name: select_paces
 -- Of jobs in states.ACTIVE.

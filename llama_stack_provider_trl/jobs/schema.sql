@@ -44,6 +44,18 @@ CREATE TABLE IF NOT EXISTS predecessors (
 
 CREATE INDEX IF NOT EXISTS predecessors_by_predecessor ON predecessors (predecessor);
 
+-- The trials of searches: each is a job, and so is the search, which has no attempts. They are deleted together.
+CREATE TABLE IF NOT EXISTS trials (
+    search TEXT NOT NULL REFERENCES jobs (job_uuid),
+    number INTEGER NOT NULL,                -- from 1
+    job_uuid TEXT NOT NULL UNIQUE REFERENCES jobs (job_uuid),
+    parameters TEXT NOT NULL,               -- JSON: path of a request field -> its value
+    rung INTEGER NOT NULL DEFAULT 0,        -- rungs at which it was decided that it continues
+    pruned TEXT NOT NULL DEFAULT '',        -- why it does not; '': it does. This and rung are recorded before they are acted on
+    resumed_attempt INTEGER NOT NULL DEFAULT 0, -- the attempt that ended at a rung and was resumed last
+    PRIMARY KEY (search, number)
+) STRICT, WITHOUT ROWID;
+
 -- One row per try. The cursor counts the bytes of events.jsonl that the other columns and tables reflect.
 CREATE TABLE IF NOT EXISTS attempts (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
@@ -258,5 +270,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 11;
+PRAGMA user_version = 12;
 COMMIT;

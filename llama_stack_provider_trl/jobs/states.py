@@ -36,11 +36,14 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
         # completed: a short job may start and finish between two polls. scheduled: retried
         {
             *(JobState.in_progress, JobState.scheduled, JobState.pausing, JobState.cancelling),
-            *(JobState.completed, JobState.failed),
+            *(JobState.completed, JobState.failed, JobState.paused),  # paused: at a rung of its search
         }
     ),
     JobState.in_progress: frozenset(
-        {JobState.pausing, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed}
+        {
+            *(JobState.pausing, JobState.scheduled, JobState.cancelling, JobState.completed, JobState.failed),
+            JobState.paused,  # at a rung of its search
+        }
     ),
     JobState.pausing: frozenset({JobState.paused, JobState.cancelling, JobState.completed, JobState.failed}),
     JobState.paused: frozenset({JobState.scheduled, JobState.cancelled}),
@@ -112,6 +115,9 @@ REASONS: dict[Reason, Remedy] = {
         None,
         "Correct the job that it waited for and submit that one again under another job_uuid, then this one with "
         "the new name in `after`.",
+    ),
+    Reason.no_trial_completed: Remedy(
+        None, "Read why its trials ended (their own status), correct the request and submit it under another job_uuid."
     ),
     Reason.no_result: Remedy(
         None, "The training process ended early by itself: read the end of the log file (log_path)."

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import JobConflict, LimitReached, StoreError
 from ..requests.trackers import TrackerChoice
@@ -20,7 +21,7 @@ from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
 from .chains import Chains, insert_predecessors
-from .database import Database
+from .database import Database, Execute
 from .demands import Demand, Queued
 from .exports import Exports
 from .node_tasks import NodeTasks
@@ -29,8 +30,32 @@ from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
+from .searches import NewTrial, Searches, insert_trial
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 from .totals import WAIT, Totals, observed
+
+_DELETE = (
+    "delete_tasks",
+    "delete_attempts",
+    "delete_points",
+    "delete_samples",
+    "delete_checkpoints",
+    "delete_warnings",
+    "delete_exports",
+    "delete_predecessors",
+    "delete_job",
+)
+"""The statements that delete what is stored of a job."""
+
+
+class NewJob(NamedTuple):
+    """A job that is to be stored; see `Store.add_job`."""
+
+    spec: JobSpec
+    request_digest: str
+    warnings: Iterable[str] = ()
+    needed: Iterable[Path] = ()
+    trackers: Iterable[TrackerChoice] = ()
 
 
 class Store(JobReader):
@@ -49,6 +74,7 @@ class Store(JobReader):
         totals: what monitoring reads.
         ahead: what the start of waiting jobs is predicted from.
         chains: jobs that come after others.
+        searches: jobs that are searches, and their trials.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -60,6 +86,7 @@ class Store(JobReader):
         self.totals = Totals(self.database)
         self.ahead = QueueAhead(self.database)
         self.chains = Chains(self.database, clock)
+        self.searches = Searches(self.database, clock)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -94,6 +121,30 @@ class Store(JobReader):
             LimitReached: `created_by` has `max_waiting` waiting jobs.
             StoreError: some of `needed` are gone.
         """
+        with self.database.transaction() as execute:
+            return self._add(execute, NewJob(spec, request_digest, warnings, needed, trackers), created_by, max_waiting)
+
+    def add_search(
+        self,
+        search: NewJob,
+        trials: Sequence[tuple[NewTrial, NewJob]],
+        created_by: str = "",
+        max_waiting: int | None = None,
+    ) -> bool:
+        """Store a search and queue its trials, all or none of them. As `add_job`."""
+        with self.database.transaction() as execute:
+            if not self._add(execute, search, created_by, None):
+                return False
+            execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
+            for new, job in trials:
+                if not self._add(execute, job, created_by, max_waiting):
+                    raise digest_conflict(job.spec.job_uuid)
+                insert_trial(execute, search.spec, job.spec, new)
+        return True
+
+    def _add(self, execute: Execute, job: NewJob, created_by: str, max_waiting: int | None) -> bool:
+        """See `add_job`."""
+        spec, request_digest = job.spec, job.request_digest
         key = {"job_uuid": spec.job_uuid}
         checkpoint_dir = str(spec.checkpoint_dir)
         here_or_above = json.dumps([checkpoint_dir, *map(str, spec.checkpoint_dir.parents)])
@@ -107,30 +158,29 @@ class Store(JobReader):
             },
             **{"demand": Demand.of(spec).text(), "created_by": created_by, "blocked": int(bool(spec.after))},
         }
-        with self.database.transaction() as execute:
-            neighbour = execute("select_neighbour", {"ours": checkpoint_dir, "here_or_above": here_or_above}).fetchone()
-            if neighbour is not None and neighbour["job_uuid"] != spec.job_uuid:
-                raise JobConflict(
-                    f"checkpoint_dir {str(spec.checkpoint_dir)!r} conflicts with job {neighbour['job_uuid']!r}, "
-                    "whose checkpoints lie there: choose another checkpoint_dir"
-                )
-            created = execute("insert_job", row).rowcount == 1
-            for path in needed if created else ():
-                if not touched(path):
-                    raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
-            if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
-                raise digest_conflict(spec.job_uuid)
-            if created:
-                insert_predecessors(execute, spec)
-            if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
-                raise LimitReached(
-                    f"the token {created_by!r} has {max_waiting} waiting jobs, and max_queued_jobs allows no more: "
-                    "submit this one when one of them has started, or cancel one"
-                )
-            for message in warnings if created else ():
-                execute("insert_warning", {**key, "message": message})
-            for choice in trackers if created else ():
-                execute("insert_export", {**key, **choice._asdict(), "key": secrets.token_hex(8)})
+        neighbour = execute("select_neighbour", {"ours": checkpoint_dir, "here_or_above": here_or_above}).fetchone()
+        if neighbour is not None and neighbour["job_uuid"] != spec.job_uuid:
+            raise JobConflict(
+                f"checkpoint_dir {str(spec.checkpoint_dir)!r} conflicts with job {neighbour['job_uuid']!r}, "
+                "whose checkpoints lie there: choose another checkpoint_dir"
+            )
+        created = execute("insert_job", row).rowcount == 1
+        for path in job.needed if created else ():
+            if not touched(path):
+                raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
+        if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
+            raise digest_conflict(spec.job_uuid)
+        if created:
+            insert_predecessors(execute, spec)
+        if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
+            raise LimitReached(
+                f"the token {created_by!r} has {max_waiting} waiting jobs, and max_queued_jobs allows no more: "
+                "submit this one when one of them has started, or cancel one"
+            )
+        for message in job.warnings if created else ():
+            execute("insert_warning", {**key, "message": message})
+        for choice in job.trackers if created else ():
+            execute("insert_export", {**key, **choice._asdict(), "key": secrets.token_hex(8)})
         return created
 
     @contextmanager
@@ -140,50 +190,54 @@ class Store(JobReader):
             yield mentioned_digests(row["spec"] for row in execute("select_specs", {}))
 
     def delete(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
-        """Delete the record of a job that has ended and return it. The caller removes the files.
+        """Delete the record of a job that has ended and return it; of a search, those of its trials too. The caller
+        removes the files.
 
         Args:
-            set_aside: renames the files before the name is free for another job. It must be quick.
+            set_aside: renames the files of each of these jobs before its name is free for another. It must be quick.
 
         Raises:
             JobNotFound.
             JobConflict: the job has not ended, or others wait for it.
         """
-        key = {"job_uuid": job_uuid}
         with self.database.transaction() as execute:
             job = self.get(job_uuid)  # the connection is this thread's: as the transaction sees it
-            if job.state not in TERMINAL:
+            if search := self.searches.search_of(job_uuid):
                 raise JobConflict(
-                    f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it"
+                    f"job {job_uuid!r} is a trial of the search {search!r}: delete that one, with its trials"
                 )
-            if left := [row["node"] for row in execute("select_unfinished_tasks", key)]:
-                raise JobConflict(
-                    f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
-                    "reported that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
-                )
-            if waiting := [row["job_uuid"] for row in execute("select_needing", key)]:
-                raise JobConflict(
-                    f"job {job_uuid!r} cannot be deleted while {', '.join(waiting[:3])}"
-                    f"{' and others' if len(waiting) > 3 else ''} wait for it or use its checkpoint: delete it once "
-                    "they have ended, or cancel them first"
-                )
-            set_aside(job)
-            for name in (
-                "delete_tasks",
-                "delete_attempts",
-                "delete_points",
-                "delete_samples",
-                "delete_checkpoints",
-                "delete_warnings",
-                "delete_exports",
-                "delete_predecessors",
-                "delete_job",
-            ):
-                execute(name, key)
+            jobs = [job, *map(self.get, self.searches.names_of_trials(job_uuid))]
+            for one in jobs:
+                self._refuse_deletion(execute, one)
+            for one in jobs:
+                set_aside(one)
+            execute("delete_trials", {"job_uuid": job_uuid})
+            for one in reversed(jobs):
+                for name in _DELETE:
+                    execute(name, {"job_uuid": one.job_uuid})
         return job
 
-    def request_cancel(self, job_uuid: str) -> JobRecord:
+    def _refuse_deletion(self, execute: Execute, job: JobRecord) -> None:
+        job_uuid, key = job.job_uuid, {"job_uuid": job.job_uuid}
+        if job.state not in TERMINAL:
+            raise JobConflict(f"job {job_uuid!r} is {job.state}: cancel it and wait until it has ended, then delete it")
+        if left := [row["node"] for row in execute("select_unfinished_tasks", key)]:
+            raise JobConflict(
+                f"job {job_uuid!r} may still have processes on {', '.join(left)}: delete it once that node has "
+                "reported that they are gone, or remove the node (DELETE /v1/nodes/NAME)"
+            )
+        if waiting := [row["job_uuid"] for row in execute("select_needing", key)]:
+            raise JobConflict(
+                f"job {job_uuid!r} cannot be deleted while {', '.join(waiting[:3])}"
+                f"{' and others' if len(waiting) > 3 else ''} wait for it or use its checkpoint: delete it once "
+                "they have ended, or cancel them first"
+            )
+
+    def request_cancel(self, job_uuid: str, message: str = "") -> JobRecord:
         """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
+
+        Args:
+            message: the reason, where the user has not requested it.
 
         Raises:
             JobNotFound.
@@ -199,7 +253,7 @@ class Store(JobReader):
                 )
             target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
             # Not applied if the job has changed its state in the meantime: read it again.
-            self.transition(job_uuid, job.attempt, job.state, target)
+            self.transition(job_uuid, job.attempt, job.state, target, None, message)
 
     def request_pause(self, job_uuid: str) -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
@@ -215,6 +269,10 @@ class Store(JobReader):
                 return job
             if job.state in TERMINAL or job.state is JobState.cancelling:
                 raise JobConflict(f"job {job_uuid!r} is {job.state}: only a job that has not ended can be paused")
+            if job.spec.search is not None:
+                raise JobConflict(
+                    f"job {job_uuid!r} is a search, which holds no device: pause its trials, or cancel it"
+                )
             target = JobState.pausing if job.state in ACTIVE else JobState.paused
             self.transition(job_uuid, job.attempt, job.state, target)
 

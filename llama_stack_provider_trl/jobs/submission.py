@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from ..errors import InvalidRequest, InvalidRows, StoreError
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
+from ..requests.search import RequestedSearch, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
 from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
@@ -23,7 +24,8 @@ from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .ownership import Ownership
 from .resume_from import copy_checkpoint, discard_checkpoint
-from .store import Store
+from .searches import NewTrial
+from .store import NewJob, Store
 
 _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
@@ -43,6 +45,15 @@ class ResolvedJob(NamedTuple):
     warnings: list[str]
     trackers: tuple[TrackerChoice, ...]
     """They get its points."""
+
+
+class Split(NamedTuple):
+    """How the rows of a dataset are split."""
+
+    sha256: str
+    """Of the dataset."""
+    share: float
+    seed: int
 
 
 class Datasets(Protocol):
@@ -80,6 +91,8 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
+    if (search := resolve_search(request, options)) is not None:
+        return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
@@ -91,15 +104,54 @@ async def submit(
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
 
 
+async def submit_search(
+    job_uuid: str,
+    search: RequestedSearch,
+    digest: str,
+    settings: Settings,
+    store: Store,
+    datasets: Datasets,
+    owner: Submitter | None = None,
+) -> bool:
+    """Submit a search, and its trials as jobs. As `submit`: each trial is checked as a request of its own."""
+    known: dict[tuple[str, Algorithm, DataFormat | None], tuple[DatasetRef, list[str]]] = {}
+
+    async def rows(
+        dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        key = dataset_id, algorithm, data_format
+        if key not in known:
+            known[key] = await datasets(*key)
+        return known[key]
+
+    splits: dict[Split, tuple[DatasetRef, DatasetRef]] = {}
+    trials: list[tuple[NewTrial, NewJob]] = []
+    for trial in search.trials:
+        try:
+            job = await resolved(trial.request, trial.options, settings, rows, store, splits)
+        except InvalidRequest as error:
+            raise in_trial(trial, error) from error
+        spec = search.trial_spec(trial, job.spec)
+        trials.append((NewTrial(trial.number, trial.values), _new(job._replace(spec=spec), f"{digest}:{trial.number}")))
+    own = search.own_spec(job_uuid, trials[0][1].spec)
+    warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
+    by = owner or Submitter()
+    return await asyncio.to_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)
+
+
+def _new(job: ResolvedJob, digest: str) -> NewJob:
+    needed = [ref.path for ref in (job.spec.dataset, job.spec.validation) if ref is not None]
+    if job.spec.resume_from is not None and job.spec.resume_from.path is not None:
+        needed.append(job.spec.resume_from.path)
+    return NewJob(job.spec, digest, job.warnings, needed, job.trackers)
+
+
 def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: Submitter | None = None) -> bool:
     spec = copy_checkpoint(job.spec, store, data_dir)
-    needed = [ref.path for ref in (spec.dataset, spec.validation) if ref is not None]
-    if spec.resume_from is not None and spec.resume_from.path is not None:
-        needed.append(spec.resume_from.path)
-    by = owner or Submitter()
+    new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
     created = False
     try:
-        created = store.add_job(spec, digest, job.warnings, needed, by.name, by.max_waiting, job.trackers)
+        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers)
     finally:
         if not created:
             discard_checkpoint(spec)
@@ -107,12 +159,18 @@ def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: 
 
 
 async def resolved(
-    request: Request, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store | None
+    request: Request,
+    options: ProviderOptions,
+    settings: Settings,
+    datasets: Datasets,
+    store: Store | None,
+    splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
+        splits: those that were made for the same submission.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
@@ -129,9 +187,11 @@ async def resolved(
         validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     elif resolution.train_share < 1.0:
-        dataset, validation = await asyncio.to_thread(
-            split_rows, dataset, resolution.train_share, resolution.fields["seed"]
-        )
+        split = Split(dataset.sha256, resolution.train_share, resolution.fields["seed"])
+        splits = {} if splits is None else splits
+        if split not in splits:
+            splits[split] = await asyncio.to_thread(split_rows, dataset, split.share, split.seed)
+        dataset, validation = splits[split]
     return ResolvedJob(resolution.spec(dataset, validation), [*resolution.warnings, *warnings], resolution.trackers)
 
 

@@ -36,7 +36,7 @@ from .retries import Retries
 from .states import ACTIVE, TERMINAL, JobState
 from .step_checkpoints import delete_superfluous
 from .store import Store
-from .verdict import verdict
+from .verdict import is_at_rung, verdict
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ class Supervisor:
             if draining:
                 self._guarded(job, partial(self._drain, job, head.name, draining))
         self._store.chains.advance(self._end_blocked)
+        self._store.searches.advance(self._store)
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()
@@ -293,6 +294,11 @@ class Supervisor:
         decided = verdict(job.state, outcome, seen, log_tail, node, str(paths.rank_log(seen.rank or 0)))
         self._attempts.remove_leftovers(job)
         faults.reach("supervisor-concluding")
+        if decided.state is JobState.paused and is_at_rung(job, outcome):
+            if self._move(job, JobState.paused):
+                detail = f"saved at step {outcome.paused_at_step}, where the trials of its search are compared"
+                self._store.set_detail(job.job_uuid, JobState.paused, detail)
+            return
         if decided.state is JobState.paused and job.state is not JobState.pausing:
             message = f"saved at step {outcome.paused_at_step}: its node is being drained"
             self._store.retry(job, None, message, 0.0, counts=False)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..launch.base import Ended, Observation
 from ..specs.events import Failed, Reason
 from ..specs.job import JobSpec
+from ..specs.search import rung_steps
 from .records import AttemptRecord, JobRecord, Outcome
 from .states import REASONS, JobState
 
@@ -61,6 +62,12 @@ def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason
         and job.spec.in_smaller_parts() is not None
         and not has_shrunk(attempts)
     )
+
+
+def is_at_rung(job: JobRecord, outcome: Outcome) -> bool:
+    """Whether a trial has ended at a step where its search compares it with the others."""
+    planned = job.progress.total_steps
+    return planned is not None and outcome.paused_at_step in rung_steps(job.spec.pruning, planned)
 
 
 def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:

@@ -59,7 +59,11 @@ def refuse_unsupported(request: Request, *, sharded: bool) -> None:
     efficiency = "training_config.efficiency_config."
     one_process = "this provider trains in one process without sharding; leave it out or set false"
     refused = [
-        ("hyperparam_search_config", request.hyperparam_search_config, "send {} and one set of hyperparameters"),
+        (
+            "hyperparam_search_config",
+            request.hyperparam_search_config,
+            "a search is submitted, nothing else: send {} here",
+        ),
         # Under FSDP2 the embeddings are units of their own whether this is requested or not.
         (efficiency + "memory_efficient_fsdp_wrap", savers.memory_efficient_fsdp_wrap and not sharded, one_process),
         (efficiency + "fsdp_cpu_offload", savers.fsdp_cpu_offload and not sharded, one_process),

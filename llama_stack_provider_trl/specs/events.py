@@ -63,6 +63,7 @@ class Reason(StrEnum):
     timed_out = "timed_out"
     node_lost = "node_lost"
     predecessor_failed = "predecessor_failed"
+    no_trial_completed = "no_trial_completed"
     no_result = "no_result"
     internal = "internal"
 

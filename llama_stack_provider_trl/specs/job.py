@@ -20,6 +20,7 @@ from .methods import Algorithm as Algorithm  # a part of JobSpec
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
+from .search import PruningSpec, SearchSpec
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
@@ -332,6 +333,10 @@ class JobSpec(Frozen):
     """Jobs that must have completed before this one starts."""
     cancel_with: bool = False
     """A cancel of one of these cancels this job; False: it fails."""
+    search: SearchSpec | None = None
+    """Not None: it is not trained itself, its trials are; the other fields are those of its first trial."""
+    pruning: PruningSpec | None = None
+    """Of a trial: it pauses at the rungs of its search, after an evaluation."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""

@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..jobs.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
+from ..jobs.searches import NOT_SEARCHED, Searched
+from ..jobs.searching import Trial, best_trial
 from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
@@ -63,6 +65,7 @@ def status_response(
     attempts: Sequence[AttemptRecord] = (),
     exports: Sequence[ExportRecord] = (),
     chain: Chain = NO_CHAIN,
+    searched: Searched = NOT_SEARCHED,
 ) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
@@ -70,7 +73,7 @@ def status_response(
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job, attempts, exports, chain),
+        resources_allocated=resources(job, attempts, exports, chain, searched),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -85,6 +88,7 @@ def resources(
     attempts: Sequence[AttemptRecord] = (),
     exports: Sequence[ExportRecord] = (),
     chain: Chain = NO_CHAIN,
+    searched: Searched = NOT_SEARCHED,
 ) -> dict[str, Any]:
     """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
@@ -92,6 +96,8 @@ def resources(
         "detail": job.detail,
         "after": [_chained(one) for one in chain.after],
         "before": [_chained(one) for one in chain.before],
+        "search": _search(job, searched),
+        "trial": _trial(searched),
         "created_by": job.created_by or None,
         "device": job.device,
         "attempt": job.attempt,
@@ -148,6 +154,42 @@ def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:
         "log_path": str(RunDir(attempt.run_dir).log),
         **trained,
     }
+
+
+def _search(job: JobRecord, searched: Searched) -> dict[str, Any] | None:
+    """The table of a search's trials; None: the job is no search."""
+    search = job.spec.search
+    if search is None:
+        return None
+    best = best_trial(search, searched.trials)
+    return {
+        "method": search.method,
+        "objective": search.objective,
+        "direction": search.direction,
+        "steps": sum(one.step for one in searched.trials),
+        "best": best and {"job_uuid": best.job_uuid, "value": best.result(search.objective), "values": best.values},
+        "trials": [
+            {
+                "number": one.number,
+                "job_uuid": one.job_uuid,
+                "state": one.state.value,
+                "values": one.values,
+                "step": one.step,
+                "total_steps": one.total_steps,
+                "value": one.result(search.objective),
+                "pruned": one.pruned or None,
+            }
+            for one in searched.trials
+        ],
+    }
+
+
+def _trial(searched: Searched) -> dict[str, Any] | None:
+    """The part of a trial in its search; None: the job is no trial."""
+    own: Trial | None = searched.trial
+    if own is None:
+        return None
+    return {"search": searched.search, "number": own.number, "values": own.values, "pruned": own.pruned or None}
 
 
 def _chained(job: ChainedJob) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class StoredJobs:
                 *(store.get(job_uuid), store.checkpoints(job_uuid)),
                 *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
                 chain=store.chains.of_job(job_uuid),
+                searched=store.searches.of_job(job_uuid),
             )
 
     async def cancel(self, job_uuid: str) -> None:
@@ -93,12 +94,15 @@ class StoredJobs:
         self.wake()
 
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
-        """Delete a job that has ended, and remove its files. Raises JobNotFound, JobConflict."""
+        """Delete a job that has ended, and a search with its trials; remove their files.
+
+        Raises JobNotFound, JobConflict.
+        """
         ownership = Ownership(self.settings.data_dir)
         asides: list[Path | None] = []
 
         def out_of_the_way(job: JobRecord) -> None:
-            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job_uuid, "job_uuid")))
+            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job.job_uuid, "job_uuid")))
             if checkpoints and ownership.is_ours(job.spec.checkpoint_dir):
                 asides.append(set_aside(job.spec.checkpoint_dir))
             ownership.release(job.spec.checkpoint_dir)

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.requests import bodies as our_requests
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
+from llama_stack_provider_trl.requests.search import resolve_search
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.trackers import TrackerSettings
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
@@ -131,6 +132,7 @@ LORA = {"type": "LoRA"}
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 INT4 = "Int4WeightOnlyQATQuantizer"
 DATA, TRAINING = "training_config.data_config.", "training_config."
+SEARCH = "hyperparam_search_config"
 OPTIMIZER, EFFICIENCY = "training_config.optimizer_config.", "training_config.efficiency_config."
 
 
@@ -150,7 +152,7 @@ ASKS: dict[str, Try] = {
     "model": Try("org/another"),
     "finetuned_model": Try("name-of-the-result", "dpo"),
     "checkpoint_dir": Try("results"),
-    "hyperparam_search_config": Try({"trials": 3}),
+    SEARCH: Try({"method": "grid", "parameters": {"training_config.n_epochs": [1, 2]}}),
     "logger_config": Try({"tensorboard": True}),
     TRAINING + "n_epochs": Try(2),
     TRAINING + "max_steps_per_epoch": Try(5),
@@ -279,13 +281,26 @@ def test_every_row_of_the_table_is_tried() -> None:
     assert set(ASKS) == set(STATUS)
 
 
-@pytest.mark.parametrize("field", with_status("honoured"))
+@pytest.mark.parametrize("field", [field for field in with_status("honoured") if field != SEARCH])
 def test_an_honoured_field_changes_the_job(field: str, settings: Settings) -> None:
     attempt = ASKS[field]
     default = resolved(plain(attempt.call, attempt.around), attempt.call, settings, attempt.options)
     changed = resolve_with(field, attempt, settings)
     assert _all_of(changed) != _all_of(default)
     assert changed.warnings == []
+
+
+def test_a_search_is_one_job_for_each_of_its_trials() -> None:
+    body = {**plain("sft"), SEARCH: ASKS[SEARCH].value}
+    search = resolve_search(our_requests.SupervisedFineTuneRequest.model_validate(body), ProviderOptions())
+    assert search is not None
+    assert [trial.request.training_config.n_epochs for trial in search.trials] == [1, 2]
+
+
+def test_a_search_is_refused_where_one_job_is_checked_and_not_submitted(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        resolve_with(SEARCH, ASKS[SEARCH], settings)
+    assert refused.value.field == SEARCH
 
 
 @pytest.mark.parametrize("field", with_status("refused"))

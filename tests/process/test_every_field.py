@@ -320,7 +320,7 @@ REFUSED = "refused: tests/contract/test_api_table.py"
 NO_TRAINING = "decides when and where a job runs, nothing in the training: "
 QUANTIZED = "tests/process/test_quantization.py"
 ELSEWHERE: dict[str, str] = {
-    "hyperparam_search_config": REFUSED,
+    "hyperparam_search_config": "jobs of their own: tests/process/test_search.py",
     "logger_config": NO_TRAINING + "tests/unit/test_trackers_request.py, tests/contract/test_trackers.py",
     EFFICIENCY + "enable_activation_offloading": "cuda only: tests/unit/test_resolve.py, tests/gpu/test_gpu_memory.py",
     EFFICIENCY + "memory_efficient_fsdp_wrap": "several ranks only, and always so: tests/unit/test_resolve.py",
@@ -366,7 +366,7 @@ def test_every_field_is_tried_here_or_named_with_the_reason() -> None:
 
 
 def test_what_is_listed_as_refused_is_refused(tmp_path: Path) -> None:
-    values = {"hyperparam_search_config": {"x": 1}, ALGORITHM + "quantizer_name": "int8"}
+    values = {ALGORITHM + "quantizer_name": "int8"}
     for field in (field for field, reason in ELSEWHERE.items() if reason == REFUSED):
         around = LORA if field.startswith(ALGORITHM) else {}
         with pytest.raises(InvalidRequest):

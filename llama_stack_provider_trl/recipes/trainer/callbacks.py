@@ -19,8 +19,10 @@ from ...specs.averaging import passes_multiple
 from ...specs.evaluations import EarlyStoppingTracker
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
+from ...specs.search import rung_steps
 from ...system.malloc import Malloc
 from ...system.process import resident_memory
+from ..checkpoint import random_state
 from ..distributed import ranks
 from ..model import fsdp
 from ..model.loading import parameter_counts
@@ -85,6 +87,7 @@ class JobCallback(TrainerCallback):
         self._losses: list[tuple[int, float]] = []
         self._tokens = float(trainer._total_train_tokens)
         self._busy_since: float | None = None
+        self._random: dict[str, Any] | None = None
         self._saved_at = time.monotonic()
         trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
         if answers is not None:
@@ -182,6 +185,8 @@ class JobCallback(TrainerCallback):
         decision = self.decide()
         if state.global_step >= state.max_steps:
             control.should_log = True
+        elif state.global_step in rung_steps(self.spec.pruning, state.max_steps):
+            self._pause_at_rung(state, control)
         elif decision is not Decision.proceed:
             self.paused = control.should_training_stop = decision is Decision.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
@@ -191,6 +196,14 @@ class JobCallback(TrainerCallback):
         elif self._is_evaluated(state):
             control.should_log = control.should_evaluate = True
         faults.reach(f"step-{state.global_step}")
+
+    def _pause_at_rung(self, state: TrainerState, control: TrainerControl) -> None:
+        """Evaluate, save and end: the search compares its trials here. What was not planned uses no random numbers of
+        the job, so that a trial that continues is the job that was never compared."""
+        if self.spec.validation is not None and not (self._is_planned(state) or self._is_evaluated(state)):
+            self._random = random_state.capture(self.trainer.args.device)
+        self.paused = control.should_training_stop = True
+        self._save(control)
 
     def _judge_nodes(self, check: parallel.ParallelCheck) -> None:
         """Report where several nodes do not train faster than one."""
@@ -277,6 +290,9 @@ class JobCallback(TrainerCallback):
             self.validation = (state.global_step, shown["eval_loss"])
         self.writer.write(Evaluated(step=state.global_step, epoch=round(state.epoch or 0.0, 6), metrics=shown))
         self._apply_evaluation(shown, state, control)
+        if self._random is not None:
+            random_state.restore(self._random, self.trainer.args.device)
+            self._random = None
 
     def _apply_evaluation(self, metrics: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
         """Save the best model so far, and stop early where the job requests it. Rank 0 decides for all."""

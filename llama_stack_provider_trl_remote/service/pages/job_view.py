@@ -92,7 +92,7 @@ def values(
         "has_ended": state in TERMINAL,
         "can": {
             "cancel": state not in TERMINAL and state is not JobState.cancelling,
-            "pause": state in _PAUSABLE,
+            "pause": state in _PAUSABLE and not found.get("search"),
             "resume": state is JobState.paused,
             "delete": state in TERMINAL and role == "admin",
         },

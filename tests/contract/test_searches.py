@@ -1,0 +1,99 @@
+"""A search of 12 trials on a real service: what pruning spends and finds, and the same table over kills (by hand)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.jobs.states import TERMINAL
+from tests.contract.crashing import CrashingService
+from tests.contract.payloads import sft
+from tests.contract.service import running
+from tests.contract.stack import SFT, Json, poll
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(os.environ.get("TRL_SEARCH") != "full", reason="it takes minutes: TRL_SEARCH=full runs it"),
+]
+STEPS, TRIALS, ETA, FIRST = 18, 12, 3, 2
+POINTS = (
+    *("search-rung-decided", "search-rung-recorded", "search-trial-cancelled", "search-trial-resumed"),
+    "search-ending",
+)
+ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(16)]
+
+
+def submit(service: CrashingService, job_uuid: str, pruning: Json | None) -> None:
+    body = sft(job_uuid, "rows")
+    body["training_config"]["n_epochs"] = 3
+    body["training_config"]["data_config"]["validation_dataset_id"] = "held-out"
+    body["algorithm_config"] = {"type": "LoRA", "rank": 4, "alpha": 16, "lora_attn_modules": ["q_proj", "v_proj"]}
+    body["algorithm_config"]["apply_lora_to_mlp"] = True
+    parameters = {
+        "training_config.optimizer_config.lr": [1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3],
+        "algorithm_config.rank": [2, 8],
+    }
+    body["hyperparam_search_config"] = {"method": "grid", "parameters": parameters, "pruning": pruning}
+    options = {"eval_steps": FIRST, "preflight": "off", "lora_dropout": 0.1}
+    service.submit(SFT, body, options=options)
+
+
+def table(service: CrashingService, job_uuid: str) -> list[Json]:
+    """The trials of a search that has ended, without their names."""
+    found = service.status(job_uuid)["resources_allocated"]["search"]
+    return [{**one, "job_uuid": ""} for one in found["trials"]]
+
+
+def finish(service: CrashingService, job_uuid: str) -> None:
+    poll(lambda: service.recorded(job_uuid) in TERMINAL, f"{job_uuid} ends", timeout=600)
+    assert service.recorded(job_uuid) == "completed", service.store.get(job_uuid).message
+
+
+def digest(service: CrashingService, job_uuid: str) -> str:
+    file = service.store.get(job_uuid).spec.checkpoint_dir / "final" / "adapter_model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_halving_finds_the_best_of_a_full_grid_over_kills(tmp_path: Path) -> None:
+    service = CrashingService(tmp_path)
+    with closing(service.store), running(service):
+        service.register("rows", ROWS[:12])
+        service.register("held-out", ROWS[12:])
+        began = time.monotonic()
+        submit(service, "full", None)
+        finish(service, "full")
+        losses = [
+            {step: found["eval_loss"] for step, found in service.store.evaluations(f"full-trial-{number}")}
+            for number in range(1, TRIALS + 1)
+        ]
+        last = [one[STEPS] for one in losses]
+        best = min(range(TRIALS), key=lambda number: last[number])
+        # The early order predicts the end: the best one is among those that pass each rung.
+        for step, kept in [(FIRST, TRIALS // ETA), (FIRST * ETA, 1)]:
+            assert best in sorted(range(TRIALS), key=lambda number: losses[number][step])[:kept], step
+
+        pruning = {"method": "successive_halving", "eta": ETA, "min_steps": FIRST}
+        submit(service, "halved", pruning)
+        finish(service, "halved")
+        found = service.status("halved")["resources_allocated"]["search"]
+        assert found["best"]["job_uuid"] == f"halved-trial-{best + 1}"
+        assert found["steps"] <= 0.45 * TRIALS * STEPS
+        assert digest(service, f"halved-trial-{best + 1}") == digest(service, f"full-trial-{best + 1}")
+
+        for point in POINTS:
+            service.arm(point, "kill")
+        submit(service, "killed", pruning)
+        for point in POINTS:
+            poll(lambda: not service.runs(), f"the service is killed at {point}", timeout=300)
+            service.launch()
+        service.wait_until_it_answers()
+        finish(service, "killed")
+        assert table(service, "killed") == table(service, "halved")
+        assert digest(service, f"killed-trial-{best + 1}") == digest(service, f"full-trial-{best + 1}")
+        print(f"{found['steps']} of {TRIALS * STEPS} steps, best trial {best + 1}, {time.monotonic() - began:.0f} s")
