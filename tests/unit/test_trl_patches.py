@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.trainer.trl_patches import OVERRIDDEN, OVERRIDDEN_DPO, require_releases
+from llama_stack_provider_trl.recipes.trainer.trl_patches import (
+    OVERRIDDEN,
+    OVERRIDDEN_DPO,
+    OVERRIDDEN_REWARD,
+    require_releases,
+)
 from llama_stack_provider_trl.specs.events import Reason
 
 
@@ -18,8 +23,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for trl and transformers that have all the names."""
     trainer: Any = type("Trainer", (), dict.fromkeys(OVERRIDDEN))
     dpo: Any = type("DPOTrainer", (), dict.fromkeys(OVERRIDDEN_DPO))
+    reward: Any = type("RewardTrainer", (), dict.fromkeys(OVERRIDDEN_REWARD))
     found = SimpleNamespace(
-        trl=SimpleNamespace(__version__="1.16.3", DPOTrainer=dpo),
+        trl=SimpleNamespace(__version__="1.16.3", DPOTrainer=dpo, RewardTrainer=reward),
         transformers=SimpleNamespace(__version__="5.23.0", Trainer=trainer),
     )
     monkeypatch.setitem(sys.modules, "trl", found.trl)
