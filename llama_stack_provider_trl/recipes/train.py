@@ -74,6 +74,10 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
         from .preflight import preflight_attempt
 
         return preflight_attempt
+    if attempt.job.work:
+        from .generate import generate_attempt
+
+        return generate_attempt
     from .session import train_attempt
 
     return train_attempt

@@ -15,11 +15,14 @@ from ..system.files import RunDir as RunDir  # lives where the runner can import
 from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
+from .kinds import Work
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 
 Algorithm = Literal["sft", "dpo"]
+RowUse = Literal["sft", "dpo", "prompts"]
+"""What rows are read for: training by an algorithm, or prompts to answer."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
@@ -51,6 +54,9 @@ class DatasetRef(Frozen):
     path: Path
     sha256: str
     num_rows: int
+    of_job: str | None = None
+    """The job that makes these rows, where they are not known before it has completed: `path`, `sha256` and `num_rows`
+    are then decided when an attempt starts (`jobs.promised`)."""
 
 
 class LoraSpec(Frozen):
@@ -329,6 +335,8 @@ class JobSpec(Frozen):
     """Jobs that must have completed before this one starts."""
     cancel_with: bool = False
     """A cancel of one of these cancels this job; False: it fails."""
+    work: Work | None = None
+    """What it does in place of training; None: it trains."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""
