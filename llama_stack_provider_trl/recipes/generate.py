@@ -14,6 +14,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,7 +168,7 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, batch: int, total: int) -> None:
-        self._file = open(path, "a+b")  # noqa: SIM115 (closed by the process's end)
+        self._file = open(path, "a+b")  # noqa: SIM115 (`close`)
         self.count = self._keep_whole_batches(batch, total)
 
     def _keep_whole_batches(self, batch: int, total: int) -> int:
@@ -195,6 +196,9 @@ class AnswerFile:
         os.fsync(self._file.fileno())
         self.count += len(lines)
 
+    def close(self) -> None:
+        self._file.close()
+
     def lines(self) -> Iterator[dict[str, Any]]:
         self._file.seek(0)
         return map(json.loads, self._file)
@@ -220,33 +224,46 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
         prompts = [example.messages for example in read_examples(spec.dataset.path, "prompts")]
         encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
     total = len(prompts) * work.samples_per_prompt
-    answers = AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)
-    _report_prepared(answerer, len(prompts), total, answers.count, writer)
-    faults.reach("prepared")
-    control = RunDir(attempt.run_dir).control
-    while answers.count < total:
-        if control.exists():
-            return writer.write(Paused(step=answers.count), durable=True)
-        numbers = range(answers.count, min(total, answers.count + spec.batch_size))
-        places = [divmod(number, work.samples_per_prompt) for number in numbers]
-        began = time.monotonic()
-        found = answerer.answer(
-            [encoded[row] for row, _ in places],
-            [random.Random(f"{work.seed}/{row}/{sample}") for row, sample in places],
-            writer.heartbeat,
-        )
-        seconds = time.monotonic() - began
-        answers.append(
-            [
-                {"row": row, "sample": sample, "prompt": prompts[row], **answer._asdict()}
-                for (row, sample), answer in zip(places, found, strict=True)
-            ]
-        )
-        _report_progress(answers.count, total, found, seconds, writer)
-        faults.reach(f"step-{answers.count}")
-    result = _make_dataset(spec, answers, writer)
+    with closing(AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)) as answers:
+        _report_prepared(answerer, len(prompts), total, answers.count, writer)
+        faults.reach("prepared")
+        control = RunDir(attempt.run_dir).control
+        while answers.count < total:
+            if control.exists():
+                return writer.write(Paused(step=answers.count), durable=True)
+            _answer_batch(answerer, prompts, encoded, answers, total, writer)
+            faults.reach(f"step-{answers.count}")
+        result = _make_dataset(spec, answers, writer)
     faults.reach("finishing")
     writer.write(Finished(step=total, result=result), durable=True)
+
+
+def _answer_batch(
+    answerer: Answerer,
+    prompts: list[list[Message]],
+    encoded: list[list[int]],
+    answers: AnswerFile,
+    total: int,
+    writer: EventWriter,
+) -> None:
+    """Answer the next prompts, and write the answers."""
+    work, first = answerer.work, answers.count
+    numbers = range(first, min(total, first + answerer.spec.batch_size))
+    places = [divmod(number, work.samples_per_prompt) for number in numbers]
+    began = time.monotonic()
+    found = answerer.answer(
+        [encoded[row] for row, _ in places],
+        [random.Random(f"{work.seed}/{row}/{sample}") for row, sample in places],
+        writer.heartbeat,
+    )
+    seconds = time.monotonic() - began
+    answers.append(
+        [
+            {"row": row, "sample": sample, "prompt": prompts[row], **answer._asdict()}
+            for (row, sample), answer in zip(places, found, strict=True)
+        ]
+    )
+    _report_progress(answers.count, total, found, seconds, writer)
 
 
 def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
@@ -323,7 +340,7 @@ def _make_dataset(spec: JobSpec, answers: AnswerFile, writer: EventWriter) -> di
     os.replace(staged, spec.checkpoint_dir / ROWS)
     if not num_rows:
         raise JobFailure(
-            Reason.no_result,
+            Reason.invalid_model,
             f"all {blank} answers are blank: the model ends them at once. Name a model that answers these prompts",
         )
     if blank:

@@ -128,6 +128,12 @@ def fill(service: Guarded) -> None:
 BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
+    "POST /post-training/generate": {
+        "job_uuid": "asked",
+        "model": sft("asked", "questions")["model"],
+        "dataset_id": "questions",
+        "output": {"dataset_id": "answers"},
+    },
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},
