@@ -100,10 +100,10 @@ def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
         assert main(["run", str(file), "--json", "--interval", "0.2"]) == 0, capsys.readouterr().err
         placed = json.loads(capsys.readouterr().out.splitlines()[0])
         assert [one["name"] for one in placed] == ["teach", "ask", "learn"]
-        teach, asked, learned = (one["job_uuid"] for one in placed)
-        config = service.status(asked)["resources_allocated"]["effective_config"]
+        teach, generated, learned = (one["job_uuid"] for one in placed)
+        config = service.status(generated)["resources_allocated"]["effective_config"]
         assert config["adapter"]["path"].endswith(f"{teach}/final")
-        made = service.get(f"/datasets/{asked}").json()["metadata"]
+        made = service.get(f"/datasets/{generated}").json()["metadata"]
         assert 0 < made["num_rows"] <= len(QUESTIONS)
         run = json.loads((tmp_path / "data" / "jobs" / learned / "attempts" / "1" / "spec.json").read_text())
         found = run["job"]["dataset"]

@@ -129,8 +129,8 @@ BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
     "POST /post-training/generate": {
-        "job_uuid": "asked",
-        "model": sft("asked", "questions")["model"],
+        "job_uuid": "generated",
+        "model": sft("generated", "questions")["model"],
         "dataset_id": "questions",
         "output": {"dataset_id": "answers"},
     },

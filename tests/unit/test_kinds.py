@@ -102,8 +102,12 @@ def test_a_pipeline_gives_the_answers_of_a_job_to_the_one_that_names_it() -> Non
         ("learn", ("ask",), ()),
     ]
     names = {"teach": "teach-1", "ask": "ask-2", "learn": "learn-3"}
-    asked = resolved(steps[1], "ask-2", names)
-    assert (asked["kind"], asked["model"], asked["output"]) == ("generate", "job:teach-1", {"dataset_id": "ask-2"})
+    generated = resolved(steps[1], "ask-2", names)
+    assert (generated["kind"], generated["model"], generated["output"]) == (
+        "generate",
+        "job:teach-1",
+        {"dataset_id": "ask-2"},
+    )
     learned = resolved(steps[2], "learn-3", names)
     assert learned["training_config"]["data_config"]["dataset_id"] == "job:ask-2"
     assert data["dataset_id"] == "job:ask"
