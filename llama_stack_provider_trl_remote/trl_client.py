@@ -27,6 +27,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 
 from .client import (
+    EVALUATE,
     GENERATE,
     JOBS,
     PREFERENCE_OPTIMIZE,
@@ -49,7 +50,7 @@ Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
 _SETS = 20
-KINDS = {"generate": GENERATE}
+KINDS = {"generate": GENERATE, "evaluate": EVALUATE}
 """Kind of a job that does not train -> its call."""
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
@@ -106,9 +107,17 @@ class AsyncTrlClient:
         job.
 
         Args:
-            job: `job_uuid`, `model`, `dataset_id`, `output` ({"dataset_id": NAME}) and more (docs/reference/api.md).
+            job: `job_uuid`, `model`, `dataset_id`, `output` ({"dataset_id": NAME}) and more (docs/how-to/generate.md).
         """
         return str((await submit_request(self._service, {**job, "kind": "generate"}))["job_uuid"])
+
+    async def evaluate(self, job: Mapping[str, Any]) -> str:
+        """Queue a job that evaluates a model; returns its `job_uuid`. `result` in its last status has the measures.
+
+        Args:
+            job: `job_uuid`, `model`, `dataset_id` and more (docs/how-to/evaluate.md).
+        """
+        return str((await submit_request(self._service, {**job, "kind": "evaluate"}))["job_uuid"])
 
     async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """What a job would do, and whether it fits (`fits`). Queues nothing."""
@@ -263,6 +272,10 @@ class TrlClient:
         """As `AsyncTrlClient.generate`."""
         return _run(self._client.generate(job))
 
+    def evaluate(self, job: Mapping[str, Any]) -> str:
+        """As `AsyncTrlClient.evaluate`."""
+        return _run(self._client.evaluate(job))
+
     def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """As `AsyncTrlClient.preflight`."""
         return _run(self._client.preflight(job, algorithm))
@@ -343,7 +356,7 @@ async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorit
     """POST a job to the call of its algorithm; None: the one that its fields are meant for.
 
     Args:
-        job: with a field `kind` where it does not train: `generate`.
+        job: with a field `kind` where it does not train: `generate`, `evaluate`.
 
     Raises:
         InvalidRequest: there is no such kind.

@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Field
 
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
-from ..specs.job import JobSpec
-from ..specs.kinds import GenerateSpec, Work
+from ..specs.job import Algorithm, JobSpec
+from ..specs.kinds import EvaluateSpec, GenerateSpec, Work
 from .bases import NamedJob, is_adapter
-from .bodies import COUNT, SupervisedFineTuneRequest
+from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .options import ProviderOptions
 from .settings import Request, Settings
 
@@ -85,7 +85,11 @@ class GenerateRequest(_Kind):
             samples_per_prompt=self.samples_per_prompt,
         )
 
-    def as_training(self) -> SupervisedFineTuneRequest:
+    def with_options(self, options: ProviderOptions) -> ProviderOptions:
+        """The options with what the request itself has of them."""
+        return options
+
+    def as_training(self) -> Request:
         """The request for training that has this one's model, rows and place."""
         data = {"dataset_id": self.dataset_id, "batch_size": self.batch_size}
         training = {"n_epochs": 1, "dtype": self.dtype, "data_config": data}
@@ -97,6 +101,54 @@ class GenerateRequest(_Kind):
                 "checkpoint_dir": self.checkpoint_dir,
             }
         )
+
+
+class EvaluateRequest(_Kind):
+    """A job that evaluates a model on the rows of a dataset."""
+
+    job_uuid: str
+    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    model: str
+    """What is evaluated: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    dataset_id: str = Field(max_length=512)
+    """The registered dataset with the rows, or with algorithm sft `job:NAME`, those that a job will have made."""
+    algorithm: Algorithm = "sft"
+    """sft: loss, perplexity and accuracy of tokens; dpo: preferences, against `reference_model`."""
+    reference_model: str | None = Field(None, min_length=1)
+    """dpo: the model before training, a model id or a directory."""
+    max_seq_length: int | None = Field(None, gt=1, le=10**7)
+    """Tokens of a row; longer ones are cut. Default: the service's."""
+    batch_size: int = Field(4, **COUNT)
+    """Rows, or pairs, that are computed together."""
+    dtype: str | None = None
+    """bf16, fp32 or, on cuda, fp16. Default: bf16 on cuda, else fp32."""
+
+    def work(self) -> EvaluateSpec:
+        """What the job does. Raises InvalidRequest: the reference is missing, or would be ignored."""
+        if self.algorithm == "dpo" and self.reference_model in (None, self.model):
+            hint = "preferences are measured against another model: name the one before training"
+            raise InvalidRequest("reference_model", self.reference_model, hint)
+        if self.algorithm == "sft" and self.reference_model is not None:
+            hint = "only pairs with chosen and rejected are compared with one: leave it out, or set algorithm to dpo"
+            raise InvalidRequest("reference_model", self.reference_model, hint)
+        return EvaluateSpec()
+
+    def with_options(self, options: ProviderOptions) -> ProviderOptions:
+        """The options with what the request itself has of them."""
+        given = {"reference_model": self.reference_model, "max_seq_length": self.max_seq_length}
+        return options.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+    def as_training(self) -> Request:
+        """The request for training that has this one's model, rows and place."""
+        data = {"dataset_id": self.dataset_id, "batch_size": self.batch_size}
+        given = {
+            "job_uuid": self.job_uuid,
+            "model": self.model,
+            "training_config": {"n_epochs": 1, "dtype": self.dtype, "data_config": data},
+        }
+        if self.algorithm == "dpo":
+            return PreferenceOptimizeRequest.model_validate(given)
+        return SupervisedFineTuneRequest.model_validate(given)
 
 
 def check_options(options: ProviderOptions) -> None:
@@ -122,12 +174,14 @@ def for_work(
 
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
-    answers = spec.dataset.num_rows * work.samples_per_prompt
-    if answers > _MOST_ANSWERS:
-        hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
-        raise InvalidRequest("samples_per_prompt", work.samples_per_prompt, f"{hint}: divide the dataset")
-    untrained: dict[str, Any] = {"lora": None, "preflight": "off", "token_cache": None, "resources": None}
-    return spec.model_copy(update={**untrained, "work": work, "oom_retry": False})
+    untrained: dict[str, Any] = {"preflight": "off", "resources": None, "oom_retry": False}
+    if isinstance(work, GenerateSpec):
+        answers = spec.dataset.num_rows * work.samples_per_prompt
+        if answers > _MOST_ANSWERS:
+            hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
+            raise InvalidRequest("samples_per_prompt", work.samples_per_prompt, f"{hint}: divide the dataset")
+        untrained |= {"lora": None, "token_cache": None}
+    return spec.model_copy(update={**untrained, "work": work})
 
 
 def reads_prompts(work: Work | None) -> bool:
@@ -140,4 +194,6 @@ def in_its_terms(error: InvalidRequest) -> InvalidRequest:
     if isinstance(error, InvalidRows):
         return error
     name = error.field.removeprefix(_DATA).removeprefix("training_config.")
+    if name.removeprefix("provider_options.") in EvaluateRequest.model_fields:
+        name = name.removeprefix("provider_options.")
     return InvalidRequest(name, error.value, error.hint)

@@ -335,7 +335,7 @@ class JobSpec(Frozen):
     """Jobs that must have completed before this one starts."""
     cancel_with: bool = False
     """A cancel of one of these cancels this job; False: it fails."""
-    work: Work | None = None
+    work: Work | None = Field(None, discriminator="kind")
     """What it does in place of training; None: it trains."""
 
     def on(self, device: str) -> JobSpec:

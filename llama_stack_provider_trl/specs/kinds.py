@@ -27,4 +27,10 @@ class GenerateSpec(Frozen):
     samples_per_prompt: int = Field(gt=0)
 
 
-Work = GenerateSpec
+class EvaluateSpec(Frozen):
+    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference."""
+
+    kind: Literal["evaluate"] = "evaluate"
+
+
+Work = GenerateSpec | EvaluateSpec

@@ -37,7 +37,7 @@ from llama_stack_provider_trl.requests.bodies import (
     algorithm_of,
     request_digest,
 )
-from llama_stack_provider_trl.requests.kinds import GenerateRequest, check_options, in_its_terms
+from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec
@@ -58,6 +58,7 @@ from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import (
+    EvaluateBody,
     GenerateBody,
     PreferenceOptimizeBody,
     PreflightBody,
@@ -244,20 +245,20 @@ class Service(StoredJobs):
             log.info("job %s: queued", request.job_uuid)
             self.wake()
 
-    async def submit_work(self, body: GenerateBody, caller: Caller) -> None:
+    async def submit_work(self, body: GenerateBody | EvaluateBody, caller: Caller) -> None:
         """Queue a job that does not train, once. Raises as `submit` does."""
         options = self._options(body.provider_options, caller)
         check_options(options)
-        digest = request_digest(GenerateRequest, body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
+        digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
         if self.store.holds(body.job_uuid, digest):
             return
         work = body.work()
-        if self.datasets.holds(work.output_dataset_id):
+        if isinstance(work, GenerateSpec) and self.datasets.holds(work.output_dataset_id):
             hint = "a dataset of this name is registered already: choose another one"
             raise InvalidRequest("output.dataset_id", work.output_dataset_id, hint)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
-            request, rows = body.as_training(), self._rows({})
+            request, options, rows = body.as_training(), body.with_options(options), self._rows({})
             is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work)
         except InvalidRequest as error:
             raise in_its_terms(error) from error

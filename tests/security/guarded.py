@@ -134,6 +134,11 @@ BODIES: dict[str, Json] = {
         "dataset_id": "questions",
         "output": {"dataset_id": "answers"},
     },
+    "POST /post-training/evaluate": {
+        "job_uuid": "evaluated",
+        "model": sft("evaluated", "questions")["model"],
+        "dataset_id": "questions",
+    },
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},

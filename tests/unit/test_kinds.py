@@ -6,14 +6,21 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.data import rows_job_of
-from llama_stack_provider_trl.requests.kinds import OPTIONS, GenerateRequest, check_options, in_its_terms
+from llama_stack_provider_trl.requests.kinds import (
+    OPTIONS,
+    EvaluateRequest,
+    GenerateRequest,
+    check_options,
+    in_its_terms,
+)
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
-from llama_stack_provider_trl_remote.service.http.bodies import GenerateBody
+from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody
 from tests.tiny import REPOSITORY
 
 
@@ -35,6 +42,20 @@ def test_values_that_would_be_ignored_are_refused_by_name(changes: dict[str, Any
         generate(**changes).work()
     assert isinstance(caught.value, InvalidRequest)
     assert caught.value.field == field
+
+
+def test_a_reference_belongs_to_preferences() -> None:
+    body = {"job_uuid": "e", "model": "m", "dataset_id": "d"}
+    for changes, sentence in (
+        ({"algorithm": "dpo"}, "name the one before training"),
+        ({"algorithm": "dpo", "reference_model": "m"}, "name the one before training"),
+        ({"reference_model": "b"}, "leave it out, or set algorithm to dpo"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"reference_model=.*{sentence}"):
+            EvaluateRequest.model_validate({**body, **changes}).work()
+    given = EvaluateRequest.model_validate({**body, "algorithm": "dpo", "reference_model": "b", "max_seq_length": 9})
+    options = given.with_options(ProviderOptions(priority="low"))
+    assert (options.reference_model, options.max_seq_length, options.priority) == ("b", 9, "low")
 
 
 def test_options_of_training_are_refused_by_name() -> None:
@@ -115,12 +136,13 @@ def test_a_pipeline_gives_the_answers_of_a_job_to_the_one_that_names_it() -> Non
         steps_of({"jobs": {"ask": {**ask, "dataset_id": "job:typo"}, "teach": teach}})
 
 
-def test_the_documented_fields_are_those_of_the_request() -> None:
-    text = (REPOSITORY / "docs" / "how-to" / "generate.md").read_text()
-    table = text.split("<!-- generate -->")[1].split("<!-- /generate -->")[0]
+@pytest.mark.parametrize(("name", "body"), [("generate", GenerateBody), ("evaluate", EvaluateBody)])
+def test_the_documented_fields_are_those_of_the_request(name: str, body: type[BaseModel]) -> None:
+    text = (REPOSITORY / "docs" / "how-to" / f"{name}.md").read_text()
+    table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) *\|", table, re.MULTILINE))
-    assert list(rows) == list(GenerateBody.model_fields)
-    for name, field in GenerateRequest.model_fields.items():
-        if field.default not in (None, ...) and not field.is_required():
-            assert rows[name] == str(field.default)
+    assert list(rows) == list(body.model_fields)
+    for field_name, field in body.model_fields.items():
+        if field.default is not None and not field.is_required():
+            assert rows[field_name] == str(field.default)
     assert ", ".join(f"`{name}`" for name in OPTIONS) in table

@@ -17,7 +17,7 @@ from llama_stack_provider_trl.requests.bodies import (
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
-from llama_stack_provider_trl.requests.kinds import GenerateRequest
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm
 from llama_stack_provider_trl.stack.responses import Checkpoint
@@ -59,6 +59,11 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
 
 
 class GenerateBody(GenerateRequest):
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """after, cancel_with, device, max_duration, priority, retries."""
+
+
+class EvaluateBody(EvaluateRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
     """after, cancel_with, device, max_duration, priority, retries."""
 
