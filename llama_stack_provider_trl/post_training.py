@@ -22,7 +22,7 @@ from .launch.runner import Limits
 from .launch.warm_processes import WarmProcesses
 from .requests.options import ProviderOptions
 from .requests.settings import Request
-from .specs.job import Algorithm, DataFormat, DatasetRef
+from .specs.job import DataFormat, DatasetRef, RowUse
 from .stack.compat import read_rows
 from .stack.protocol import SubmittingCalls, answers_clearly
 from .stack.responses import (
@@ -120,9 +120,9 @@ class TrlPostTraining(SubmittingCalls):
         return PostTrainingJob(job_uuid=request.job_uuid)
 
     async def _dataset(
-        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         rows = await read_rows(self.deps, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
         directory = self.settings.data_dir / "datasets"
-        return await asyncio.to_thread(keep_rows, directory, dataset_id, rows, algorithm, data_format)
+        return await asyncio.to_thread(keep_rows, directory, dataset_id, rows, use, data_format)

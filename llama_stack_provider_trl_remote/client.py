@@ -36,6 +36,8 @@ JOBS = "/v1/post-training/jobs"
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFLIGHT = "/v1/post-training/preflight"
 PREVIEW = "/v1/post-training/preview"
+GENERATE = "/v1/post-training/generate"
+EVALUATE = "/v1/post-training/evaluate"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
 """Lowest speed of an upload, in bytes per second."""

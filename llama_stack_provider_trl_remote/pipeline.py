@@ -1,8 +1,8 @@
 """Several jobs of one file, in the order in which they depend on one another, each under a name that its inputs decide.
 
-A pipeline is `{"jobs": {NAME: REQUEST, ...}}`. In a request, `after` and `model: job:NAME` name jobs of the file. The
-job_uuid of each is its name with a digest of its request, of the rows that it names and of the jobs before it. So what
-was trained already is found by its name, and is not trained again.
+A pipeline is `{"jobs": {NAME: REQUEST, ...}}`. In a request, `after`, `model: job:NAME` and `dataset_id: job:NAME` name
+jobs of the file. The job_uuid of each is its name with a digest of its request, of the rows that it names and of the
+jobs before it. So what was trained already is found by its name, and is not trained again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Json = dict[str, Any]
 JOBS = "jobs"
 """Key of a file that makes it a pipeline."""
 _PREFIX = "job:"
+_ROWS = "dataset_id"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _DIGITS = 12
 """Of a digest in a name."""
@@ -109,6 +110,11 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     field = _base_field(request)
     if (named := _named(request.get(field))) is not None:
         request[field] = f"{_PREFIX}{names[named]}{request[field].removeprefix(_PREFIX + named)}"
+    data = _data_of(request)
+    if (named := _named(data.get(_ROWS))) is not None:
+        data[_ROWS] = f"{_PREFIX}{names[named]}"
+    if request.get("kind") == "generate":
+        request.setdefault("output", {"dataset_id": job_uuid})
     options = request.get("provider_options") or {}
     if options.get("after"):
         request["provider_options"] = {**options, "after": [names[name] for name in options["after"]]}
@@ -185,7 +191,10 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     base = _named(request.get(_base_field(request)))
     if base is not None and base not in names:
         raise InvalidRequest(f"{where}.model", f"job:{base}", f"the jobs of this file are {', '.join(names)}")
-    before = tuple(dict.fromkeys([*([base] if base else []), *after]))
+    rows = _named(_data_of(request).get(_ROWS))
+    if rows is not None and rows not in names:
+        raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
+    before = tuple(dict.fromkeys([*([base] if base else []), *([rows] if rows else []), *after]))
     return PipelineJob(name, dict(request), before, _dataset_ids(request))
 
 
@@ -215,10 +224,17 @@ def _named(model: Any) -> str | None:
     return model.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _dataset_ids(request: Mapping[str, Any]) -> tuple[str, ...]:
+def _data_of(request: Mapping[str, Any]) -> Any:
+    """The part of a request that names its datasets; empty where it is of another form, which the service refuses."""
+    if "kind" in request:
+        return request
     training = request.get("training_config")
     data = training.get("data_config") if isinstance(training, Mapping) else None
-    if not isinstance(data, Mapping):
-        return ()
-    found = (data.get(name) for name in ("dataset_id", "validation_dataset_id"))
-    return tuple(one for one in found if isinstance(one, str))
+    return data if isinstance(data, Mapping) else {}
+
+
+def _dataset_ids(request: Mapping[str, Any]) -> tuple[str, ...]:
+    """The registered datasets of a request."""
+    data = _data_of(request)
+    found = (data.get(name) for name in (_ROWS, "validation_dataset_id"))
+    return tuple(one for one in found if isinstance(one, str) and not one.startswith(_PREFIX))

@@ -23,9 +23,12 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 
 from .client import (
+    EVALUATE,
+    GENERATE,
     JOBS,
     PREFERENCE_OPTIMIZE,
     PREFLIGHT,
@@ -47,6 +50,8 @@ Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
 _SETS = 20
+KINDS = {"generate": GENERATE, "evaluate": EVALUATE}
+"""Kind of a job that does not train -> its call."""
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
 
@@ -96,6 +101,23 @@ class AsyncTrlClient:
             algorithm: None: from the request's fields.
         """
         return str((await submit_request(self._service, job, algorithm))["job_uuid"])
+
+    async def generate(self, job: Mapping[str, Any]) -> str:
+        """Queue a job that answers the prompts of a dataset; returns its `job_uuid`. The same request again is the same
+        job.
+
+        Args:
+            job: `job_uuid`, `model`, `dataset_id`, `output` ({"dataset_id": NAME}) and more (docs/how-to/generate.md).
+        """
+        return str((await submit_request(self._service, {**job, "kind": "generate"}))["job_uuid"])
+
+    async def evaluate(self, job: Mapping[str, Any]) -> str:
+        """Queue a job that evaluates a model; returns its `job_uuid`. `result` in its last status has the measures.
+
+        Args:
+            job: `job_uuid`, `model`, `dataset_id` and more (docs/how-to/evaluate.md).
+        """
+        return str((await submit_request(self._service, {**job, "kind": "evaluate"}))["job_uuid"])
 
     async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """What a job would do, and whether it fits (`fits`). Queues nothing."""
@@ -246,6 +268,14 @@ class TrlClient:
         """As `AsyncTrlClient.submit`."""
         return _run(self._client.submit(job, algorithm))
 
+    def generate(self, job: Mapping[str, Any]) -> str:
+        """As `AsyncTrlClient.generate`."""
+        return _run(self._client.generate(job))
+
+    def evaluate(self, job: Mapping[str, Any]) -> str:
+        """As `AsyncTrlClient.evaluate`."""
+        return _run(self._client.evaluate(job))
+
     def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """As `AsyncTrlClient.preflight`."""
         return _run(self._client.preflight(job, algorithm))
@@ -323,7 +353,21 @@ class TrlClient:
 
 
 async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
-    """POST a job to the call of its algorithm; None: the one that its fields are meant for."""
+    """POST a job to the call of its algorithm; None: the one that its fields are meant for.
+
+    Args:
+        job: with a field `kind` where it does not train: `generate`, `evaluate`.
+
+    Raises:
+        InvalidRequest: there is no such kind.
+    """
+    if "kind" in job:
+        body = dict(job)
+        kind = body.pop("kind")
+        if kind not in KINDS or algorithm is not None:
+            hint = "a job that trains has no kind; others are: " + ", ".join(KINDS)
+            raise InvalidRequest("kind", kind, hint)
+        return dict(await service.submit(KINDS[kind], body))
     paths = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE}
     return dict(await service.submit(paths[algorithm or algorithm_of(job)], dict(job)))
 

@@ -12,6 +12,7 @@ from ..system.files import RunDir, atomic_write, free_bytes, remove_leftovers, r
 from .bases import check_base
 from .ownership import Ownership
 from .placement import is_remote, nodes_of
+from .promised import with_known_rows
 from .records import JobRecord
 from .step_checkpoints import fallbacks, resume_point
 from .store import Store
@@ -66,6 +67,7 @@ class Attempts:
 
         Raises:
             InvalidRequest: the checkpoint that the job begins with is damaged or gone.
+            InvalidRows: the rows that another job has made are gone.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
@@ -120,7 +122,7 @@ class Attempts:
         assert job.run_dir is not None
         *before, attempt = self._store.attempts(job.job_uuid)
         spec = derive(
-            job.spec,
+            with_known_rows(job.spec, self._store, self._data_dir),
             job.attempt,
             job.devices[0].rpartition("/")[2],
             job.run_dir,

@@ -12,6 +12,7 @@ from .. import faults
 from ..errors import InvalidRequest
 from ..specs.events import Reason
 from ..specs.job import JobSpec
+from ..specs.kinds import ROWS
 from .database import Database, Execute
 from .graph import Blocked, Decisions, Predecessor, decide
 from .records import Chain, ChainedJob
@@ -105,6 +106,8 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
             raise InvalidRequest(AFTER, list(spec.after), hint)
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
         base = next((one.checkpoint for one in spec.bases if one.job_uuid == name), None)
+        if base is None and spec.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
+            base = ROWS
         execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with), "base": base})
 
 

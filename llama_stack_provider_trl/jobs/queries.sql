@@ -49,7 +49,7 @@ ORDER BY age LIMIT :limit;
 
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.algorithm') END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
@@ -71,7 +71,7 @@ WITH page AS (
     ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
              CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
     LIMIT :limit OFFSET :offset)
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.algorithm') END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
@@ -405,6 +405,11 @@ UPDATE attempts SET progress = json_patch(progress, :progress) WHERE job_uuid = 
 -- name: note_finished
 -- A job that stops early ends at its last step all the same.
 UPDATE attempts SET finished = 1, total_steps = min(total_steps, :step) WHERE job_uuid = :job_uuid AND attempt = :attempt;
+
+-- name: note_result
+-- Of a job that does not train: beside what it has reported at its beginning.
+UPDATE attempts SET prepared = json_set(prepared, '$.result', json(:result))
+WHERE job_uuid = :job_uuid AND attempt = :attempt AND prepared IS NOT NULL;
 
 -- name: note_paused
 UPDATE attempts SET paused_at_step = :step WHERE job_uuid = :job_uuid AND attempt = :attempt;

@@ -74,6 +74,11 @@ class JobRecord:
         return self.spec.job_uuid
 
     @property
+    def result(self) -> dict[str, Any] | None:
+        """What a job that does not train has found or made; None: it trains, or has not finished."""
+        return (self.effective or {}).get("result")
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The concrete devices of the current attempt; empty while it waits."""
         return tuple(self.device.split(",")) if self.device else ()

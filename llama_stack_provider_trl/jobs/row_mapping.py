@@ -91,6 +91,8 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "insert_warning", {"message": event.message}
         case Finished():
             yield "note_finished", {"step": event.step}
+            if event.result is not None:
+                yield "note_result", {"result": json.dumps(event.result)}
         case Paused():
             yield "note_paused", {"step": event.step}
         case Failed():

@@ -13,16 +13,19 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, StoreError
+from ..requests.kinds import for_work, reads_prompts, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
 from ..requests.search import RequestedSearch, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
-from ..specs.job import Algorithm, DataFormat, DatasetRef, JobSpec
+from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
+from ..specs.kinds import Work
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .ownership import Ownership
+from .promised import refuse_split, refuse_unknown_rows
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .searches import NewTrial
 from .store import NewJob, Store
@@ -57,10 +60,10 @@ class Split(NamedTuple):
 
 
 class Datasets(Protocol):
-    """Finds the rows of a dataset id, checked for an algorithm and stored under their digest, with warnings."""
+    """Finds the rows of a dataset id, checked for their use and stored under their digest, with warnings."""
 
     def __call__(
-        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
     ) -> Awaitable[tuple[DatasetRef, list[str]]]: ...
 
 
@@ -72,12 +75,14 @@ async def submit(
     store: Store,
     datasets: Datasets,
     owner: Submitter | None = None,
+    work: Work | None = None,
 ) -> bool:
     """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
     Args:
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
+        work: what it does in place of training; None: it trains.
 
     Returns:
         Whether the job is new.
@@ -93,7 +98,7 @@ async def submit(
         return False
     if (search := resolve_search(request, options)) is not None:
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
-    job = await resolved(request, options, settings, datasets, store)
+    job = await resolved(request, options, settings, datasets, store, work)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
@@ -114,12 +119,10 @@ async def submit_search(
     owner: Submitter | None = None,
 ) -> bool:
     """Submit a search, and its trials as jobs. As `submit`: each trial is checked as a request of its own."""
-    known: dict[tuple[str, Algorithm, DataFormat | None], tuple[DatasetRef, list[str]]] = {}
+    known: dict[tuple[str, RowUse, DataFormat | None], tuple[DatasetRef, list[str]]] = {}
 
-    async def rows(
-        dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
-    ) -> tuple[DatasetRef, list[str]]:
-        key = dataset_id, algorithm, data_format
+    async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+        key = dataset_id, use, data_format
         if key not in known:
             known[key] = await datasets(*key)
         return known[key]
@@ -128,7 +131,7 @@ async def submit_search(
     trials: list[tuple[NewTrial, NewJob]] = []
     for trial in search.trials:
         try:
-            job = await resolved(trial.request, trial.options, settings, rows, store, splits)
+            job = await resolved(trial.request, trial.options, settings, rows, store, splits=splits)
         except InvalidRequest as error:
             raise in_trial(trial, error) from error
         spec = search.trial_spec(trial, job.spec)
@@ -140,7 +143,7 @@ async def submit_search(
 
 
 def _new(job: ResolvedJob, digest: str) -> NewJob:
-    needed = [ref.path for ref in (job.spec.dataset, job.spec.validation) if ref is not None]
+    needed = [ref.path for ref in (job.spec.dataset, job.spec.validation) if ref is not None and ref.of_job is None]
     if job.spec.resume_from is not None and job.spec.resume_from.path is not None:
         needed.append(job.spec.resume_from.path)
     return NewJob(job.spec, digest, job.warnings, needed, job.trackers)
@@ -164,12 +167,14 @@ async def resolved(
     settings: Settings,
     datasets: Datasets,
     store: Store | None,
+    work: Work | None = None,
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
+        work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
 
     Raises:
@@ -177,22 +182,29 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     named = await asyncio.to_thread(find_base, request, store) if store is not None else None
+    if work is not None:
+        options, settings = for_work(request, options, settings, named)
     resolution = resolve(request, options, settings, named)
     await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
-    algorithm: Algorithm = resolution.fields["algorithm"]
+    use: RowUse = "prompts" if reads_prompts(work) else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
-    dataset, warnings = await datasets(resolution.dataset_id, algorithm, data_format)
+    dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     validation = None
     if resolution.validation_dataset_id is not None:
-        validation, more = await datasets(resolution.validation_dataset_id, algorithm, data_format)
+        validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     elif resolution.train_share < 1.0:
+        refuse_split(dataset, resolution.train_share)
         split = Split(dataset.sha256, resolution.train_share, resolution.fields["seed"])
         splits = {} if splits is None else splits
         if split not in splits:
             splits[split] = await asyncio.to_thread(split_rows, dataset, split.share, split.seed)
         dataset, validation = splits[split]
-    return ResolvedJob(resolution.spec(dataset, validation), [*resolution.warnings, *warnings], resolution.trackers)
+    spec = resolution.spec(dataset, validation)
+    if work is not None:
+        spec = with_work(spec, work)
+    refuse_unknown_rows(spec)
+    return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:
@@ -239,7 +251,7 @@ def keep_rows(
     directory: Path,
     dataset_id: str,
     rows: Sequence[dict[str, Any]],
-    algorithm: Algorithm,
+    use: RowUse,
     data_format: DataFormat | None,
 ) -> tuple[DatasetRef, list[str]]:
     """Check rows, then store them under their digest: what a job trains on cannot change under it.
@@ -249,7 +261,7 @@ def keep_rows(
         StoreError: they cannot be written.
     """
     try:
-        report = check_rows(rows, algorithm, data_format)
+        report = check_rows(rows, use, data_format)
         blob = put_rows(directory, rows)
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import InvalidRequest, JobConflict, StoreError, is_exhausted
+from ..errors import InvalidRequest, InvalidRows, JobConflict, StoreError, is_exhausted
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
 from ..system.files import RunDir, tail
@@ -36,7 +36,7 @@ from .retries import Retries
 from .states import ACTIVE, TERMINAL, JobState
 from .step_checkpoints import delete_superfluous
 from .store import Store
-from .verdict import is_at_rung, verdict
+from .verdict import Verdict, is_at_rung, verdict
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class Supervisor:
         nodes: returns the machines at every pass, this one first; None: this one only.
         beside: called after every pass, by the process that supervises.
         notes: returns what was requested of pools for each kind of waiting jobs.
+        completing: called before a job becomes completed, and again after a crash: keeps its result. InvalidRequest and
+            JobConflict fail the job.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Supervisor:
         nodes: Callable[[], Sequence[Node]] | None = None,
         beside: Callable[[], None] | None = None,
         notes: Callable[[], Mapping[Kind, str]] | None = None,
+        completing: Callable[[JobRecord], object] | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -87,6 +90,7 @@ class Supervisor:
         self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
         self._beside = beside or (lambda: None)
         self._notes = notes or dict
+        self._completing = completing or (lambda job: None)
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
@@ -303,6 +307,12 @@ class Supervisor:
             message = f"saved at step {outcome.paused_at_step}: its node is being drained"
             self._store.retry(job, None, message, 0.0, counts=False)
             return
+        if decided.state is JobState.completed:
+            try:
+                self._completing(job)
+            except (InvalidRequest, JobConflict) as error:
+                decided = Verdict(JobState.failed, Reason.invalid_request, str(error))
+            faults.reach("supervisor-result-kept")
         if not self._retries.after(job, decided):
             self._move(job, *decided)
 
@@ -367,6 +377,8 @@ class Supervisor:
             self._attempts.start(job, task)
         except JobConflict as error:
             self._move(job, JobState.failed, Reason.invalid_request, str(error))
+        except InvalidRows as error:
+            self._move(job, JobState.failed, Reason.invalid_dataset, str(error))
         except InvalidRequest as error:
             self._move(job, JobState.failed, Reason.invalid_model, str(error))
         except OSError as error:

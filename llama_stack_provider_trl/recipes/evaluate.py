@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..specs.events import NullEventWriter, Warned
-from ..specs.job import JobSpec
+from .. import faults
+from ..specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
+from ..specs.job import AttemptSpec, JobSpec
 from .failures import classify
 from .imports import quick_imports
+
+if TYPE_CHECKING:
+    from .build import BuiltTrainer
 
 
 def main(argv: list[str]) -> int:
@@ -46,6 +51,38 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
     Raises:
         JobFailure: the model, its reference or a row cannot be used; any other exception is a limit of the machine.
     """
+    writer = _WarningList()
+    built = _built(spec, writer)
+    return {**_counts(built), "warnings": list(dict.fromkeys(writer.warnings)), **_measured(built)}
+
+
+def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Evaluate a model as a job, on the rows of its dataset. An attempt begins at the first row.
+
+    Raises:
+        JobFailure: as `evaluate`.
+    """
+    from .distributed.heartbeat import heartbeat
+    from .model.loading import choose_device, parameter_counts
+
+    spec = attempt.job.model_copy(update={"validation": attempt.job.dataset})
+    writer.write(Started(pid=os.getpid(), device=str(choose_device(spec.device)), versions={}))
+    faults.reach("started")
+    with heartbeat(writer):
+        built = _built(spec, writer)
+        counts = _counts(built)
+        _, parameters = parameter_counts(built.trainer.model)
+        prepared: dict[str, Any] = {"total_parameters": parameters, "effective": built.effective()}
+        writer.write(Prepared(total_steps=1, num_rows=counts["rows"], trainable_parameters=0, **prepared))
+        faults.reach("prepared")
+        measured = _measured(built)
+    known = {f"eval_{name}": value for name, value in measured.items() if value is not None}
+    writer.write(Evaluated(step=1, epoch=1.0, metrics=known))
+    writer.write(Finished(step=1, result={**counts, **measured}), durable=True)
+
+
+def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
+    """The trainer that evaluates. Raises JobFailure."""
     with quick_imports():
         from transformers import PrinterCallback
 
@@ -54,11 +91,15 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
         from .trainer.trl_patches import require_releases
 
     require_releases()
-    writer = _WarningList()
-    spec, writer.warnings = within_positions(spec)
+    spec, warnings = within_positions(spec)
+    for message in warnings:
+        writer.write(Warned(message=message))
     built = build_trainer(spec, choose_device(spec.device), writer)
     built.trainer.remove_callback(PrinterCallback)
-    metrics = built.trainer.evaluate()
+    return built
+
+
+def _counts(built: BuiltTrainer) -> dict[str, Any]:
     report = built.data.validation_report
     if report is None:
         raise AssertionError("a spec without validation rows")
@@ -67,10 +108,12 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
         "truncated": report.truncated,
         "dropped": report.dropped,
         "trained_tokens": report.trained_tokens,
-        "warnings": list(dict.fromkeys(writer.warnings)),
-        "loss": metrics["eval_loss"],
-        **_measures(spec, metrics),
     }
+
+
+def _measured(built: BuiltTrainer) -> dict[str, float | None]:
+    metrics = built.trainer.evaluate()
+    return {"loss": metrics["eval_loss"], **_measures(built.trainer.spec, metrics)}
 
 
 def _measures(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float | None]:

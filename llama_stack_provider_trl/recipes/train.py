@@ -19,6 +19,7 @@ from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
+from ..specs.kinds import EvaluateSpec, GenerateSpec
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -74,6 +75,15 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
         from .preflight import preflight_attempt
 
         return preflight_attempt
+    match attempt.job.work:
+        case GenerateSpec():
+            from .generate import generate_attempt
+
+            return generate_attempt
+        case EvaluateSpec():
+            from .evaluate import evaluate_attempt
+
+            return evaluate_attempt
     from .session import train_attempt
 
     return train_attempt

@@ -88,6 +88,16 @@ def base_job_of(request: Request) -> str | None:
     return job_uuid
 
 
+def is_adapter(request: Request, settings: Settings, named: NamedJob | None) -> bool:
+    """Whether the base model that a request names is an adapter. Raises InvalidRequest."""
+    name, value = named_base(request)
+    if base_job_of(request) is None:
+        return bool(value) and _adapter_config(name, value or "", settings) is not None
+    if named is None or named.spec.lora is None or named.spec.work is not None:
+        return False
+    return _checkpoint(name, value or "", named, wants_adapter=False) != "merged"
+
+
 def resolve_base(request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None) -> Base:
     """Decide what a job begins with.
 
@@ -118,6 +128,9 @@ def resolve_base(request: Request, options: ProviderOptions, settings: Settings,
 
 def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, settings: Settings) -> Base:
     job = named.spec
+    if job.work is not None:
+        hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
+        raise InvalidRequest(name, value, hint)
     checkpoint = _checkpoint(name, value, named, wants_adapter=options.adapter is not None)
     path, base_job = job.checkpoint_dir / checkpoint, BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
     if job.lora is None or checkpoint == "merged":

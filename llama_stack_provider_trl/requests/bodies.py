@@ -201,7 +201,7 @@ class PreferenceOptimizeRequest(_JobRequest):
     """Name of the result; where `model` is left out, the base model (Llama Stack's own meaning)."""
 
 
-def request_digest(kind: type[_JobRequest], given: Mapping[str, Any], options: BaseModel) -> str:
+def request_digest(kind: type[BaseModel], given: Mapping[str, Any], options: BaseModel) -> str:
     """sha256 of what a caller set: two requests with the same digest ask for the same job.
 
     It is stored with jobs: releases must agree on it. Values that the caller did not set are left out, so that a new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -14,12 +15,23 @@ from ..specs.job import (
 )
 from ..specs.methods import METHODS
 from .bodies import (
+    JOB_UUID_PATTERN,
     DataConfig,
     TrainingConfig,
 )
 from .checks import nearest_choice
 from .options import ProviderOptions
 from .settings import Settings
+
+DATASET_ID = "training_config.data_config.dataset_id"
+TRAIN_SHARE = "training_config.data_config.train_split_percentage"
+_OF_JOB = re.compile(f"job:({JOB_UUID_PATTERN[1:-1]})")
+
+
+def rows_job_of(dataset_id: str) -> str | None:
+    """The job whose rows a dataset id names, as `job:NAME`; None: it names a dataset."""
+    found = _OF_JOB.fullmatch(dataset_id)
+    return found and found[1]
 
 
 def resolve_data(
@@ -102,7 +114,7 @@ def _validates(data: DataConfig) -> bool:
 def resolve_train_share(data: DataConfig) -> float:
     if data.validation_dataset_id and (data.train_split_percentage or 1.0) < 1.0:
         raise InvalidRequest(
-            "training_config.data_config.train_split_percentage",
+            TRAIN_SHARE,
             data.train_split_percentage,
             f"validation_dataset_id names the rows to evaluate on, {data.validation_dataset_id!r}; send one of them",
         )

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from .bases import Base
 from .bodies import JOB_UUID_PATTERN
+from .data import rows_job_of
 from .options import PRIORITIES, ProviderOptions
 from .settings import Request, Settings
 
@@ -32,7 +33,10 @@ def resolve_lifecycle(request: Request, options: ProviderOptions, settings: Sett
 def resolve_after(request: Request, options: ProviderOptions, base: Base) -> dict[str, Any]:
     """The jobs before this one; whether they exist is checked when the job is stored."""
     after = options.after or []
-    if options.cancel_with and not after and not base.jobs:
+    data = request.training_config.data_config
+    rows_of = None if data is None else rows_job_of(data.dataset_id)
+    before = [*(job.job_uuid for job in base.jobs), *([rows_of] if rows_of else [])]
+    if options.cancel_with and not after and not before:
         raise InvalidRequest("provider_options.cancel_with", True, "it belongs to `after`: name the jobs there")
     for number, name in enumerate(after):
         if not re.fullmatch(JOB_UUID_PATTERN, name):
@@ -44,5 +48,5 @@ def resolve_after(request: Request, options: ProviderOptions, base: Base) -> dic
         else:
             continue
         raise InvalidRequest("provider_options.after", after, hint)
-    implied = tuple(name for name in (job.job_uuid for job in base.jobs) if name not in after)
+    implied = tuple(name for name in dict.fromkeys(before) if name not in after)
     return {"after": (*implied, *after), "cancel_with": options.cancel_with}

@@ -330,6 +330,8 @@ class Finished(_Event):
 
     type: Literal["finished"] = "finished"
     step: Count
+    result: Tree | None = None
+    """What a job that does not train has found or made."""
 
 
 class Failed(_Event):

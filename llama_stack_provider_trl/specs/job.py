@@ -12,11 +12,17 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from ..system.files import RunDir as RunDir  # lives where the runner can import it without pydantic
+from .adapters import LoraSpec as LoraSpec  # parts of JobSpec
+from .adapters import PeftMethod as PeftMethod
+from .adapters import QatSpec as QatSpec
+from .adapters import Quantizer as Quantizer
 from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
+from .kinds import Work
 from .methods import METHODS, MethodSpec
 from .methods import Algorithm as Algorithm  # a part of JobSpec
+from .methods import RowUse as RowUse
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
@@ -28,13 +34,11 @@ SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
-Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
 AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 AttentionMask = Literal["auto", "always"]
 GradientSync = Literal["auto", "step", "micro_step"]
-PeftMethod = Literal["lora", "ia3", "vera"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -53,40 +57,9 @@ class DatasetRef(Frozen):
     path: Path
     sha256: str
     num_rows: int
-
-
-class LoraSpec(Frozen):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685), with DoRA (arXiv:2402.09353) on request; or adapters of another
-    kind in the same places."""
-
-    method: PeftMethod = "lora"
-    """ia3 (arXiv:2205.05638): a learned factor for each output of a module, in MLP blocks for each input. vera
-    (arXiv:2310.11454): matrices that are random, fixed and shared by all modules, with two learned vectors in each. The
-    fields that a method lacks are at their defaults, rank and alpha at 1."""
-
-    target_modules: tuple[str, ...]
-    """Module name suffixes in Hugging Face's vocabulary, such as `q_proj`."""
-    mlp: bool = False
-    """Add the three (or two) linear layers of every MLP block, whatever the architecture calls them."""
-    rank: int = Field(gt=0)
-    alpha: int = Field(gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """The probability with which an input of an adapter is 0 in training (PEFT's `lora_dropout`)."""
-    use_rslora: bool = False
-    """Rank-stabilized (arXiv:2312.03732): scaled by alpha / sqrt(rank), not alpha / rank."""
-    use_dora: bool = False
-    quantize_base: bool = False
-    """Hold the linear layers of the frozen base in 4 bits: NF4, constants quantized too (QLoRA, arXiv:2305.14314)."""
-
-
-class QatSpec(Frozen):
-    """Quantization-aware training: torchao's fake quantization of the linear layers of every block."""
-
-    quantizer_name: Quantizer
-    """torchao's names (torchao.quantization.qat): weights in int4 per group, with activations in int8 per token, or
-    with activations as they are."""
-    group_size: int = Field(gt=1)
-    """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
+    of_job: str | None = None
+    """The job that makes these rows, where they are not known before it has completed: `path`, `sha256` and `num_rows`
+    are then decided when an attempt starts (`jobs.promised`)."""
 
 
 class DpoSpec(Frozen):
@@ -337,6 +310,8 @@ class JobSpec(Frozen):
     """Not None: it is not trained itself, its trials are; the other fields are those of its first trial."""
     pruning: PruningSpec | None = None
     """Of a trial: it pauses at the rungs of its search, after an evaluation."""
+    work: Work | None = Field(None, discriminator="kind")
+    """What it does in place of training; None: it trains."""
 
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""

@@ -14,6 +14,8 @@ from pydantic import Field
 from .beginnings import Frozen
 
 Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward"]
+RowUse = Literal[Algorithm, "prompts"]
+"""What rows are read for: training by an algorithm, or prompts to answer."""
 Call = Literal["sft", "dpo"]
 """The two calls of Llama Stack: supervised-fine-tune, and preference-optimize for every other method."""
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidRows
-from .job import Algorithm, DataFormat
+from .job import DataFormat, RowUse
 from .methods import METHODS
 
 Message = dict[str, str]
@@ -69,7 +69,14 @@ class PreferenceExample:
     rejected: list[Message]
 
 
-Example = SftExample | PreferenceExample
+@dataclass(frozen=True, slots=True)
+class PromptExample:
+    """A conversation that asks for an answer."""
+
+    messages: list[Message]
+
+
+Example = SftExample | PreferenceExample | PromptExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +231,33 @@ def _read_prompt_completion(row: _Row) -> SftExample:
 
 
 def _read_instruction(row: _Row) -> SftExample:
+    return _single_turn(_instruction(row), row.text("output"))
+
+
+def _read_instruction_prompt(row: _Row) -> PromptExample:
+    return PromptExample([{"role": "user", "content": _instruction(row)}])
+
+
+def _instruction(row: _Row) -> str:
     prompt = row.text("instruction")
     extra = row.plain(row.values["input"], "input", "input") if "input" in row.values else ""
-    if extra and not extra.isspace():
-        prompt = f"{prompt}\n\n{extra}"
-    return _single_turn(prompt, row.text("output"))
+    return f"{prompt}\n\n{extra}" if extra and not extra.isspace() else prompt
+
+
+def _prompt_reader(column: str) -> Callable[[_Row], PromptExample]:
+    return lambda row: PromptExample(_prompt(row, column))
+
+
+def _conversation_prompt_reader(column: str) -> Callable[[_Row], PromptExample]:
+    def read(row: _Row) -> PromptExample:
+        messages = row.messages(column)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise row.refuse(column, "assistant turns only", "a turn that asks for an answer")
+        return PromptExample(messages)
+
+    return read
 
 
 def _read_input_output(row: _Row) -> SftExample:
@@ -333,8 +362,8 @@ class RowShape:
     """One way to write a row. Columns beside those of the shape are allowed, not read, and reported."""
 
     columns: tuple[str, ...]
-    algorithm: Algorithm
-    """The method whose rows they are; others read them too (`specs.methods.Method.rows`)."""
+    use: RowUse
+    """What its rows are read for; other methods may read them too (`specs.methods.Method.rows`)."""
     data_format: DataFormat | None
     meaning: str
     """One line for docs/reference/data-formats.md."""
@@ -401,13 +430,39 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         "two conversations; the turns they have in common at the start are the prompt",
         _read_implicit_preference,
     ),
+    RowShape(
+        ("chat_completion_input",),
+        "prompts",
+        None,
+        "Llama Stack's message list",
+        _prompt_reader("chat_completion_input"),
+    ),
+    RowShape(("prompt",), "prompts", None, "text (a user turn) or a message list", _prompt_reader("prompt")),
+    RowShape(
+        ("instruction",),
+        "prompts",
+        None,
+        "Alpaca's prompt: instruction, a blank line, input; or instruction alone",
+        _read_instruction_prompt,
+        ("input",),
+    ),
+    RowShape(("input",), "prompts", None, "text: a user turn", _prompt_reader("input")),
+    RowShape(("question",), "prompts", None, "text: a user turn", _prompt_reader("question")),
+    *(
+        RowShape(
+            (column,),
+            "prompts",
+            None,
+            "a message list; assistant turns at its end are left out",
+            _conversation_prompt_reader(column),
+        )
+        for column in ("messages", "dialog", "conversations")
+    ),
 )
 """Every accepted shape. A row that fits several is read by the first of the requested `data_format`, else the first."""
 
 
-def parse_row(
-    row: Mapping[str, Any], index: int, algorithm: Algorithm, data_format: DataFormat | None = None
-) -> Example:
+def parse_row(row: Mapping[str, Any], index: int, use: RowUse, data_format: DataFormat | None = None) -> Example:
     """Read one row.
 
     Args:
@@ -417,12 +472,10 @@ def parse_row(
     Raises:
         InvalidRows: the row fits no shape, or one of its columns cannot be read.
     """
-    return _parse(row, index, algorithm, data_format, _Notes())[2]
+    return _parse(row, index, use, data_format, _Notes())[2]
 
 
-def check_rows(
-    rows: Iterable[Mapping[str, Any]], algorithm: Algorithm, data_format: DataFormat | None = None
-) -> RowsReport:
+def check_rows(rows: Iterable[Mapping[str, Any]], use: RowUse, data_format: DataFormat | None = None) -> RowsReport:
     """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s).
 
     Raises:
@@ -430,18 +483,18 @@ def check_rows(
     """
     notes, seen = _Notes(), _Seen()
     for index, row in enumerate(rows):
-        shape, columns, _ = _parse(row, index, algorithm, data_format, notes)
+        shape, columns, _ = _parse(row, index, use, data_format, notes)
         seen[shape, columns] += 1
     if not seen:
         raise InvalidRows("the dataset is empty: expected at least one row")
     shapes: Counter[str] = Counter()
     for (shape, _), count in seen.items():
         shapes[shape.name] += count
-    return RowsReport(seen.total(), dict(shapes), _warnings(seen, notes, algorithm, data_format))
+    return RowsReport(seen.total(), dict(shapes), _warnings(seen, notes, use, data_format))
 
 
 def _parse(
-    row: Mapping[str, Any], index: int, algorithm: Algorithm, data_format: DataFormat | None, notes: _Notes
+    row: Mapping[str, Any], index: int, use: RowUse, data_format: DataFormat | None, notes: _Notes
 ) -> tuple[RowShape, frozenset[str], Example]:
     if not isinstance(row, Mapping):
         raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
@@ -451,25 +504,32 @@ def _parse(
             found = f"column {column}: found {_kind(values[column])}, which no recipe renders"
             raise InvalidRows(f"{found}: write the tools out as text in a system message", row=index)
     columns = frozenset(values)
-    shape = _choose(columns, algorithm, data_format)
+    shape = _choose(columns, use, data_format)
     if shape is None:
-        raise InvalidRows(_no_shape(row, columns, algorithm), row=index)
+        raise InvalidRows(_no_shape(row, columns, use), row=index)
     return shape, columns, shape.read(_Row(index, values, notes))
 
 
+def _rows_of(use: RowUse) -> RowUse:
+    """The use whose shapes a row may have: several methods read the same ones."""
+    return "prompts" if use == "prompts" else METHODS[use].rows
+
+
 @lru_cache(maxsize=256)
-def _choose(columns: frozenset[str], algorithm: Algorithm, data_format: DataFormat | None) -> RowShape | None:
-    rows = METHODS[algorithm].rows
-    fitting = [shape for shape in ROW_SHAPES if shape.algorithm == rows and columns.issuperset(shape.columns)]
+def _choose(columns: frozenset[str], use: RowUse, data_format: DataFormat | None) -> RowShape | None:
+    rows = _rows_of(use)
+    fitting = [shape for shape in ROW_SHAPES if shape.use == rows and columns.issuperset(shape.columns)]
     wanted = [shape for shape in fitting if shape.data_format == data_format]
     return next(iter(wanted if data_format else fitting), None) or next(iter(fitting), None)
 
 
-def _no_shape(row: Mapping[str, Any], columns: frozenset[str], algorithm: Algorithm) -> str:
+def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> str:
     found = ", ".join(f"{column} (null)" if column not in columns else column for column in row)
-    method = METHODS[algorithm]
-    expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.algorithm == method.rows)
-    other: Algorithm = "sft" if method.has_pairs else "dpo"
+    expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.use == _rows_of(use))
+    if use == "prompts":
+        return f"found the columns {found or 'of an empty object'}, expected for prompts one of: {expected}"
+    method = METHODS[use]
+    other: RowUse = "sft" if method.has_pairs else "dpo"
     call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
     fits = _choose(columns, other, None) is not None
     hint = f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if fits else ""
@@ -480,13 +540,13 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 """Rows per shape and set of columns that have a value."""
 
 
-def _warnings(seen: _Seen, notes: _Notes, algorithm: Algorithm, data_format: DataFormat | None) -> list[str]:
+def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
     if unread := {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}:
         warnings.append(f"columns never read: {_listed(unread)}")
     if notes.message_keys:
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
-    if algorithm == "sft" and data_format is not None:
+    if use == "sft" and data_format is not None:
         warnings += _format_warnings(seen, data_format)
     if notes.scalars:
         counts = _listed(f"{column} ({count})" for column, count in notes.scalars.items())

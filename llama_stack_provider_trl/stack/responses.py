@@ -104,6 +104,7 @@ def resources(
         "retries_used": job.retries_used,
         "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
         "progress": job.progress.shown(),
+        "result": job.result,
         "warnings": list(job.warnings),
         "effective_config": {**job.spec.model_dump(mode="json"), "dtype": job.dtype, "recipe": job.effective},
         "log_path": str(job.log_path) if job.log_path else None,

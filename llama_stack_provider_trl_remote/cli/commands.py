@@ -287,6 +287,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("audit", "show"): show_audit,
     ("logs", "show"): show_service_logs,
     ("train", ""): one_line.train,
+    ("generate", ""): one_line.generate,
     ("run", ""): one_line.run,
     ("resume", ""): one_line.resume,
     ("plot", ""): plot,

@@ -151,6 +151,7 @@ def parser() -> argparse.ArgumentParser:
     groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
+    _generation(groups.add_parser("generate", help="answer prompts with a model; the answers become a dataset"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
@@ -203,6 +204,24 @@ def _train(command: argparse.ArgumentParser) -> None:
     command.add_argument("--eval-data", metavar="FILE", help="rows to evaluate on before checkpoints and at the end")
     _placement(command)
     _following(command)
+
+
+def _generation(command: argparse.ArgumentParser) -> None:
+    command.add_argument("data", nargs="?", metavar="DATA", help="prompts: a .jsonl, .json or .csv file")
+    command.add_argument("--dataset", metavar="ID", help="prompts: a registered dataset, in place of DATA")
+    command.add_argument("--model", required=True, metavar="M", help="a directory, a model id, or job:NAME")
+    command.add_argument("--output", required=True, metavar="ID", help="the dataset that the answers become")
+    command.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens of an answer at most (256)")
+    command.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (1)")
+    command.add_argument("--top-p", type=float, metavar="P", help="choose among the most likely tokens (1)")
+    command.add_argument("--seed", type=_number, metavar="N", help="decides every choice (42)")
+    command.add_argument("--samples", type=_positive, metavar="N", help="answers to each prompt (1)")
+    command.add_argument("--batch-size", type=_positive, metavar="N", help="answers that are computed together (8)")
+    command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.set_defaults(pull=None)
+    command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
+    at_service(command)
+    command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
 
 
 def _run_file(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Commands that run a job from its data or its file to its result: `train`, `run`, `resume`."""
+"""Commands that run a job from its data or its file to its result: `train`, `generate`, `run`, `resume`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,35 @@ async def train(client: ServiceClient, options: Namespace) -> int:
     if not (options.json or options.detach):
         print("\n".join(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
     return await _submit_and_follow(client, body, options, method)
+
+
+async def generate(client: ServiceClient, options: Namespace) -> int:
+    """Submit a job that answers prompts, and follow it."""
+    if (options.data is None) is (options.dataset is None):
+        raise InvalidRequest("DATA", options.data, "name a file with prompts, or a registered dataset with --dataset.")
+    dataset_id = options.dataset
+    if options.data is not None:
+        file = Path(options.data)
+        with ExitStack() as files:
+            blob = await asyncio.to_thread(files.enter_context, stored_rows(file))
+            dataset_id = (await register_rows(client, blob, name_by_content(file.stem, blob))).dataset_id
+    sampling = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": options.seed,
+        "samples_per_prompt": options.samples,
+        "batch_size": options.batch_size,
+    }
+    body = {
+        "kind": "generate",
+        "job_uuid": options.job or _new_name(f"generate-{options.output}"),
+        "model": options.model if options.model.startswith("job:") else model_at(options.model, client.url),
+        "dataset_id": dataset_id,
+        "output": {"dataset_id": options.output},
+        **_set(sampling),
+    }
+    return await _submit_and_follow(client, body, options, None)
 
 
 async def run(client: ServiceClient, options: Namespace) -> int:

@@ -3,10 +3,11 @@ test."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,8 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.records import NodeRecord
+from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
+from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
@@ -35,8 +37,10 @@ from llama_stack_provider_trl.requests.bodies import (
     algorithm_of,
     request_digest,
 )
+from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.system.process import usable_cpus
 
@@ -53,7 +57,14 @@ from .configured_pools import managed_pool, ray_datasets
 from .datasets.blobs import Blobs
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
-from .http.bodies import PreferenceOptimizeBody, PreflightBody, PreflightResponse, SupervisedFineTuneBody
+from .http.bodies import (
+    EvaluateBody,
+    GenerateBody,
+    PreferenceOptimizeBody,
+    PreflightBody,
+    PreflightResponse,
+    SupervisedFineTuneBody,
+)
 from .http.errors import Conflict, NotFound
 from .http.preview import NOT_OF_JOBS, PreviewBody, PreviewResponse
 from .http.received import Bodies
@@ -141,6 +152,7 @@ class Service(StoredJobs):
             nodes=self.cluster.nodes,
             beside=self._beside,
             notes=lambda: self.pools.notes,
+            completing=self._keep_result,
         )
 
     def start(self) -> None:
@@ -220,20 +232,59 @@ class Service(StoredJobs):
     async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody, caller: Caller) -> None:
         """Queue a job, once. Raises the errors of `submission.submit`, and InvalidRequest: a priority that the caller
         may not use."""
-        options = ProviderOptions.parse(body.provider_options)
-        priority, allowed = options.priority or self.settings.priority, caller.limits.priorities
-        if allowed is not None and priority not in allowed:
-            hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
-            raise InvalidRequest("provider_options.priority", priority, hint)
+        options = self._options(body.provider_options, caller)
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
         requested = body.model_dump(exclude_unset=True, exclude=set(_OURS))
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
         digest = request_digest(kind, requested, options)
         request = kind.model_validate(self._with_defaults(requested, body))
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
-        if await submit(request, options, digest, self.for_jobs, self.store, self._rows(body), owner):
+        if await submit(
+            request, options, digest, self.for_jobs, self.store, self._rows(body.dataset_digests or {}), owner
+        ):
             log.info("job %s: queued", request.job_uuid)
             self.wake()
+
+    async def submit_work(self, body: GenerateBody | EvaluateBody, caller: Caller) -> None:
+        """Queue a job that does not train, once. Raises as `submit` does."""
+        options = self._options(body.provider_options, caller)
+        check_options(options)
+        digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
+        if self.store.holds(body.job_uuid, digest):
+            return
+        work = body.work()
+        if isinstance(work, GenerateSpec) and self.datasets.holds(work.output_dataset_id):
+            hint = "a dataset of this name is registered already: choose another one"
+            raise InvalidRequest("output.dataset_id", work.output_dataset_id, hint)
+        owner = Submitter(caller.name, caller.limits.max_queued_jobs)
+        try:
+            request, options, rows = body.as_training(), body.with_options(options), self._rows({})
+            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work)
+        except InvalidRequest as error:
+            raise in_its_terms(error) from error
+        if is_new:
+            log.info("job %s: queued (%s)", body.job_uuid, work.kind)
+            self.wake()
+
+    def _options(self, given: object, caller: Caller) -> ProviderOptions:
+        options = ProviderOptions.parse(given)
+        priority, allowed = options.priority or self.settings.priority, caller.limits.priorities
+        if allowed is not None and priority not in allowed:
+            hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
+            raise InvalidRequest("provider_options.priority", priority, hint)
+        return options
+
+    def _keep_result(self, job: JobRecord) -> None:
+        """Keep what a job has made, before it counts as completed. Raises InvalidRequest, JobConflict, StoreError."""
+        if isinstance(job.spec.work, GenerateSpec):
+            made = (job.result or {}).get("dataset") or {}
+            self.datasets.register_made(
+                job.spec.work.output_dataset_id,
+                job.spec.checkpoint_dir / ROWS,
+                str(made.get("sha256")),
+                job.job_uuid,
+                job.created_by,
+            )
 
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
@@ -260,18 +311,23 @@ class Service(StoredJobs):
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
         options = ProviderOptions.parse(job.provider_options)
-        return await resolved(request, options, self.for_jobs, self._rows(job), self.store)
+        found = await resolved(request, options, self.for_jobs, self._rows(job.dataset_digests or {}), self.store)
+        refuse_promised(found.spec)
+        return found
 
-    def _rows(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody) -> RowsOf:
-        """The source of the rows for a body's dataset ids."""
-        digests = body.dataset_digests or {}
+    def _rows(self, digests: Mapping[str, str]) -> RowsOf:
+        """The source of the rows for a body's dataset ids.
 
-        async def rows(
-            dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
-        ) -> tuple[DatasetRef, list[str]]:
+        Args:
+            digests: dataset id -> digest of an uploaded blob.
+        """
+
+        async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+            if promised := await asyncio.to_thread(promised_rows, dataset_id, use, self.store):
+                return promised, []
             if dataset_id in digests:
-                return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], algorithm, data_format)
-            return await self.datasets.fetch(dataset_id, algorithm, data_format)
+                return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], use, data_format)
+            return await self.datasets.fetch(dataset_id, use, data_format)
 
         return rows
 

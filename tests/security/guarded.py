@@ -128,6 +128,17 @@ def fill(service: Guarded) -> None:
 BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
+    "POST /post-training/generate": {
+        "job_uuid": "generated",
+        "model": sft("generated", "questions")["model"],
+        "dataset_id": "questions",
+        "output": {"dataset_id": "answers"},
+    },
+    "POST /post-training/evaluate": {
+        "job_uuid": "evaluated",
+        "model": sft("evaluated", "questions")["model"],
+        "dataset_id": "questions",
+    },
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},

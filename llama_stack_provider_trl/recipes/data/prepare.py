@@ -25,8 +25,8 @@ from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
-from ...specs.job import Algorithm, DataFormat, DatasetRef, JobSpec, TruncationSide
-from ...specs.rows import Example, PreferenceExample, SftExample, parse_row
+from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
+from ...specs.rows import Example, PreferenceExample, PromptExample, SftExample, parse_row
 from .packing import IGNORED, pack
 
 if TYPE_CHECKING:
@@ -59,22 +59,26 @@ class DataReport:
 
 
 @overload
-def read_examples(
-    path: Path, algorithm: Literal["sft"], data_format: DataFormat | None = None
-) -> Iterator[SftExample]: ...
+def read_examples(path: Path, use: Literal["sft"], data_format: DataFormat | None = None) -> Iterator[SftExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, algorithm: Literal["dpo"], data_format: DataFormat | None = None
+    path: Path, use: Literal["dpo"], data_format: DataFormat | None = None
 ) -> Iterator[PreferenceExample]: ...
 
 
 @overload
-def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | None = None) -> Iterator[Example]: ...
+def read_examples(
+    path: Path, use: Literal["prompts"], data_format: DataFormat | None = None
+) -> Iterator[PromptExample]: ...
 
 
-def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | None = None) -> Iterator[Example]:
+@overload
+def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None) -> Iterator[Example]: ...
+
+
+def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None) -> Iterator[Example]:
     """The examples of an NDJSON file, one at a time.
 
     Raises:
@@ -86,7 +90,7 @@ def read_examples(path: Path, algorithm: Algorithm, data_format: DataFormat | No
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise InvalidRows(f"not JSON ({error.msg} at character {error.pos})", row=index) from error
-            yield parse_row(row, index, algorithm, data_format)
+            yield parse_row(row, index, use, data_format)
 
 
 @dataclass(frozen=True)

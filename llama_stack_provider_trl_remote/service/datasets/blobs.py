@@ -1,4 +1,4 @@
-"""Stores datasets as files named by their sha256: uploaded in parts, checked once per algorithm, never held in
+"""Stores datasets as files named by their sha256: uploaded in parts, checked once per use, never held in
 memory."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
 from llama_stack_provider_trl.system.process import child_environment
 
@@ -117,21 +117,21 @@ class Blobs:
             return answer["sha256"], answer["num_rows"]
 
     async def checked(
-        self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
+        self, dataset_id: str, sha256: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
-        """A stored file that an algorithm can train on, with warnings. It is checked once: the verdict is kept beside
+        """A stored file that fits a use, with warnings. It is checked once: the verdict is kept beside
         it.
 
         Raises:
             InvalidRows: naming the first bad row.
         """
         path = self.path(sha256)
-        kept = path.with_name(f"{sha256}.{algorithm}-{data_format or 'any'}.json")
+        kept = path.with_name(f"{sha256}.{use}-{data_format or 'any'}.json")
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
         async with self._checking[kept]:
             verdict = await asyncio.to_thread(_read_verdict, kept)
             if verdict is None:
-                verdict = await self._check(path, algorithm, data_format)
+                verdict = await self._check(path, use, data_format)
                 await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
@@ -143,10 +143,10 @@ class Blobs:
         if num_rows > self._settings.max_rows:
             raise self._too_many()
 
-    async def _check(self, path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> RowsVerdict:
+    async def _check(self, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
         if await asyncio.to_thread(_is_light, path):
-            return await asyncio.to_thread(check_file, path, algorithm, data_format)
-        answer = await self._child(Path("/"), "check", str(path), algorithm, data_format or "", read=[path])
+            return await asyncio.to_thread(check_file, path, use, data_format)
+        answer = await self._child(Path("/"), "check", str(path), use, data_format or "", read=[path])
         if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
             raise InvalidRows(answer["error"])
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])

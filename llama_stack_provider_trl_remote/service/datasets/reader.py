@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat
+from llama_stack_provider_trl.specs.job import DataFormat, RowUse
 from llama_stack_provider_trl.specs.row_files import Row
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
@@ -35,7 +35,7 @@ _ROWS_PER_CHECK = 16
 
 
 class RowsVerdict(TypedDict):
-    """Whether an algorithm can train on a file of rows."""
+    """Whether a file of rows fits its use."""
 
     num_rows: int
     warnings: list[str]
@@ -43,7 +43,7 @@ class RowsVerdict(TypedDict):
     """The first invalid row and its fault; None: all rows are valid."""
 
 
-def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None) -> RowsVerdict:
+def check_file(path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
     """Check an NDJSON file in constant memory.
 
     Raises:
@@ -51,7 +51,7 @@ def check_file(path: Path, algorithm: Algorithm, data_format: DataFormat | None)
     """
     try:
         with open(path, "rb") as file:
-            report = check_rows(row_files.read_ndjson(file), algorithm, data_format)
+            report = check_rows(row_files.read_ndjson(file), use, data_format)
     except InvalidRows as error:
         return RowsVerdict(num_rows=0, warnings=[], error=str(error))
     return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
@@ -124,9 +124,9 @@ def main(arguments: list[str]) -> None:
     memory_mb = 0
     try:
         match arguments:
-            case ["check", path, algorithm, data_format, memory]:
+            case ["check", path, use, data_format, memory]:
                 limit_memory((memory_mb := int(memory)) << 20)
-                answer: Any = check_file(Path(path), algorithm, data_format or None)  # type: ignore[arg-type]
+                answer: Any = check_file(Path(path), use, data_format or None)  # type: ignore[arg-type]
             case ["convert", uri, directory, max_rows, min_free_mb, memory, *file]:
                 limit_memory((memory_mb := int(memory)) << 20)
                 descriptor = int(file[0]) if file else None

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.system.beneath import open_beneath
-from llama_stack_provider_trl.system.files import atomic_write_json, put_rows
+from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound
@@ -88,7 +89,7 @@ class DatasetRegistry:
         self._blobs, self._cluster = blobs, cluster
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
-        self._registering = asyncio.Lock()
+        self._registering = threading.Lock()
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def prepare(self) -> None:
@@ -108,17 +109,61 @@ class DatasetRegistry:
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
         entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
-        async with self._registering:
-            known = await asyncio.to_thread(self._read, entry.dataset.identifier)
-            if known is None:
-                await asyncio.to_thread(self._write, entry)
-                return shown(entry)
+        known = await asyncio.to_thread(self._claim, entry)
+        if known is None:
+            return shown(entry)
         if _content(known) != _content(entry):
             raise Conflict(
                 f"dataset {body.dataset_id!r} exists already with another content: choose another dataset_id, or "
                 f"DELETE /v1/datasets/{body.dataset_id} first (jobs that use it keep their rows)"
             )
         return shown(known)
+
+    def register_made(self, dataset_id: str, rows: Path, sha256: str, job_uuid: str, created_by: str) -> None:
+        """Register rows that a job has made; repeating the same registration changes nothing.
+
+        Args:
+            sha256: as the job has reported it.
+
+        Raises:
+            InvalidRequest: the file is missing, or has another digest.
+            JobConflict: the name is taken by another dataset.
+            StoreError: they cannot be stored.
+        """
+        try:
+            with open_regular(rows) as file:
+                self._blobs.check_space(os.fstat(file.fileno()).st_size)
+                blob = put_lines(self._blobs.directory, file)
+        except FileNotFoundError as error:
+            raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+        if blob.sha256 != sha256:
+            raise InvalidRequest("output.dataset_id", dataset_id, f"{rows} was changed after the job had written it")
+        dataset = Dataset(
+            identifier=dataset_id,
+            provider_resource_id=dataset_id,
+            purpose="post-training/messages",
+            source=RowsSource(type="rows", rows=[]),
+            metadata={"job_uuid": job_uuid},
+        )
+        entry = Entry(
+            dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=blob.num_rows, created_by=created_by
+        )
+        known = self._claim(entry)
+        if known is not None and _content(known) != _content(entry):
+            raise JobConflict(
+                f"dataset {dataset_id!r} was registered with another content meanwhile; the rows of this job are in "
+                f"{rows}: register them under another name"
+            )
+
+    def _claim(self, entry: Entry) -> Entry | None:
+        """Register a dataset whose name is free; returns the one that has it, if it is not."""
+        with self._registering:
+            known = self._read(entry.dataset.identifier)
+            if known is None:
+                self._write(entry)
+            return known
 
     def get(self, dataset_id: str) -> Dataset:
         """Find a dataset. Raises NotFound."""
@@ -143,9 +188,7 @@ class DatasetRegistry:
         except FileNotFoundError:
             raise _unknown(dataset_id) from None
 
-    async def fetch(
-        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
-    ) -> tuple[DatasetRef, list[str]]:
+    async def fetch(self, dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
         """The rows of a registered dataset for a job.
 
         Raises:
@@ -163,16 +206,16 @@ class DatasetRegistry:
         if not self._blobs.holds(entry.sha256):
             hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
             raise InvalidRequest(FIELD, dataset_id, hint)
-        return await self.fetch_blob(dataset_id, entry.sha256, algorithm, data_format)
+        return await self.fetch_blob(dataset_id, entry.sha256, use, data_format)
 
     async def fetch_blob(
-        self, dataset_id: str, sha256: str, algorithm: Algorithm, data_format: DataFormat | None
+        self, dataset_id: str, sha256: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         """The result of `fetch`, for a digest."""
         if not self._blobs.holds(sha256):
             hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
             raise InvalidRequest(FIELD, dataset_id, hint)
-        return await self._blobs.checked(dataset_id, sha256, algorithm, data_format)
+        return await self._blobs.checked(dataset_id, sha256, use, data_format)
 
     async def _entry(self, body: RegisterDataset, stored: StoredRows | None) -> Entry:
         assert body.dataset_id is not None

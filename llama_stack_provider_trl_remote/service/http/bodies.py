@@ -17,6 +17,7 @@ from llama_stack_provider_trl.requests.bodies import (
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.job import Algorithm
 from llama_stack_provider_trl.stack.responses import Checkpoint
@@ -55,6 +56,16 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
+
+
+class GenerateBody(GenerateRequest):
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """after, cancel_with, device, max_duration, priority, retries."""
+
+
+class EvaluateBody(EvaluateRequest):
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """after, cancel_with, device, max_duration, priority, retries."""
 
 
 class PreflightBody(PreferenceOptimizeBody):

@@ -19,6 +19,8 @@ from llama_stack_provider_trl.stack.responses import (
 
 from ..context import Context, Service
 from ..http.bodies import (
+    EvaluateBody,
+    GenerateBody,
     JobName,
     JobRow,
     ListJobsResponse,
@@ -61,6 +63,20 @@ async def supervised_fine_tune(
 async def preference_optimize(service: Context, body: PreferenceOptimizeBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a DPO job. The same body again is the same job."""
     await service.submit(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/generate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
+async def generate(service: Context, body: GenerateBody, caller: CurrentCaller) -> PostTrainingJob:
+    """Queue a job that answers the prompts of a dataset. The same body again is the same job."""
+    await service.submit_work(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
+async def evaluate(service: Context, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
+    """Queue a job that evaluates a model on the rows of a dataset. The same body again is the same job."""
+    await service.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 

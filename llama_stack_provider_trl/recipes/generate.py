@@ -1,0 +1,351 @@
+"""Answers the prompts of a dataset: the recipe of `generate` jobs. `recipes.train` is the entry point.
+
+Answers are appended to a file in the job's checkpoint directory, a batch per write. A batch is always the same answers,
+by their number, and the random numbers of an answer follow from the seed, its row and its sample. So an attempt that
+continues after any end of the one before it writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .. import faults
+from ..errors import JobFailure
+from ..specs.events import EventWriter, Finished, Paused, Prepared, Progress, Reason, Started, Warned
+from ..specs.job import AttemptSpec, JobSpec
+from ..specs.kinds import ANSWERS, ROWS, GenerateSpec
+from ..specs.rows import Message
+from ..system.files import RunDir
+from .data.chat import Chat
+from .data.prepare import read_examples
+from .distributed import ranks
+from .distributed.heartbeat import heartbeat
+from .model.loading import (
+    DTYPES,
+    WeightStorage,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    parameter_counts,
+    positions_of,
+)
+
+
+class Answered(NamedTuple):
+    """An answer of the model."""
+
+    text: str
+    tokens: int
+    complete: bool
+    """Whether the model ended it; False: it has `max_new_tokens`."""
+
+
+class Sampler(LogitsProcessor):
+    """Chooses the next token of each sequence of a batch with random numbers of its own, whatever the others are.
+
+    It leaves the chosen token as the only possible one, and greedy decoding takes it.
+
+    Args:
+        sources: of each sequence.
+        on_token: called after each choice.
+    """
+
+    def __init__(self, work: GenerateSpec, sources: list[random.Random], on_token: Callable[[], None]) -> None:
+        self._work, self._sources, self._on_token = work, sources, on_token
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._on_token()
+        if not self._work.temperature:
+            return scores
+        logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
+        ordered, tokens = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
+        reached = ordered.cumsum(dim=-1)
+        chosen = torch.full_like(scores, -torch.inf)
+        for row, source in enumerate(self._sources):
+            chosen[row, tokens[row, self._choice(reached[row], source.random())]] = 0.0
+        return chosen
+
+    def _choice(self, reached: torch.Tensor, number: float) -> int:
+        """The position of a token among those in order of their probability.
+
+        Args:
+            reached: sum of the probabilities up to each.
+            number: at least 0, less than 1.
+        """
+        # The fewest tokens that reach top_p; all where rounding leaves the sum below it.
+        last = min(int((reached < self._work.top_p).sum()), len(reached) - 1)
+        limit = number * float(reached[last])
+        return min(int((reached <= limit).sum()), last)
+
+
+class Answerer:
+    """A model that answers prompts in batches.
+
+    Raises:
+        JobFailure: the model, or a prompt, cannot be used.
+    """
+
+    def __init__(self, spec: JobSpec, work: GenerateSpec, device: torch.device) -> None:
+        self.spec, self.work, self.device = spec, work, device
+        self.tokenizer = load_tokenizer(spec.source)
+        self.chat = Chat(self.tokenizer)
+        self.model = _load(spec, device)
+        self._ends = _ends(self.model, self.tokenizer)
+        # In place of the model's own, whose penalties and limits would change the answers.
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=work.max_new_tokens,
+            do_sample=False,
+            eos_token_id=self._ends,
+            pad_token_id=self.tokenizer.pad_token_id,
+            use_cache=True,
+        )
+
+    def encode(self, prompt: list[Message], row: int) -> list[int]:
+        """The token ids of a prompt, with the header of its answer. Raises JobFailure: it is too long."""
+        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
+        positions = positions_of(self.spec.source)
+        if positions is not None and len(ids) + self.work.max_new_tokens > positions:
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row} has {len(ids)} tokens, which with max_new_tokens {self.work.max_new_tokens} are more than "
+                f"the {positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
+            )
+        return ids or [self.tokenizer.eos_token_id]
+
+    def answer(
+        self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
+    ) -> list[Answered]:
+        """Answer prompts together, with padding before the shorter ones.
+
+        Args:
+            sources: the random numbers of each.
+            on_token: called after each step of the batch.
+        """
+        longest = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        sampler = Sampler(self.work, sources, on_token)
+        with torch.no_grad():
+            found = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask.to(self.device),
+                logits_processor=LogitsProcessorList([sampler]),
+            )
+        return [self._answered(tokens) for tokens in found[:, longest:].tolist()]
+
+    def _answered(self, tokens: list[int]) -> Answered:
+        end = next((number for number, token in enumerate(tokens) if token in self._ends), None)
+        kept = tokens if end is None else tokens[: end + 1]
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Answered(text, len(kept), end is not None)
+
+
+class AnswerFile:
+    """The answers of a job in a file, one per line, in their order.
+
+    Args:
+        batch: answers that are written together: of a batch that is not whole, nothing is kept.
+    """
+
+    def __init__(self, path: Path, batch: int, total: int) -> None:
+        self._file = open(path, "a+b")  # noqa: SIM115 (`close`)
+        self.count = self._keep_whole_batches(batch, total)
+
+    def _keep_whole_batches(self, batch: int, total: int) -> int:
+        self._file.seek(0)
+        count, end, kept, size = 0, 0, 0, 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            count, size = count + 1, size + len(line)
+            if count % batch == 0 or count == total:
+                kept, end = count, size
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+        return kept
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        """Write answers, and return when they are on the disk."""
+        data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+        middle = len(data) // 2
+        self._file.write(data[:middle])
+        self._file.flush()
+        faults.reach(f"answering-{self.count}")
+        self._file.write(data[middle:])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.count += len(lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        self._file.seek(0)
+        return map(json.loads, self._file)
+
+
+def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Answer the prompts that earlier attempts have not, and make a dataset of all answers.
+
+    Raises:
+        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
+    """
+    ranks.check_world_size(attempt.world_size)
+    spec, work = attempt.job, attempt.job.work
+    assert isinstance(work, GenerateSpec)
+    device = choose_device(spec.device)
+    writer.write(Started(pid=os.getpid(), device=str(device), versions={"torch": torch.__version__}))
+    if spec.num_threads:
+        torch.set_num_threads(spec.num_threads)
+    faults.reach("started")
+    spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    with heartbeat(writer):
+        answerer = Answerer(spec, work, device)
+        prompts = [example.messages for example in read_examples(spec.dataset.path, "prompts")]
+        encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
+    total = len(prompts) * work.samples_per_prompt
+    with closing(AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)) as answers:
+        _report_prepared(answerer, len(prompts), total, answers.count, writer)
+        faults.reach("prepared")
+        control = RunDir(attempt.run_dir).control
+        while answers.count < total:
+            if control.exists():
+                return writer.write(Paused(step=answers.count), durable=True)
+            _answer_batch(answerer, prompts, encoded, answers, total, writer)
+            faults.reach(f"step-{answers.count}")
+        result = _make_dataset(spec, answers, writer)
+    faults.reach("finishing")
+    writer.write(Finished(step=total, result=result), durable=True)
+
+
+def _answer_batch(
+    answerer: Answerer,
+    prompts: list[list[Message]],
+    encoded: list[list[int]],
+    answers: AnswerFile,
+    total: int,
+    writer: EventWriter,
+) -> None:
+    """Answer the next prompts, and write the answers."""
+    work, first = answerer.work, answers.count
+    numbers = range(first, min(total, first + answerer.spec.batch_size))
+    places = [divmod(number, work.samples_per_prompt) for number in numbers]
+    began = time.monotonic()
+    found = answerer.answer(
+        [encoded[row] for row, _ in places],
+        [random.Random(f"{work.seed}/{row}/{sample}") for row, sample in places],
+        writer.heartbeat,
+    )
+    seconds = time.monotonic() - began
+    answers.append(
+        [
+            {"row": row, "sample": sample, "prompt": prompts[row], **answer._asdict()}
+            for (row, sample), answer in zip(places, found, strict=True)
+        ]
+    )
+    _report_progress(answers.count, total, found, seconds, writer)
+
+
+def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
+    """The model, with the adapter that the job names."""
+    storage = WeightStorage(
+        dtype=DTYPES[spec.dtype], compute_dtype=spec.dtype, in_4_bits=False, is_quantized=False, is_sharded=False
+    )
+    model: Any = load_model(spec.source, storage, device)
+    if spec.adapter is not None:
+        model = PeftModel.from_pretrained(model, spec.adapter.path)
+    return model.eval()
+
+
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end an answer. Chat models name that of a turn in their generation configuration."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*several, tokenizer.eos_token_id) if token is not None})
+
+
+def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, writer: EventWriter) -> None:
+    if answerer.chat.template_warning:
+        writer.write(Warned(message=answerer.chat.template_warning))
+    _, parameters = parameter_counts(answerer.model)
+    effective = {"model_class": type(answerer.model).__name__, "weights_dtype": answerer.spec.dtype}
+    writer.write(
+        Prepared(
+            total_steps=total,
+            start_step=done,
+            num_rows=rows,
+            trainable_parameters=0,
+            total_parameters=parameters,
+            effective=effective,
+        )
+    )
+
+
+def _report_progress(done: int, total: int, found: list[Answered], seconds: float, writer: EventWriter) -> None:
+    tokens = sum(answer.tokens for answer in found)
+    metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / len(found)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    writer.write(Progress(step=done, epoch=round(done / total, 6), metrics=metrics, peak_memory_bytes=peak))
+
+
+def _make_dataset(spec: JobSpec, answers: AnswerFile, writer: EventWriter) -> dict[str, Any]:
+    """Write the answers as rows to train on; returns the result of the job.
+
+    Raises:
+        JobFailure: no answer has text.
+    """
+    blank = incomplete = tokens = 0
+
+    def rows() -> Iterator[bytes]:
+        nonlocal blank, incomplete, tokens
+        for line in answers.lines():
+            tokens += line["tokens"]
+            incomplete += not line["complete"]
+            if not line["text"].strip():
+                blank += 1
+                continue
+            row = {"prompt": line["prompt"], "completion": [{"role": "assistant", "content": line["text"]}]}
+            yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+    digest, num_rows, staged = hashlib.sha256(), 0, spec.checkpoint_dir / f"{ROWS}.tmp"
+    with open(staged, "wb") as file:
+        for row in rows():
+            digest.update(row)
+            file.write(row)
+            num_rows += 1
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, spec.checkpoint_dir / ROWS)
+    if not num_rows:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"all {blank} answers are blank: the model ends them at once. Name a model that answers these prompts",
+        )
+    if blank:
+        writer.write(Warned(message=f"{blank} of {answers.count} answers are blank and not in the dataset"))
+    return {
+        "dataset": {"sha256": digest.hexdigest(), "num_rows": num_rows},
+        "answers": {"count": answers.count, "blank": blank, "incomplete": incomplete, "tokens": tokens},
+    }

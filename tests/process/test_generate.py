@@ -1,0 +1,84 @@
+"""The recipe of `generate` jobs: how tokens are chosen, and that a batch gives the answers of each prompt alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.recipes.generate import Answerer, AnswerFile, Sampler
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.kinds import GenerateSpec
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.process
+
+
+def work(**changes: object) -> GenerateSpec:
+    fields = {"output_dataset_id": "a", "max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "seed": 1}
+    return GenerateSpec.model_validate({**fields, "samples_per_prompt": 1, **changes})
+
+
+def chosen(sampler: Sampler, scores: torch.Tensor) -> list[int]:
+    return sampler(torch.zeros(len(scores), 1, dtype=torch.long), scores).argmax(-1).tolist()  # type: ignore[arg-type]
+
+
+def test_tokens_are_chosen_with_their_probabilities_and_none_beyond_top_p() -> None:
+    scores = torch.log(torch.tensor([[0.2, 0.5, 0.3]]))
+    counted: dict[float, Counter[int]] = {}
+    for top_p in (1.0, 0.75):
+        sampler = Sampler(work(top_p=top_p), [random.Random("a")], lambda: None)
+        counted[top_p] = Counter(chosen(sampler, scores)[0] for _ in range(4000))
+    shares = [counted[1.0][token] / 4000 for token in range(3)]
+    assert shares == pytest.approx([0.2, 0.5, 0.3], abs=0.03)
+    assert [counted[0.75][token] / 4000 for token in range(3)] == pytest.approx([0, 0.625, 0.375], abs=0.03)
+    cold = Sampler(work(temperature=0.01), [random.Random("b")], lambda: None)
+    assert {chosen(cold, scores)[0] for _ in range(100)} == {1}
+    assert chosen(Sampler(work(temperature=0), [random.Random("c")], lambda: None), scores) == [1]
+
+
+def test_the_choice_of_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    alone = [chosen(Sampler(work(), [random.Random(str(n))], lambda: None), scores[n : n + 1])[0] for n in range(3)]
+    together = chosen(Sampler(work(), [random.Random(str(n)) for n in range(3)], lambda: None), scores)
+    assert together == alone
+
+
+def test_greedy_answers_of_a_batch_are_those_of_transformers_for_each_prompt_alone(tmp_path: Path) -> None:
+    rows = DatasetRef(dataset_id="r", path=tmp_path / "r", sha256="", num_rows=3)
+    spec = JobSpec(
+        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
+        **{"checkpoint_dir": tmp_path, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
+        optimizer=OptimizerSpec(learning_rate=1e-3),
+    )
+    answerer = Answerer(spec, work(temperature=0), torch.device("cpu"))
+    prompts = [[{"role": "user", "content": text}] for text in ("What is a fox?", "Add", "The dog " * 9)]
+    encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
+    assert len({len(ids) for ids in encoded}) == 3
+    found = answerer.answer(encoded, [random.Random("x")] * 3, lambda: None)
+    for ids, answer in zip(encoded, found, strict=True):
+        alone = answerer.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+        expected = answerer.tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
+        assert answer.text == expected
+
+
+def test_of_a_file_of_answers_whole_batches_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    lines = [json.dumps({"row": row}) + "\n" for row in range(7)]
+    for text, kept in (
+        ("", 0),
+        ("".join(lines[:2]), 0),
+        ("".join(lines[:3]) + lines[3][:5], 3),
+        ("".join(lines[:5]), 3),
+        ("".join(lines[:6]) + lines[6].rstrip("\n"), 6),
+        ("".join(lines), 7),
+    ):
+        path.write_text(text)
+        with closing(AnswerFile(path, 3, 7)) as answers:
+            assert answers.count == kept
+        assert path.read_text() == "".join(lines[:kept])
