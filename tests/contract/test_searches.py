@@ -35,10 +35,8 @@ def submit(service: CrashingService, job_uuid: str, pruning: Json | None) -> Non
     body["training_config"]["data_config"]["validation_dataset_id"] = "held-out"
     body["algorithm_config"] = {"type": "LoRA", "rank": 4, "alpha": 16, "lora_attn_modules": ["q_proj", "v_proj"]}
     body["algorithm_config"]["apply_lora_to_mlp"] = True
-    parameters = {
-        "training_config.optimizer_config.lr": [1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3],
-        "algorithm_config.rank": [2, 8],
-    }
+    rates = [1e-5, 2e-4, 5e-6, 1e-6, 5e-5, 2e-3, 5e-4, 1e-3, 2e-5, 1e-4, 5e-7, 2e-6]
+    parameters = {"training_config.optimizer_config.lr": rates}
     body["hyperparam_search_config"] = {"method": "grid", "parameters": parameters, "pruning": pruning}
     options = {"eval_steps": FIRST, "preflight": "off", "lora_dropout": 0.1}
     service.submit(SFT, body, options=options)
