@@ -145,11 +145,14 @@ class RequestedSearch(NamedTuple):
         """The job of a trial.
 
         Raises:
-            InvalidRequest: it has no evaluations.
+            InvalidRequest: it has no evaluations, or cannot be compared before its end.
         """
         if resolved.validation is None:
             hint = "nothing is evaluated: name a validation_dataset_id, or set train_split_percentage below 1"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
+        if self.pruning is not None and resolved.averaging is not None:
+            hint = "trials could be compared at common weights only (averaging): leave one of them out"
+            raise in_trial(trial, InvalidRequest(f"{FIELD}.pruning", self.config.pruning, hint))
         return resolved.model_copy(update={"pruning": self.pruning})
 
 

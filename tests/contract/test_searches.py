@@ -1,4 +1,4 @@
-"""A search of 12 trials on a real service: what pruning spends and finds, and the same table over kills (by hand)."""
+"""Searches on a real service: their table, cancel and delete; by hand what pruning of 12 trials spends and finds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ import pytest
 from llama_stack_provider_trl.jobs.states import TERMINAL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import sft
-from tests.contract.service import running
+from tests.contract.service import JOBS, TrainingService, refusal, running, running_service
 from tests.contract.stack import SFT, Json, poll
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(os.environ.get("TRL_SEARCH") != "full", reason="it takes minutes: TRL_SEARCH=full runs it"),
-]
+pytestmark = pytest.mark.contract
 STEPS, TRIALS, ETA, FIRST = 18, 12, 3, 2
 POINTS = (
     *("search-rung-decided", "search-rung-recorded", "search-trial-cancelled", "search-trial-resumed"),
@@ -29,16 +25,14 @@ POINTS = (
 ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(16)]
 
 
-def submit(service: CrashingService, job_uuid: str, pruning: Json | None) -> None:
+def submit(service: TrainingService, job_uuid: str, pruning: Json | None) -> None:
     body = sft(job_uuid, "rows")
     body["training_config"]["n_epochs"] = 3
     body["training_config"]["data_config"]["validation_dataset_id"] = "held-out"
     body["algorithm_config"] = {"type": "LoRA", "rank": 4, "alpha": 16, "lora_attn_modules": ["q_proj", "v_proj"]}
     body["algorithm_config"]["apply_lora_to_mlp"] = True
-    parameters = {
-        "training_config.optimizer_config.lr": [1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3],
-        "algorithm_config.rank": [2, 8],
-    }
+    rates = [1e-5, 2e-4, 5e-6, 1e-6, 5e-5, 2e-3, 5e-4, 1e-3, 2e-5, 1e-4, 5e-7, 2e-6]
+    parameters = {"training_config.optimizer_config.lr": rates}
     body["hyperparam_search_config"] = {"method": "grid", "parameters": parameters, "pruning": pruning}
     options = {"eval_steps": FIRST, "preflight": "off", "lora_dropout": 0.1}
     service.submit(SFT, body, options=options)
@@ -60,6 +54,39 @@ def digest(service: CrashingService, job_uuid: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+@pytest.mark.timeout(180)
+def test_a_search_is_shown_cancelled_and_deleted_with_its_trials(tmp_path: Path) -> None:
+    with running_service(tmp_path) as service:
+        service.register("rows", ROWS[:12])
+        service.register("held-out", ROWS[12:])
+        service.arm("step-1", "hold")
+        submit(service, "tune", None)
+        service.wait_taken("step-1", 60)
+        found = service.status("tune")
+        assert (found["status"], found["resources_allocated"]["device"]) == ("in_progress", None)
+        table = found["resources_allocated"]["search"]
+        assert [one["job_uuid"] for one in table["trials"]] == [f"tune-trial-{n}" for n in range(1, TRIALS + 1)]
+        page = service.get("/jobs/tune", prefix="").text
+        assert '<a href="/jobs/tune-trial-12">tune-trial-12</a>' in page
+        assert ">Pause<" not in page
+        assert 'Trial 12 of the search <a href="/jobs/tune">' in service.get("/jobs/tune-trial-12", prefix="").text
+        assert "tune-trial-3" in service.get("/", prefix="").text
+        assert "is a search" in refusal(service.post(f"{JOBS}/tune/pause"), 409)
+        assert service.delete(f"{JOBS}/tune").status_code == 409
+        service.cancel("tune")
+        service.go("step-1")
+        service.wait_state("tune", "cancelled")
+        assert {one["state"] for one in service.status("tune")["resources_allocated"]["search"]["trials"]} == {
+            "cancelled"
+        }
+        assert "is a trial of the search 'tune'" in refusal(service.delete(f"{JOBS}/tune-trial-1"), 409)
+        assert service.delete(f"{JOBS}/tune", checkpoints=True).status_code == 204
+        assert service.get("/post-training/jobs").json()["data"] == []
+        assert list((service.data_dir / "jobs").iterdir()) == []
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(os.environ.get("TRL_SEARCH") != "full", reason="it takes minutes: TRL_SEARCH=full runs it")
 def test_halving_finds_the_best_of_a_full_grid_over_kills(tmp_path: Path) -> None:
     service = CrashingService(tmp_path)
     with closing(service.store), running(service):

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, 
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import MOST_TRIALS, resolve_search
 from llama_stack_provider_trl.requests.settings import Request, Settings
+from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Finished, Paused, Prepared, Started
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.stack.responses import status_response
@@ -283,6 +284,16 @@ def test_each_trial_is_checked_as_a_request_of_its_own(world: World, request_: R
     assert refused.value.field == field
     assert hint in str(refused.value)
     assert world.store.names() == []
+
+
+def test_trials_whose_workers_have_weights_of_their_own_are_not_pruned(world: World) -> None:
+    found = resolve_search(sft({**RATES, "pruning": HALVING}), ProviderOptions())
+    assert found is not None
+    world.submit(sft(None))
+    averaging = AveragingSpec(interval=4)
+    spec = world.store.get("s").spec.model_copy(update={"averaging": averaging})
+    with pytest.raises(InvalidRequest, match=r"hyperparam_search_config.pruning=.*common weights only"):
+        found.trial_spec(found.trials[0], spec)
 
 
 def test_a_search_and_its_trials_are_stored_together_and_once(world: World) -> None:
