@@ -83,7 +83,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--outer",
         nargs="+",
-        default=["0.7,0.9", "1,0"],
+        default=["0.7,0.9"],
         metavar="RATE,MOMENTUM",
         help="outer steps; the targets are those of the last one, which also loses a worker",
     )
