@@ -355,6 +355,12 @@ class JobSpec(Frozen):
         return METHODS[self.algorithm].trains_reward
 
     @property
+    def frozen_dtype(self) -> Dtype:
+        """What the base is held in under adapters. PEFT trains the head of a reward model in the base's dtype, whose
+        updates bf16 would round away."""
+        return "fp32" if self.trains_reward else self.dtype
+
+    @property
     def nodes(self) -> int:
         """Machines that train together."""
         return self.resources.nodes if self.resources else 1

@@ -172,13 +172,17 @@ def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Pa
         assert found == pytest.approx([entry[theirs] for entry in expected], rel=1e-4, abs=1e-5), ours
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(tmp_path: Path, lora: Any) -> None:
+@pytest.mark.parametrize(
+    ("lora", "dtype"), [(None, "fp32"), (LORA, "fp32"), (LORA, "bf16")], ids=["full", "lora", "lora-bf16"]
+)
+def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
+    tmp_path: Path, lora: Any, dtype: str
+) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    spec = spec_of(tmp_path, "reward", lora=lora)
+    spec = spec_of(tmp_path, "reward", lora=lora, dtype=dtype)
     status, events = run(tmp_path, spec)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     assert losses(events)[-1] < 0.7 * losses(events)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.bodies import (
@@ -21,6 +22,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.rows import check_rows
+from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
 
 
@@ -152,6 +154,14 @@ def test_a_body_with_a_preference_method_is_meant_for_preference_optimize(name: 
     assert algorithm_of({"algorithm_config": {"type": name}}) == "dpo"
     assert algorithm_of({"provider_options": {"method": {"type": name}}}) == "dpo"
     assert algorithm_of({"algorithm_config": {"type": "LoRA"}, "provider_options": {}}) == "sft"
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", "reward"])
+def test_a_preflight_names_the_call_and_no_method(algorithm: str) -> None:
+    body = request({"type": "orpo"}).model_dump(exclude_unset=True)
+    assert PreflightBody.model_validate({**body, "algorithm": "dpo"}).algorithm == "dpo"
+    with pytest.raises(ValidationError, match="'sft' or 'dpo'"):
+        PreflightBody.model_validate({**body, "algorithm": algorithm})
 
 
 def test_every_method_has_its_entries() -> None:

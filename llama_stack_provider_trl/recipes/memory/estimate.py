@@ -119,7 +119,7 @@ class _Placed:
 
     def whole(self, model: Traced) -> int:
         """Bytes of a model's weights without sharding."""
-        frozen = model.frozen * (self.compute if self.spec.lora else 4)
+        frozen = model.frozen * (self.compute if self.spec.lora and not self.spec.trains_reward else 4)
         if self.quantized:
             packed = int(model.block_linear * _FOUR_BIT) + self.constants(model)
             frozen = (model.frozen - model.block_linear) * self.compute + packed

@@ -377,7 +377,8 @@ def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
 
 def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     # fp16 takes the memory of bf16, which every CPU kernel supports.
-    dtype = torch.bfloat16 if spec.dtype != "fp32" and (spec.lora or is_sharded(spec)) else torch.float32
+    in_half = spec.frozen_dtype != "fp32" if spec.lora else spec.dtype != "fp32" and is_sharded(spec)
+    dtype = torch.bfloat16 if in_half else torch.float32
     config = copy.deepcopy(config)  # its dtype is set, and the given one has that of the files
     auto, head = auto_class(is_reward=spec.trains_reward)
     if head:

@@ -75,7 +75,7 @@ class WeightStorage:
     """How the weights of a model are held in memory while a job trains."""
 
     dtype: torch.dtype
-    """fp32, but the job's own under adapters, where the base is frozen."""
+    """fp32, but `frozen_dtype` under adapters."""
     compute_dtype: Dtype
     in_4_bits: bool
     """The linear layers are held in 4 bits (QLoRA)."""
@@ -92,7 +92,7 @@ class WeightStorage:
     def of(cls, spec: JobSpec) -> WeightStorage:
         in_4_bits = spec.lora is not None and spec.lora.quantize_base
         return cls(
-            dtype=DTYPES[spec.dtype] if spec.lora else torch.float32,
+            dtype=DTYPES[spec.frozen_dtype] if spec.lora else torch.float32,
             compute_dtype=spec.dtype,
             in_4_bits=in_4_bits,
             is_quantized=in_4_bits or spec.qat is not None,
@@ -259,7 +259,9 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     else:
         check_weights_index(source.location, source.revision)
         auto, head = auto_class(is_reward=spec.trains_reward)
-        base = auto.from_pretrained(source.location, dtype=DTYPES[spec.dtype], **head, **source_arguments(source))
+        base = auto.from_pretrained(
+            source.location, dtype=DTYPES[spec.frozen_dtype], **head, **source_arguments(source)
+        )
         _name(base, source)
     return PeftModel.from_pretrained(base, adapter)
 

@@ -19,7 +19,7 @@ from llama_stack_provider_trl.requests.bodies import (
 )
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
-from llama_stack_provider_trl.specs.job import Algorithm
+from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.stack.responses import Checkpoint
 
 from ...wire import NAME
@@ -73,8 +73,9 @@ class PreflightBody(PreferenceOptimizeBody):
 
     job_uuid: str = "preflight"
     """Ignored: no job is created."""
-    algorithm: Algorithm | None = None
-    """sft or dpo; left out, the body decides: only DPO has a `finetuned_model` or an `algorithm_config` of type dpo."""
+    algorithm: Call | None = None
+    """The call, sft or dpo. Left out, the body decides: only preference methods have a `finetuned_model`, an
+    `algorithm_config` of their type, or the provider option `method`."""
 
 
 class RowCounts(BaseModel):
