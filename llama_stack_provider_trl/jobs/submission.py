@@ -86,7 +86,6 @@ async def submit(
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
-
         merged: of a merge: what its models are.
 
     Returns:
