@@ -113,6 +113,9 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     data = _data_of(request)
     if (named := _named(data.get(_ROWS))) is not None:
         data[_ROWS] = f"{_PREFIX}{names[named]}"
+    for one in _merged_models(request):
+        if (named := _named(one["model"])) is not None:
+            one["model"] = f"{_PREFIX}{names[named]}{one['model'].removeprefix(_PREFIX + named)}"
     if request.get("kind") == "generate":
         request.setdefault("output", {"dataset_id": job_uuid})
     options = request.get("provider_options") or {}
@@ -194,7 +197,11 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     rows = _named(_data_of(request).get(_ROWS))
     if rows is not None and rows not in names:
         raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
-    before = tuple(dict.fromkeys([*([base] if base else []), *([rows] if rows else []), *after]))
+    merged = [named for one in _merged_models(request) if (named := _named(one["model"])) is not None]
+    if unknown := [name for name in merged if name not in names]:
+        raise InvalidRequest(f"{where}.models", f"job:{unknown[0]}", f"the jobs of this file are {', '.join(names)}")
+    found = (*([base] if base else []), *([rows] if rows else []), *merged, *after)
+    before = tuple(dict.fromkeys(found))
     return PipelineJob(name, dict(request), before, _dataset_ids(request))
 
 
@@ -222,6 +229,12 @@ def _named(model: Any) -> str | None:
     if not isinstance(model, str) or not model.startswith(_PREFIX):
         return None
     return model.removeprefix(_PREFIX).partition("/")[0]
+
+
+def _merged_models(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The models of a request to merge; none where it is of another form, which the service refuses."""
+    models = request.get("models") if request.get("kind") == "merge" else None
+    return [one for one in models or () if isinstance(one, dict) and isinstance(one.get("model"), str)]
 
 
 def _data_of(request: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from .client import (
     EVALUATE,
     GENERATE,
     JOBS,
+    MERGE,
     PREFERENCE_OPTIMIZE,
     PREFLIGHT,
     PREVIEW,
@@ -50,7 +51,7 @@ Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
 _SETS = 20
-KINDS = {"generate": GENERATE, "evaluate": EVALUATE}
+KINDS = {"generate": GENERATE, "evaluate": EVALUATE, "merge": MERGE}
 """Kind of a job that does not train -> its call."""
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
@@ -118,6 +119,14 @@ class AsyncTrlClient:
             job: `job_uuid`, `model`, `dataset_id` and more (docs/how-to/evaluate.md).
         """
         return str((await submit_request(self._service, {**job, "kind": "evaluate"}))["job_uuid"])
+
+    async def merge(self, job: Mapping[str, Any]) -> str:
+        """Queue a job that merges models or adapters; returns its `job_uuid`. `pull` downloads the result.
+
+        Args:
+            job: `job_uuid`, `models` ([{"model", "weight"}]) and more (docs/how-to/merge.md).
+        """
+        return str((await submit_request(self._service, {**job, "kind": "merge"}))["job_uuid"])
 
     async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """What a job would do, and whether it fits (`fits`). Queues nothing."""
@@ -276,6 +285,10 @@ class TrlClient:
         """As `AsyncTrlClient.evaluate`."""
         return _run(self._client.evaluate(job))
 
+    def merge(self, job: Mapping[str, Any]) -> str:
+        """As `AsyncTrlClient.merge`."""
+        return _run(self._client.merge(job))
+
     def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """As `AsyncTrlClient.preflight`."""
         return _run(self._client.preflight(job, algorithm))
@@ -356,7 +369,7 @@ async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorit
     """POST a job to the call of its algorithm; None: the one that its fields are meant for.
 
     Args:
-        job: with a field `kind` where it does not train: `generate`, `evaluate`.
+        job: with a field `kind` where it does not train: `generate`, `evaluate`, `merge`.
 
     Raises:
         InvalidRequest: there is no such kind.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, StoreError
+from ..requests.bases import Base
 from ..requests.kinds import for_work, reads_prompts, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
@@ -24,6 +25,7 @@ from ..specs.kinds import Work
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
+from .merges import after_all
 from .ownership import Ownership
 from .promised import refuse_split, refuse_unknown_rows
 from .resume_from import copy_checkpoint, discard_checkpoint
@@ -76,6 +78,7 @@ async def submit(
     datasets: Datasets,
     owner: Submitter | None = None,
     work: Work | None = None,
+    merged: list[Base] | None = None,
 ) -> bool:
     """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
@@ -83,6 +86,7 @@ async def submit(
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
+        merged: of a merge: what its models are.
 
     Returns:
         Whether the job is new.
@@ -98,7 +102,7 @@ async def submit(
         return False
     if (search := resolve_search(request, options)) is not None:
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
-    job = await resolved(request, options, settings, datasets, store, work)
+    job = await resolved(request, options, settings, datasets, store, work, merged=merged)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
@@ -169,6 +173,7 @@ async def resolved(
     store: Store | None,
     work: Work | None = None,
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
+    merged: list[Base] | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
@@ -176,6 +181,7 @@ async def resolved(
         store: the jobs that the request may name as its base; None: there are none.
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
+        merged: of a merge: what its models are.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
@@ -203,6 +209,8 @@ async def resolved(
     spec = resolution.spec(dataset, validation)
     if work is not None:
         spec = with_work(spec, work)
+    if merged is not None:
+        spec = after_all(spec, merged)
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 

@@ -6,19 +6,16 @@ metrics, or `reason` and `message` of the failure. They are the numbers of a job
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import faults
 from ..specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
-from .failures import classify
 from .imports import quick_imports
+from .results import write_result
 
 if TYPE_CHECKING:
     from .build import BuiltTrainer
@@ -26,15 +23,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Evaluate the spec; returns the exit status (0 done, 1 failed)."""
-    spec = JobSpec.model_validate_json(Path(argv[1]).read_text())
-    try:
-        found, failed = evaluate(spec), False
-    except Exception as error:
-        traceback.print_exc()
-        failure = classify(error)
-        found, failed = {"reason": failure.reason, "message": failure.message}, True
-    Path(argv[2]).write_text(json.dumps(found))
-    return int(failed)
+    return write_result(argv, lambda text: evaluate(JobSpec.model_validate_json(text)))
 
 
 def evaluate(spec: JobSpec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.kinds import EvaluateSpec, GenerateSpec
+from ..specs.kinds import EvaluateSpec, GenerateSpec, MergeWork
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -84,6 +84,10 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
             from .evaluate import evaluate_attempt
 
             return evaluate_attempt
+        case MergeWork():
+            from .merge import merge_attempt
+
+            return merge_attempt
     from .session import train_attempt
 
     return train_attempt

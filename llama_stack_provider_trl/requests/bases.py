@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..specs.beginnings import MERGED_BASE, AdapterSpec, BaseJob
 from ..specs.job import JobSpec, LoraSpec
+from ..specs.kinds import MergeWork
 from .bodies import JOB_UUID_PATTERN, SupervisedFineTuneRequest
 from .options import ProviderOptions
 from .paths import absolute_path, may_be_read, resolve_base_model, resolve_trust
@@ -128,6 +129,8 @@ def resolve_base(request: Request, options: ProviderOptions, settings: Settings,
 
 def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, settings: Settings) -> Base:
     job = named.spec
+    if isinstance(job.work, MergeWork):
+        return _of_merge(name, value, job, options, settings)
     if job.work is not None:
         hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
         raise InvalidRequest(name, value, hint)
@@ -158,6 +161,19 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
         job.lora if options.adapter == "continue" else None,
         (base_job, *below),
     )
+
+
+def _of_merge(name: str, value: str, job: JobSpec, options: ProviderOptions, settings: Settings) -> Base:
+    """The result of a merge."""
+    assert isinstance(job.work, MergeWork)
+    given, path = value.removeprefix(PREFIX).partition("/")[2].removeprefix(f"{job.output_name}-"), "final"
+    if job.work.of_adapters or given not in ("", path) or options.adapter is not None:
+        what = "an adapter: name its directory, once it is complete" if job.work.of_adapters else "a model, and `final`"
+        raise InvalidRequest(name, value, f"job {job.job_uuid!r} merges, and its result is {what}")
+    _refuse_other_machines(name, value, options, settings)
+    directory = str(job.checkpoint_dir / path)
+    base_job = BaseJob(job_uuid=job.job_uuid, checkpoint=path)
+    return Base(directory, resolve_trust(directory, settings), jobs=(base_job,))
 
 
 def _checkpoint(name: str, value: str, named: NamedJob, *, wants_adapter: bool) -> str:

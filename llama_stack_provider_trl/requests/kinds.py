@@ -6,21 +6,25 @@ has is refused by name.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.job import Algorithm, JobSpec
-from ..specs.kinds import EvaluateSpec, GenerateSpec, Work
-from .bases import NamedJob, is_adapter
+from ..specs.kinds import MERGING, EvaluateSpec, GenerateSpec, MergeWork, Work
+from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
+from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .options import ProviderOptions
 from .settings import Request, Settings
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of jobs that do not train."""
+NO_ROWS = "none"
+"""The dataset of a job that reads no rows."""
 _DATA = "training_config.data_config."
 _MOST_SAMPLES = 1000
 _MOST_ANSWERS = 10**6
@@ -151,6 +155,92 @@ class EvaluateRequest(_Kind):
         return SupervisedFineTuneRequest.model_validate(given)
 
 
+class MergedModel(_Kind):
+    """One of the models, or adapters, that are merged."""
+
+    model: str
+    """A model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Its weight."""
+
+
+class MergeRequest(_Kind):
+    """A job that merges models, or adapters, into one."""
+
+    job_uuid: str
+    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    models: list[MergedModel] = Field(min_length=1, max_length=64)
+    """What is merged: [{model, weight}]."""
+    method: MergeMethod = "linear"
+    """linear, slerp (two models), ties, dare_linear, dare_ties, cat (adapters)."""
+    base: str | None = None
+    """ties and dare of whole models: the model from which they were trained, named as those are."""
+    density: float | None = Field(None, gt=0, le=1)
+    """ties and dare: share of each weight's differences that is kept."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Decides which differences dare keeps."""
+    merged_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Of the result. Default: that of the first model."""
+    checkpoint_dir: str | None = None
+    """Where the result is written: relative to the data directory, or absolute inside an allowed root."""
+
+    def with_options(self, options: ProviderOptions) -> ProviderOptions:
+        """The options with what the request itself has of them."""
+        return options
+
+    def as_training(self, model: str | None = None) -> SupervisedFineTuneRequest:
+        """The request for training that has the place of this one, and one of its models; None: the first."""
+        training = {"n_epochs": 1, "data_config": {"dataset_id": NO_ROWS, "batch_size": 1}}
+        given = {"job_uuid": self.job_uuid, "model": model or self.models[0].model, "training_config": training}
+        return SupervisedFineTuneRequest.model_validate({**given, "checkpoint_dir": self.checkpoint_dir})
+
+    def work(self, found: list[Base]) -> MergeWork:
+        """What the job does.
+
+        Args:
+            found: what each of `models`, and `base`, is.
+
+        Raises:
+            InvalidRequest: models and adapters together; a base, or a density, that is missing or would be ignored.
+        """
+        adapters = [one.adapter for one in found]
+        if len({one is None for one in adapters}) > 1:
+            name = self.named()[next(number for number, one in enumerate(adapters) if one is not None)][1]
+            raise InvalidRequest("models", name, "it is an adapter, and others are whole models: merge one kind")
+        of_adapters = adapters[0] is not None
+        methods = ADAPTER_METHODS if of_adapters else MODEL_METHODS
+        if self.method not in methods:
+            what = "adapters" if of_adapters else "whole models"
+            raise InvalidRequest("method", self.method, f"{what} are merged by one of {', '.join(methods)}")
+        prunes = self.method in PRUNING_METHODS
+        for name, is_needed in (("base", prunes and not of_adapters), ("density", prunes)):
+            if (getattr(self, name) is not None) != is_needed:
+                hint = f"method {self.method} {'needs' if is_needed else 'has'} {'it' if is_needed else 'none'}"
+                raise InvalidRequest(name, getattr(self, name), hint)
+        if self.method == "slerp" and len(self.models) != 2:
+            raise InvalidRequest("method", "slerp", f"it merges two models, {len(self.models)} are named")
+        paths = [one.model if one.adapter is None else str(one.adapter.path) for one in found]
+        inputs = zip(paths, self.models, strict=False)
+        return MergeWork(
+            merge=MergeSpec(
+                inputs=tuple(MergeInput(model=path, weight=one.weight) for path, one in inputs),
+                output=Path(MERGING),
+                method=self.method,
+                base=paths[-1] if self.base is not None else None,
+                density=self.density,
+                seed=self.seed,
+                dtype=self.merged_dtype,
+            ),
+            from_jobs=tuple(Path(path) for path, one in zip(paths, found, strict=True) if one.jobs),
+            of_adapters=of_adapters,
+        )
+
+    def named(self) -> list[tuple[str, str]]:
+        """The fields that name models, with their values."""
+        found = [(f"models.{number}.model", one.model) for number, one in enumerate(self.models)]
+        return [*found, *([("base", self.base)] if self.base is not None else [])]
+
+
 def check_options(options: ProviderOptions) -> None:
     """Refuse the options of training. Raises InvalidRequest."""
     if others := sorted(options.model_fields_set - set(OPTIONS)):
@@ -181,6 +271,10 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
             hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
             raise InvalidRequest("samples_per_prompt", work.samples_per_prompt, f"{hint}: divide the dataset")
         untrained |= {"lora": None, "token_cache": None}
+    if isinstance(work, MergeWork):
+        merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
+        work = work.model_copy(update={"merge": merge})
+        untrained |= {"lora": None, "adapter": None, "token_cache": None}
     return spec.model_copy(update={**untrained, "work": work})
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from .beginnings import Frozen
+from .merge import MergeSpec
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them."""
+MERGING = "merging"
+"""Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
 
 
 class GenerateSpec(Frozen):
@@ -33,4 +37,16 @@ class EvaluateSpec(Frozen):
     kind: Literal["evaluate"] = "evaluate"
 
 
-Work = GenerateSpec | EvaluateSpec
+class MergeWork(Frozen):
+    """Merges models, or adapters, into the job's checkpoint `final`. The job's dataset has no rows."""
+
+    kind: Literal["merge"] = "merge"
+    merge: MergeSpec
+    """Its output is below the job's checkpoint directory."""
+    from_jobs: tuple[Path, ...] = ()
+    """Those of its inputs that are checkpoints of jobs."""
+    of_adapters: bool
+    """Whether the inputs are adapters, and so is the result."""
+
+
+Work = GenerateSpec | EvaluateSpec | MergeWork

@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
+from llama_stack_provider_trl.jobs.merges import merged_bases, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
@@ -40,7 +41,7 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
-from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec
+from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.system.process import usable_cpus
 
@@ -60,6 +61,7 @@ from .datasets.registry import DatasetRegistry
 from .http.bodies import (
     EvaluateBody,
     GenerateBody,
+    MergeBody,
     PreferenceOptimizeBody,
     PreflightBody,
     PreflightResponse,
@@ -245,26 +247,38 @@ class Service(StoredJobs):
             log.info("job %s: queued", request.job_uuid)
             self.wake()
 
-    async def submit_work(self, body: GenerateBody | EvaluateBody, caller: Caller) -> None:
+    async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
         """Queue a job that does not train, once. Raises as `submit` does."""
         options = self._options(body.provider_options, caller)
         check_options(options)
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
         if self.store.holds(body.job_uuid, digest):
             return
-        work = body.work()
+        rows, merged = self._rows({}), None
+        if isinstance(body, MergeBody):
+            merged = await asyncio.to_thread(merged_bases, body, self.for_jobs, self.store)
+            work: Work = body.work(merged)
+            rows = self._no_rows
+        else:
+            work = body.work()
         if isinstance(work, GenerateSpec) and self.datasets.holds(work.output_dataset_id):
             hint = "a dataset of this name is registered already: choose another one"
             raise InvalidRequest("output.dataset_id", work.output_dataset_id, hint)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
-            request, options, rows = body.as_training(), body.with_options(options), self._rows({})
-            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work)
+            request, options = body.as_training(), body.with_options(options)
+            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, merged)
         except InvalidRequest as error:
             raise in_its_terms(error) from error
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
             self.wake()
+
+    async def _no_rows(
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
+    ) -> tuple[DatasetRef, list[str]]:
+        """The rows of a job that reads none."""
+        return await asyncio.to_thread(no_rows, self.blobs.directory), []
 
     def _options(self, given: object, caller: Caller) -> ProviderOptions:
         options = ProviderOptions.parse(given)

@@ -15,6 +15,7 @@ from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.census import census
+from tests.cluster.jobs import IN_FULL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
@@ -83,6 +84,7 @@ def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Pat
         assert result["dataset"]["num_rows"] == found["metadata"]["num_rows"] > 0
 
 
+@IN_FULL
 def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

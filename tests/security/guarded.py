@@ -139,6 +139,7 @@ BODIES: dict[str, Json] = {
         "model": sft("evaluated", "questions")["model"],
         "dataset_id": "questions",
     },
+    "POST /post-training/merge": {"job_uuid": "merged", "models": [{"model": sft("merged", "questions")["model"]}]},
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},

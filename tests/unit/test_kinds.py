@@ -20,7 +20,7 @@ from llama_stack_provider_trl.requests.kinds import (
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
-from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody
+from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
 from tests.tiny import REPOSITORY
 
 
@@ -136,7 +136,23 @@ def test_a_pipeline_gives_the_answers_of_a_job_to_the_one_that_names_it() -> Non
         steps_of({"jobs": {"ask": {**ask, "dataset_id": "job:typo"}, "teach": teach}})
 
 
-@pytest.mark.parametrize(("name", "body"), [("generate", GenerateBody), ("evaluate", EvaluateBody)])
+def test_a_pipeline_merges_the_results_of_its_jobs() -> None:
+    tune = {"model": "m", "training_config": {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 4}}}
+    merge = {
+        "kind": "merge",
+        "models": [{"model": "job:a/merged"}, {"model": "org/b", "weight": 2}, {"model": "job:b"}],
+    }
+    steps = steps_of({"jobs": {"soup": merge, "a": tune, "b": tune}})
+    assert [(step.name, step.after) for step in steps] == [("a", ()), ("b", ()), ("soup", ("a", "b"))]
+    models = resolved(steps[2], "soup-1", {"a": "a-1", "b": "b-2", "soup": "soup-1"})["models"]
+    assert [one["model"] for one in models] == ["job:a-1/merged", "org/b", "job:b-2"]
+    with pytest.raises(InvalidRequest, match=r"jobs\.soup\.models='job:b'"):
+        steps_of({"jobs": {"soup": merge, "a": tune}})
+
+
+@pytest.mark.parametrize(
+    ("name", "body"), [("generate", GenerateBody), ("evaluate", EvaluateBody), ("merge", MergeBody)]
+)
 def test_the_documented_fields_are_those_of_the_request(name: str, body: type[BaseModel]) -> None:
     text = (REPOSITORY / "docs" / "how-to" / f"{name}.md").read_text()
     table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]

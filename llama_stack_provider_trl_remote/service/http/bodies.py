@@ -17,7 +17,7 @@ from llama_stack_provider_trl.requests.bodies import (
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.stack.responses import Checkpoint
@@ -64,6 +64,11 @@ class GenerateBody(GenerateRequest):
 
 
 class EvaluateBody(EvaluateRequest):
+    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    """after, cancel_with, device, max_duration, priority, retries."""
+
+
+class MergeBody(MergeRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
     """after, cancel_with, device, max_duration, priority, retries."""
 

@@ -24,6 +24,7 @@ from ..http.bodies import (
     JobName,
     JobRow,
     ListJobsResponse,
+    MergeBody,
     PreferenceOptimizeBody,
     PreflightBody,
     PreflightResponse,
@@ -76,6 +77,13 @@ async def generate(service: Context, body: GenerateBody, caller: CurrentCaller) 
 @router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def evaluate(service: Context, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that evaluates a model on the rows of a dataset. The same body again is the same job."""
+    await service.submit_work(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/merge", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
+async def merge(service: Context, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
+    """Queue a job that merges models, or adapters, into one. The same body again is the same job."""
     await service.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
