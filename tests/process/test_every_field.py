@@ -320,7 +320,7 @@ REFUSED = "refused: tests/contract/test_api_table.py"
 NO_TRAINING = "decides when and where a job runs, nothing in the training: "
 QUANTIZED = "tests/process/test_quantization.py"
 ELSEWHERE: dict[str, str] = {
-    "hyperparam_search_config": "jobs of their own: tests/process/test_search.py",
+    "hyperparam_search_config": "jobs of their own: tests/process/test_search_trials.py",
     "logger_config": NO_TRAINING + "tests/unit/test_trackers_request.py, tests/contract/test_trackers.py",
     EFFICIENCY + "enable_activation_offloading": "cuda only: tests/unit/test_resolve.py, tests/gpu/test_gpu_memory.py",
     EFFICIENCY + "memory_efficient_fsdp_wrap": "several ranks only, and always so: tests/unit/test_resolve.py",
