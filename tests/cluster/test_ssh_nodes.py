@@ -136,7 +136,13 @@ def test_an_interrupted_up_is_repeated(bed: Bed, remote: Remote, tmp_path: Path)
     bed.wait(lambda: any(b"pip" in one for one in commands_of(a)), "pip works", 60)
     command.kill()
     command.wait()
-    code, printed = remote("up", "--site-packages", "--offline")
+
+    def repeated() -> tuple[int, str] | None:
+        """As the command proposes while what works on the machine has not noticed the end of its connection."""
+        code, printed = remote("up", "--site-packages", "--offline")
+        return None if "another `trl-remote nodes` works on" in printed else (code, printed)
+
+    code, printed = bed.wait(repeated, "the interrupted one has ended", 120)
     assert code == 0, printed
     assert "started" in printed
     assert len(list((a.data_dir / "ssh" / "environments").iterdir())) == 1
