@@ -16,7 +16,9 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .methods import METHODS, MethodSpec
-from .methods import Algorithm as Algorithm  # a part of JobSpec
+from .methods import Algorithm as Algorithm  # parts of JobSpec
+from .methods import DpoLoss as DpoLoss
+from .methods import DpoSpec as DpoSpec
 from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
@@ -25,7 +27,6 @@ from .search import PruningSpec, SearchSpec
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
-DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
 Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
@@ -87,23 +88,6 @@ class QatSpec(Frozen):
     with activations as they are."""
     group_size: int = Field(gt=1)
     """Weights that share a scale: consecutive inputs of one output. Must divide the input width of every layer."""
-
-
-class DpoSpec(Frozen):
-    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
-    `kto_pair` KTO on pairs (arXiv:2402.01306).
-
-    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip); with `kto_pair`
-    each completion has one of its own, against the estimated KL divergence of the other half (`recipes.trainer.dpo`).
-    """
-
-    beta: float = Field(0.1, gt=0)
-    loss_type: DpoLoss = "sigmoid"
-    reward_scale: float = Field(1.0, gt=0)
-    reward_clip: float | None = Field(None, gt=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
-    reference: ReferenceSpec = ReferenceSpec()
 
 
 class OptimizerSpec(Frozen):
