@@ -12,13 +12,32 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .beginnings import Frozen
+from .model_source import ReferenceSpec
 
 Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward"]
 RowUse = Literal[Algorithm, "prompts"]
 """What rows are read for: training by an algorithm, or prompts to answer."""
 Call = Literal["sft", "dpo"]
 """The two calls of Llama Stack: supervised-fine-tune, and preference-optimize for every other method."""
+DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
+
+
+class DpoSpec(Frozen):
+    """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
+    `kto_pair` KTO on pairs (arXiv:2402.01306).
+
+    The margin is clip(reward_scale * beta * (log-ratio chosen - log-ratio rejected), +-reward_clip); with `kto_pair`
+    each completion has one of its own, against the estimated KL divergence of the other half (`recipes.trainer.dpo`).
+    """
+
+    beta: float = Field(0.1, gt=0)
+    loss_type: DpoLoss = "sigmoid"
+    reward_scale: float = Field(1.0, gt=0)
+    reward_clip: float | None = Field(None, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
+    reference: ReferenceSpec = ReferenceSpec()
 
 
 class OrpoSpec(Frozen):

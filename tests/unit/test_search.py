@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,12 @@ class World:
         self.clock = FakeClock()
         self.launcher = FakeLauncher()
         self.reads: list[str] = []
+        self.store = Store(self.root / "jobs.sqlite3", self.clock)
         self.restart()
 
     def restart(self) -> None:
         """Another process continues: nothing but the store decides."""
+        self.store.close()
         self.store = Store(self.root / "jobs.sqlite3", self.clock)
         self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root)
 
@@ -230,8 +233,10 @@ def prepared(start: int = 0) -> Prepared:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.store.close()
 
 
 RATES = {"method": "grid", "parameters": {LR: [1e-5, 1e-4, 1e-3]}}
