@@ -82,7 +82,7 @@ class ForkLauncher:
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
         self.zygote.stdin.close()
-        self.zygote.wait(10)
+        self.zygote.wait(60)
         self.zygote.stdout.close()
 
     def _ask(self, line: str) -> str:
