@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llama_stack_provider_trl.recipes import generate
 from llama_stack_provider_trl.recipes.generate import Answerer, AnswerFile, Sampler
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.kinds import GenerateSpec
@@ -49,22 +50,33 @@ def test_the_choice_of_a_sequence_does_not_depend_on_the_others_of_its_batch() -
     assert together == alone
 
 
-def test_greedy_answers_of_a_batch_are_those_of_transformers_for_each_prompt_alone(tmp_path: Path) -> None:
+def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = DatasetRef(dataset_id="r", path=tmp_path / "r", sha256="", num_rows=3)
     spec = JobSpec(
         **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
         **{"checkpoint_dir": tmp_path, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
         optimizer=OptimizerSpec(learning_rate=1e-3),
     )
+    seen: list[torch.Tensor] = []
+
+    class Recording(Sampler):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            seen.append(scores.clone())
+            return super().__call__(input_ids, scores)
+
+    monkeypatch.setattr(generate, "Sampler", Recording)
     answerer = Answerer(spec, work(temperature=0), torch.device("cpu"))
     prompts = [[{"role": "user", "content": text}] for text in ("What is a fox?", "Add", "The dog " * 9)]
     encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
     assert len({len(ids) for ids in encoded}) == 3
     found = answerer.answer(encoded, [random.Random("x")] * 3, lambda: None)
-    for ids, answer in zip(encoded, found, strict=True):
+    for row, (ids, answer) in enumerate(zip(encoded, found, strict=True)):
+        logits = answerer.model(input_ids=torch.tensor([ids])).logits[0, -1]
+        assert torch.allclose(seen[0][row], logits, atol=1e-5)
         alone = answerer.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False)
-        expected = answerer.tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
-        assert answer.text == expected
+        assert answer.text == answerer.tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
 
 
 def test_of_a_file_of_answers_whole_batches_are_kept(tmp_path: Path) -> None:
