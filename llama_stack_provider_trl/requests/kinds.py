@@ -13,9 +13,10 @@ from pydantic import ConfigDict, Field
 
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
-from ..specs.job import Algorithm, JobSpec
+from ..specs.job import JobSpec
 from ..specs.kinds import MERGING, EvaluateSpec, GenerateSpec, MergeWork, Work
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
+from ..specs.methods import Call
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .options import ProviderOptions
@@ -116,7 +117,7 @@ class EvaluateRequest(_Kind):
     """What is evaluated: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
     dataset_id: str = Field(max_length=512)
     """The registered dataset with the rows, or with algorithm sft `job:NAME`, those that a job will have made."""
-    algorithm: Algorithm = "sft"
+    algorithm: Call = "sft"
     """sft: loss, perplexity and accuracy of tokens; dpo: preferences, against `reference_model`."""
     reference_model: str | None = Field(None, min_length=1)
     """dpo: the model before training, a model id or a directory."""

@@ -170,6 +170,8 @@ def _check_spec(order: TaskOrder) -> None:
         _expect(f"spec.job.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
     stays = "nothing: a job that begins with an adapter trains on the service's machine"
     _expect("spec.job.adapter", job.get("adapter"), not job.get("adapter"), stays)
+    stays = "nothing: a job that does not train runs on the service's machine"
+    _expect("spec.job.work", job.get("work"), not job.get("work"), stays)
     borrowed = (job.get("resume_from") or {}).get("path")
     for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
         given = Path(path or directory / "checkpoint-0")

@@ -65,6 +65,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
         *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
         *("job.model_path", "job.dpo.reference.model_path"),
         "job.adapter.path",  # no order has one: the next test
+        *("job.work.from_jobs", "job.work.merge.output"),  # nor work: the test after that
     }
 
 
@@ -72,6 +73,11 @@ def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
     given = spec(job={"adapter": {"path": "/service/checkpoints/a/final", "use": "continue"}})
     with pytest.raises(InvalidRequest, match="a job that begins with an adapter trains on the service's machine"):
         check_order(order(spec=given))
+
+
+def test_an_order_for_a_job_that_does_not_train_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a job that does not train runs on the service's machine"):
+        check_order(order(spec=spec(job={"work": {"kind": "evaluate"}})))
 
 
 def paths_of(annotation: Any) -> Iterator[tuple[str, ...]]:

@@ -103,7 +103,7 @@ def test_a_post_that_is_repeated_while_the_first_one_copies_waits_for_it(
         copied.append(spec.job_uuid)
         return copy_checkpoint(spec, *arguments)
 
-    async def requested(*arguments: Any) -> ResolvedJob:
+    async def requested(*arguments: Any, **named: Any) -> ResolvedJob:
         return ResolvedJob(spec, [], ())
 
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
