@@ -8,6 +8,7 @@ from ..errors import InvalidRequest, InvalidRows, JobNotFound
 from ..requests.data import DATASET_ID, TRAIN_SHARE, rows_job_of
 from ..specs.job import DatasetRef, JobSpec, RowUse
 from ..specs.kinds import ROWS, GenerateSpec
+from ..specs.methods import METHODS
 from ..system.files import touched
 from .store import Store
 
@@ -32,8 +33,9 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     if use == "prompts":
         hint = "its rows are answered prompts, and not there yet: once it has completed, name the dataset it registers"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
-    if use == "dpo":
-        hint = "its rows are prompts with one answer each, and DPO needs chosen and rejected ones: name another dataset"
+    if METHODS[use].has_pairs:
+        title = METHODS[use].title
+        hint = f"its rows are prompts with one answer each, and {title} needs chosen and rejected ones: name another"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
     rows = spec.checkpoint_dir / ROWS
     return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)

@@ -394,10 +394,16 @@ SELECT name, labels, value FROM totals;
 
 -- name: select_running
 -- What the jobs in states.ACTIVE report of themselves.
-SELECT job_uuid, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.algorithm'), '') ELSE '' END AS algorithm,
+SELECT job_uuid, CASE WHEN json_valid(spec)
+           THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm'), '') ELSE '' END AS algorithm,
        jobs.device AS places, step, total_steps, progress
 FROM jobs JOIN attempts USING (job_uuid, attempt)
 WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
+
+-- name: select_maker
+-- A job that has not ended, and whose answers are to become a dataset of this name.
+SELECT job_uuid FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND json_valid(spec)
+    AND json_extract(spec, '$.work.output_dataset_id') = :dataset_id ORDER BY age LIMIT 1;
 
 -- name: note_tokenizing
 UPDATE attempts SET progress = json_patch(progress, :progress) WHERE job_uuid = :job_uuid AND attempt = :attempt;

@@ -13,7 +13,7 @@ from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .database import Database, Execute
 from .records import JobRecord
-from .searching import Ending, SearchDecisions, Trial, best_trial, decide
+from .searching import NOT_SEARCHED, Ending, SearchDecisions, Searched, Trial, best_trial, decide, waits_at
 from .states import JobState
 
 log = logging.getLogger(__name__)
@@ -25,20 +25,6 @@ class NewTrial(NamedTuple):
     number: int
     values: dict[str, Any]
     """Path of a field -> its value in this trial."""
-
-
-class Searched(NamedTuple):
-    """The part of a job in a search."""
-
-    trials: tuple[Trial, ...] = ()
-    """Of a search: its trials, by number."""
-    search: str | None = None
-    """Of a trial: the job_uuid of its search."""
-    trial: Trial | None = None
-    """Of a trial: its record."""
-
-
-NOT_SEARCHED = Searched()
 
 
 class Jobs(Protocol):
@@ -79,6 +65,13 @@ class Searches:
         """The search that a job is a trial of; None: it is none."""
         rows = self._database.select("select_search_of", {"job_uuid": job_uuid})
         return rows[0]["search"] if rows else None
+
+    def compared_at(self, job: JobRecord) -> int | None:
+        """The step at which a trial is paused until it is decided whether it continues; None: it is not."""
+        if job.spec.pruning is None:
+            return None
+        trial = self.of_job(job.job_uuid).trial
+        return trial and waits_at(job.spec.pruning, trial)
 
     def best(self, job_uuid: str, search: SearchSpec) -> str | None:
         """The trial whose result is that of a completed search."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..specs.evaluations import best_step
 from ..specs.events import Reason
-from ..specs.search import Direction, SearchSpec, rung_steps
+from ..specs.search import Direction, PruningSpec, SearchSpec, rung_steps
 from .states import ACTIVE, TERMINAL, JobState
 
 _NAMED = 3
@@ -55,6 +55,20 @@ class Trial(NamedTuple):
         best = best_step(self.best_checkpoint, evaluated) if self.best_checkpoint else None
         chosen = [found[metric] for at, found in evaluated if best is None or at == best]
         return chosen[-1] if chosen else None
+
+
+class Searched(NamedTuple):
+    """The part of a job in a search."""
+
+    trials: tuple[Trial, ...] = ()
+    """Of a search: its trials, by number."""
+    search: str | None = None
+    """Of a trial: the job_uuid of its search."""
+    trial: Trial | None = None
+    """Of a trial: its record."""
+
+
+NOT_SEARCHED = Searched()
 
 
 class Ending(NamedTuple):
@@ -122,6 +136,13 @@ def ranking(direction: Direction, valued: Iterable[tuple[Trial, float | None]]) 
         return (math.inf if value is None or math.isnan(value) else sign * value), trial.number
 
     return sorted(valued, key=key)
+
+
+def waits_at(pruning: PruningSpec, trial: Trial) -> int | None:
+    """The step at which a trial is paused until it is decided whether it continues; None: it is not."""
+    steps = () if trial.total_steps is None else rung_steps(pruning, trial.total_steps)
+    undecided = not trial.pruned and trial.rung < len(steps) and trial.paused_at_step == steps[trial.rung]
+    return trial.paused_at_step if undecided and trial.state is JobState.paused else None
 
 
 def _rung(search: SearchSpec, trials: Sequence[Trial]) -> tuple[tuple[Trial, ...], tuple[tuple[Trial, str], ...]]:

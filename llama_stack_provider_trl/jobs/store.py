@@ -291,6 +291,9 @@ class Store(JobReader):
                 raise JobConflict(f"job {job_uuid!r} is {job.state}: submit it again under another job_uuid")
             if job.state is not JobState.paused:
                 return job
+            if (step := self.searches.compared_at(job)) is not None:
+                hint = f"job {job_uuid!r} is a trial, which waits for the others to be compared at step {step}"
+                raise JobConflict(f"{hint}: wait, or cancel it")
             self.transition(job_uuid, job.attempt, job.state, JobState.scheduled)
 
     def transition(

@@ -100,7 +100,7 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
-    if (search := resolve_search(request, options)) is not None:
+    if (search := await asyncio.to_thread(resolve_search, request, options)) is not None:
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store, work, merged=merged)
     if job.spec.resume_from is None:
@@ -138,7 +138,7 @@ async def submit_search(
             job = await resolved(trial.request, trial.options, settings, rows, store, splits=splits)
         except InvalidRequest as error:
             raise in_trial(trial, error) from error
-        spec = search.trial_spec(trial, job.spec)
+        spec = search.trial_spec(trial, job.spec, trials[0][1].spec if trials else job.spec)
         trials.append((NewTrial(trial.number, trial.values), _new(job._replace(spec=spec), f"{digest}:{trial.number}")))
     own = search.own_spec(job_uuid, trials[0][1].spec)
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -39,6 +39,7 @@ from .data.chat import Chat
 from .data.prepare import read_examples
 from .distributed import ranks
 from .distributed.heartbeat import heartbeat
+from .model.adapters import continued
 from .model.loading import (
     DTYPES,
     WeightStorage,
@@ -111,13 +112,16 @@ class Answerer:
         self.model = _load(spec, device)
         self._ends = _ends(self.model, self.tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
-        self.model.generation_config = GenerationConfig(
+        self._generation = GenerationConfig(
             max_new_tokens=work.max_new_tokens,
             do_sample=False,
             eos_token_id=self._ends,
             pad_token_id=self.tokenizer.pad_token_id,
             use_cache=True,
         )
+        # What it leaves open is read from the model's own.
+        for model in (self.model, self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model):
+            model.generation_config = self._generation
 
     def encode(self, prompt: list[Message], row: int) -> list[int]:
         """The token ids of a prompt, with the header of its answer. Raises JobFailure: it is too long."""
@@ -147,6 +151,7 @@ class Answerer:
         sampler = Sampler(self.work, sources, on_token)
         with torch.no_grad():
             found = self.model.generate(
+                generation_config=self._generation,
                 input_ids=ids,
                 attention_mask=mask.to(self.device),
                 logits_processor=LogitsProcessorList([sampler]),
@@ -273,7 +278,7 @@ def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     )
     model: Any = load_model(spec.source, storage, device)
     if spec.adapter is not None:
-        model = PeftModel.from_pretrained(model, spec.adapter.path)
+        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
     return model.eval()
 
 

@@ -134,6 +134,9 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
     if job.work is not None:
         hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
         raise InvalidRequest(name, value, hint)
+    if job.trains_reward:
+        hint = f"job {job.job_uuid!r} trains a reward model, which writes no text: name one that trains another method"
+        raise InvalidRequest(name, value, hint)
     checkpoint = _checkpoint(name, value, named, wants_adapter=options.adapter is not None)
     path, base_job = job.checkpoint_dir / checkpoint, BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
     if job.lora is None or checkpoint == "merged":

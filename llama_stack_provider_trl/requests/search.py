@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -30,6 +31,10 @@ _FIXED = (
     *(_OPTIONS + name for name in ("after", "cancel_with", "priority", "resume_from")),
 )
 """Fields that are the same for all trials: names, and what concerns the search as a whole."""
+_LONGEST_NAME = 128
+"""Characters of a job_uuid."""
+_LARGEST = 1e15
+"""The largest bound of a range, its reciprocal the smallest of a logarithmic one: in between no number overflows."""
 _DIGITS = 6
 """Significant digits of a number that a range gives."""
 
@@ -141,18 +146,28 @@ class RequestedSearch(NamedTuple):
         default = None if given.min_steps else 1 / given.eta**2
         return PruningSpec(eta=given.eta, min_steps=given.min_steps, fraction=given.fraction or default)
 
-    def trial_spec(self, trial: RequestedTrial, resolved: JobSpec) -> JobSpec:
+    def trial_spec(self, trial: RequestedTrial, resolved: JobSpec, first: JobSpec) -> JobSpec:
         """The job of a trial.
 
+        Args:
+            first: that of the first trial.
+
         Raises:
-            InvalidRequest: it has no evaluations, or cannot be compared before its end.
+            InvalidRequest: it has no evaluations, or cannot be compared with the first one, or before its end.
         """
         if resolved.validation is None:
             hint = "nothing is evaluated: name a validation_dataset_id, or set train_split_percentage below 1"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
         if self.pruning is not None and resolved.averaging is not None:
             hint = "trials could be compared at common weights only (averaging): leave one of them out"
-            raise in_trial(trial, InvalidRequest(f"{FIELD}.pruning", self.config.pruning, hint))
+            given = self.config.pruning and self.config.pruning.model_dump(exclude_unset=True)
+            raise in_trial(trial, InvalidRequest(f"{FIELD}.pruning", given, hint))
+        if resolved.algorithm != first.algorithm:
+            hint = f"trial 1 trains {first.algorithm} and this one {resolved.algorithm}, which cannot be compared by it"
+            raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
+        if first.validation is None or resolved.validation.sha256 != first.validation.sha256:
+            hint = "trials would be evaluated on different rows: name one validation_dataset_id"
+            raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
         return resolved.model_copy(update={"pruning": self.pruning})
 
 
@@ -165,13 +180,16 @@ def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearc
     if not request.hyperparam_search_config:
         return None
     config = parse_fields(SearchConfig, request.hyperparam_search_config, FIELD)
-    _check(config)
+    values = _check(config)
+    if len(trial_name(request.job_uuid, MOST_TRIALS)) > _LONGEST_NAME:
+        hint = f"its trials are named {trial_name('NAME', 1)} and so on: use at most {_LONGEST_NAME - 10} characters"
+        raise InvalidRequest("job_uuid", request.job_uuid, hint)
     if options.resume_from is not None:
         hint = "a search begins with a model: send model job:NAME/checkpoint-N, or no hyperparam_search_config"
         raise InvalidRequest("provider_options.resume_from", options.resume_from, hint)
     body = request.model_dump(mode="json", exclude_unset=True, exclude={FIELD})
     given = options.model_dump(mode="json", exclude_unset=True)
-    drawn = _grid(config) if config.method == "grid" else _random(config)
+    drawn = _grid(values) if config.method == "grid" else _random(config, values)
     trials = tuple(_trial(type(request), number, values, body, given) for number, values in enumerate(drawn, 1))
     return RequestedSearch(config, trials)
 
@@ -193,7 +211,8 @@ def _of_trial(number: int, values: Mapping[str, Any], error: InvalidRequest) -> 
     return InvalidRequest(error.field, error.value, f"{error.hint} (trial {number} of the search: {shown})")
 
 
-def _check(config: SearchConfig) -> None:
+def _check(config: SearchConfig) -> Mapping[str, list[Any] | RangeConfig]:
+    """The values of each field. Raises InvalidRequest."""
     if config.method == "bayesian":
         hint = "this release searches by 'grid' and 'random': send one of them"
         raise InvalidRequest(f"{FIELD}.method", config.method, hint)
@@ -205,23 +224,24 @@ def _check(config: SearchConfig) -> None:
         if above := next((one for one in config.parameters if path.startswith(f"{one}.")), None):
             hint = f"{above!r}, of which it is a part, is searched too: name one of them"
             raise InvalidRequest(f"{FIELD}.parameters.{path}", path, hint)
-    found = [_values(config, path) for path in config.parameters]
+    found = {path: _values(config, path) for path in config.parameters}
     if config.pruning and config.pruning.min_steps and config.pruning.fraction:
         hint = f"min_steps asks for {config.pruning.min_steps}; send one of them"
         raise InvalidRequest(f"{FIELD}.pruning.fraction", config.pruning.fraction, hint)
     if config.method == "random":
         if config.trials is None:
             raise InvalidRequest(f"{FIELD}.trials", None, "a random search needs their number, such as 12")
-        return
+        return found
     if config.seed is not None:
         raise InvalidRequest(f"{FIELD}.seed", config.seed, "a grid draws nothing: leave it out, or use 'random'")
-    count = math.prod(len(values) for values in found if isinstance(values, list))
+    count = math.prod(len(values) for values in found.values() if isinstance(values, list))
     if count > MOST_TRIALS:
         hint = f"the grid has {count} combinations, at most {MOST_TRIALS} can be tried: use fewer values, or 'random'"
         raise InvalidRequest(f"{FIELD}.parameters", list(config.parameters), hint)
     if config.trials not in (None, count):
         hint = f"the grid has {count} combinations, and all are tried: send {count}, or leave it out"
         raise InvalidRequest(f"{FIELD}.trials", config.trials, hint)
+    return found
 
 
 def _values(config: SearchConfig, path: str) -> list[Any] | RangeConfig:
@@ -236,36 +256,38 @@ def _values(config: SearchConfig, path: str) -> list[Any] | RangeConfig:
         if found.min is not None or found.max is not None or found.log:
             raise InvalidRequest(field, given, "`values` and a range exclude each other: send one of them")
         texts = [json.dumps(value, sort_keys=True) for value in found.values]
-        if twice := next((text for number, text in enumerate(texts) if text in texts[:number]), None):
+        if len(set(texts)) < len(texts):
+            twice = Counter(texts).most_common(1)[0][0]
             raise InvalidRequest(field, given, f"the value {twice} is there twice: name each once")
         return found.values
     for name, bound in (("min", found.min), ("max", found.max)):
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound)
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and abs(bound) <= _LARGEST
         if bound is not None and not is_number:
-            raise InvalidRequest(f"{field}.{name}", bound, "send a finite number")
+            raise InvalidRequest(f"{field}.{name}", str(bound)[:40], f"send a number of at most {_LARGEST:g}")
     if found.min is None or found.max is None:
         raise InvalidRequest(field, given, "send a list of values, or both `min` and `max`")
     if found.min >= found.max:
         raise InvalidRequest(field, given, "`min` must be below `max`")
     if found.log and found.min <= 0:
         raise InvalidRequest(field, given, "`log` needs a `min` above 0")
+    if found.log and found.min < 1 / _LARGEST:
+        raise InvalidRequest(f"{field}.min", found.min, f"with `log` send a number of at least {1 / _LARGEST:g}")
     if config.method == "grid":
         raise InvalidRequest(field, given, "a grid needs a list of values; a range is for 'random'")
     return found
 
 
-def _grid(config: SearchConfig) -> Iterator[dict[str, Any]]:
+def _grid(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """All combinations; the last field changes first."""
-    values = [_values(config, path) for path in config.parameters]
-    for combination in itertools.product(*values):
-        yield dict(zip(config.parameters, combination, strict=True))
+    for combination in itertools.product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
 
 
-def _random(config: SearchConfig) -> Iterator[dict[str, Any]]:
+def _random(config: SearchConfig, values: Mapping[str, list[Any] | RangeConfig]) -> Iterator[dict[str, Any]]:
     """The draws of the seed, the same in every release of Python."""
     source = random.Random(config.seed or 0)
     for _ in range(config.trials or 0):
-        yield {path: _draw(_values(config, path), source.random()) for path in config.parameters}
+        yield {path: _draw(those, source.random()) for path, those in values.items()}
 
 
 def _draw(values: list[Any] | RangeConfig, share: float) -> Any:

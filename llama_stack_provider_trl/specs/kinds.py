@@ -12,6 +12,8 @@ from .merge import MergeSpec
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them."""
+OF_JOB = "job:"
+"""Before the name of a job, in place of a dataset id: the rows that this job makes."""
 MERGING = "merging"
 """Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
 

@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..jobs.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
-from ..jobs.searches import NOT_SEARCHED, Searched
-from ..jobs.searching import Trial, best_trial
+from ..jobs.searching import NOT_SEARCHED, Searched, Trial, best_trial
 from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 

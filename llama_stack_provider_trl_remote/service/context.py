@@ -261,9 +261,8 @@ class Service(StoredJobs):
             rows = self._no_rows
         else:
             work = body.work()
-        if isinstance(work, GenerateSpec) and self.datasets.holds(work.output_dataset_id):
-            hint = "a dataset of this name is registered already: choose another one"
-            raise InvalidRequest("output.dataset_id", work.output_dataset_id, hint)
+        if isinstance(work, GenerateSpec):
+            self._check_output(work.output_dataset_id)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
             request, options = body.as_training(), body.with_options(options)
@@ -273,6 +272,15 @@ class Service(StoredJobs):
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
             self.wake()
+
+    def _check_output(self, dataset_id: str) -> None:
+        """Refuse to make a dataset of a name that is taken. Raises InvalidRequest."""
+        if self.datasets.holds(dataset_id):
+            hint = "a dataset of this name is registered already: choose another one"
+            raise InvalidRequest("output.dataset_id", dataset_id, hint)
+        if (maker := self.store.maker_of(dataset_id)) is not None:
+            hint = f"job {maker!r} is to make a dataset of this name: choose another one"
+            raise InvalidRequest("output.dataset_id", dataset_id, hint)
 
     async def _no_rows(
         self, dataset_id: str, use: RowUse, data_format: DataFormat | None

@@ -19,7 +19,7 @@ from tests.cluster.jobs import IN_FULL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
-from tests.contract.stack import DPO, SFT, Json
+from tests.contract.stack import DPO, SFT, Json, poll
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
@@ -60,7 +60,12 @@ def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Pat
         server.arm("step-12", "hold")
         server.submit(GENERATE, request("killed", "answers"), options={"retries": 3})
         server.wait_taken("step-12", server.patience)
-        progress = server.status("killed")["resources_allocated"]["progress"]
+
+        def progress_of() -> Json | None:
+            found: Json = server.status("killed")["resources_allocated"]["progress"]
+            return found if found["total_steps"] else None
+
+        progress = poll(progress_of, "its progress is read", server.patience)
         assert (progress["total_steps"], progress["percent"] is not None) == (16, True)
         assert server.store.get("killed").attempt == 2
         server.kill()
@@ -128,8 +133,12 @@ def test_rows_of_another_job_and_bad_requests_are_refused_by_name(tmp_path: Path
         promised = sft("learn", "job:ask")
         data = promised["training_config"]["data_config"]
         tuned: Json = {"type": "dpo", "beta": 0.1}
+        named_like_a_job: Json = {"dataset_id": "job:x", "purpose": "post-training/messages"}
+        named_like_a_job["source"] = {"type": "rows", "rows": QUESTIONS}
         for path, body, sentence in (
             (GENERATE, request("a", "rows"), "output.dataset_id='rows' is not supported: a dataset of this name is"),
+            (GENERATE, request("a", "answers"), "job 'ask' is to make a dataset of this name: choose another one"),
+            (GENERATE, request("a", "job:x"), "output.dataset_id='job:x' is not supported: job:NAME means the rows"),
             (GENERATE, request("a", "b", dataset_id="gone"), "dataset_id='gone' is not supported: no dataset"),
             (
                 GENERATE,
@@ -153,6 +162,8 @@ def test_rows_of_another_job_and_bad_requests_are_refused_by_name(tmp_path: Path
             (SFT, {**promised, "training_config": with_data(promised, train_split_percentage=0.5)}, "not known yet"),
             (SFT, {**promised, "training_config": with_data(promised, validation_dataset_id="job:ask")}, "evaluate on"),
             (DPO, {**promised, "algorithm_config": tuned}, "DPO needs chosen and rejected"),
+            (DPO, {**promised, "algorithm_config": {"type": "orpo"}}, "ORPO needs chosen and rejected"),
+            ("/datasets", named_like_a_job, "dataset_id='job:x' is not supported: job:NAME means the rows"),
             ("/post-training/preflight", promised, "its rows are made by that job"),
         ):
             answer = service.post(path, body)

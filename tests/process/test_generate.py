@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import generate
 from llama_stack_provider_trl.recipes.generate import Answerer, AnswerFile, Sampler
+from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.kinds import GenerateSpec
 from tests.tiny import tiny_model
@@ -23,6 +28,15 @@ pytestmark = pytest.mark.process
 def work(**changes: object) -> GenerateSpec:
     fields = {"output_dataset_id": "a", "max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "seed": 1}
     return GenerateSpec.model_validate({**fields, "samples_per_prompt": 1, **changes})
+
+
+def spec_of(root: Path) -> JobSpec:
+    rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
+    return JobSpec(
+        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
+        **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
+        optimizer=OptimizerSpec(learning_rate=1e-3),
+    )
 
 
 def chosen(sampler: Sampler, scores: torch.Tensor) -> list[int]:
@@ -53,12 +67,7 @@ def test_the_choice_of_a_sequence_does_not_depend_on_the_others_of_its_batch() -
 def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = DatasetRef(dataset_id="r", path=tmp_path / "r", sha256="", num_rows=3)
-    spec = JobSpec(
-        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
-        **{"checkpoint_dir": tmp_path, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
-        optimizer=OptimizerSpec(learning_rate=1e-3),
-    )
+    spec = spec_of(tmp_path)
     seen: list[torch.Tensor] = []
 
     class Recording(Sampler):
@@ -77,6 +86,22 @@ def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_al
         assert torch.allclose(seen[0][row], logits, atol=1e-5)
         alone = answerer.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False)
         assert answer.text == answerer.tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
+
+
+def test_an_adapter_of_peft_answers_within_the_same_limits_and_has_to_fit(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] is None
+    spec = spec_of(tmp_path).model_copy(update={"adapter": AdapterSpec(path=tmp_path / "adapter", use="continue")})
+    answerer = Answerer(spec, work(temperature=0, max_new_tokens=3), torch.device("cpu"))
+    encoded = [answerer.encode([{"role": "user", "content": "What is a fox?"}], 0)]
+    (answer,) = answerer.answer(encoded, [random.Random("x")], lambda: None)
+    assert answer.tokens <= 3
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    moved = {name.replace("layers.0", "layers.7"): weight for name, weight in weights.items()}
+    save_file(moved, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(JobFailure, match="weights are in only one of it and this model"):
+        Answerer(spec, work(), torch.device("cpu"))
 
 
 def test_of_a_file_of_answers_whole_batches_are_kept(tmp_path: Path) -> None:

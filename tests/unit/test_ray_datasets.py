@@ -99,6 +99,7 @@ async def upload(datasets: RayDatasets, dashboard: Dashboard, *digests: str) -> 
         ("ray://10.0.0.9:10001/shared/a.json", "never an address"),
         ("ray:///shared/a.csv", "expected a file that ends in .parquet, .jsonl, .ndjson, .json, or a directory"),
         ("ray:///shared/a.json?x=1", "without \\? and #"),
+        ("ray://[/shared/a.json", "expected ray:///DIRECTORY/FILE"),
     ],
 )
 def test_a_uri_names_no_address_and_nothing_outside_the_roots(uri: str, message: str) -> None:

@@ -128,6 +128,14 @@ PARAMETERS = "hyperparam_search_config.parameters."
             PARAMETERS + LR + ".max",
             "finite",
         ),
+        (
+            {"method": "random", "trials": 2, "parameters": {LR: {"min": 1, "max": 10**400, "log": True}}},
+            *(PARAMETERS + LR + ".max", "a number of at most 1e+15"),
+        ),
+        (
+            {"method": "random", "trials": 2, "parameters": {LR: {"min": 1e-300, "max": 1, "log": True}}},
+            *(PARAMETERS + LR + ".min", "at least 1e-15"),
+        ),
         ({"method": "grid", "parameters": {"job_uuid": ["a"]}}, PARAMETERS + "job_uuid", "all trials have the same"),
         ({"method": "grid", "parameters": {"logger_config.wandb": [True]}}, PARAMETERS + "logger_config.wandb", "same"),
         (
@@ -273,7 +281,7 @@ RATES = {"method": "grid", "parameters": {LR: [1e-5, 1e-4, 1e-3]}}
             sft(grid_of("training_config.data_config.validation_dataset_id", "v", None)),
             *("hyperparam_search_config.objective", "trial 2 of the search"),
         ),
-        (sft(GRID, job_uuid="x" * 125), "job_uuid", "1 to 128 letters"),
+        (sft(GRID, job_uuid="x" * 119), "job_uuid", "use at most 118 characters"),
         (
             PreferenceOptimizeRequest.model_validate(
                 {**sft({**GRID, "objective": "eval_mean_token_accuracy"}).model_dump(exclude_unset=True)}
@@ -298,7 +306,21 @@ def test_trials_whose_workers_have_weights_of_their_own_are_not_pruned(world: Wo
     averaging = AveragingSpec(interval=4)
     spec = world.store.get("s").spec.model_copy(update={"averaging": averaging})
     with pytest.raises(InvalidRequest, match=r"hyperparam_search_config.pruning=.*common weights only"):
-        found.trial_spec(found.trials[0], spec)
+        found.trial_spec(found.trials[0], spec, spec)
+
+
+def test_trials_that_are_evaluated_in_different_ways_are_not_compared(world: World) -> None:
+    found = resolve_search(sft(RATES), ProviderOptions())
+    assert found is not None
+    world.submit(sft(None))
+    spec = world.store.get("s").spec
+    assert spec.validation is not None
+    assert found.trial_spec(found.trials[0], spec, spec) == spec
+    with pytest.raises(InvalidRequest, match=r"objective=.*trial 1 trains dpo and this one sft"):
+        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"algorithm": "dpo"}))
+    other = spec.validation.model_copy(update={"sha256": "f" * 64})
+    with pytest.raises(InvalidRequest, match=r"objective=.*evaluated on different rows"):
+        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"validation": other}))
 
 
 def test_a_search_and_its_trials_are_stored_together_and_once(world: World) -> None:
@@ -384,6 +406,8 @@ def test_losers_end_at_a_rung_and_winners_continue_from_there_whichever_process_
         world.to_rung(number, loss)
         assert world.state(number) is JobState.paused
         world.restart()
+        with pytest.raises(JobConflict, match="waits for the others to be compared at step 2: wait, or cancel it"):
+            world.store.request_resume(f"s-trial-{number}")
     assert "where the trials of its search are compared" in world.store.get("s-trial-1").detail
     world.to_rung(3, 2.0)
     assert [world.state(number) for number in (1, 2, 3)] == [

@@ -163,6 +163,8 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     try:
         config = AutoConfig.from_pretrained(source.location, **source_arguments(source))
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
+        if not storage.is_reward:
+            _refuse_classifier(config, source)
         # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
         stored = stored_dtype(source.location, source.revision, fetch=True) if storage.is_deferred else None
         dtype = loading_dtype(source, storage, config, stored)
@@ -189,6 +191,17 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             "missing; name a complete one.",
         )
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
+
+
+def _refuse_classifier(config: Any, source: ModelSource) -> None:
+    """Refuse a reward model: with tied weights nothing would be missing, and its head would be dropped."""
+    named = [name for name in config.architectures or () if name.endswith("ForSequenceClassification")]
+    if named:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {source.model!r} is a {named[0]}, such as a reward model, and no causal language model: name the "
+            "model that it was trained from, or another one.",
+        )
 
 
 def _name(model: PreTrainedModel, source: ModelSource) -> None:

@@ -94,7 +94,10 @@ class RayDatasets:
 
     def find(self, uri: str) -> RayFile:
         """The cluster and the path of a uri. Raises InvalidRequest: it names what may not be read."""
-        parts = urlsplit(uri)
+        try:
+            parts = urlsplit(uri)
+        except ValueError as error:  # brackets that are no IPv6 address
+            raise InvalidRequest("source.uri", uri, f"expected {FORM}") from error
         source = self._source(uri, parts.netloc)
         path = unquote(parts.path)
         if parts.query or parts.fragment:

@@ -13,13 +13,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.kinds import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 
@@ -108,6 +109,9 @@ class DatasetRegistry:
         """
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
+        if body.dataset_id.startswith(OF_JOB):
+            hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
+            raise InvalidRequest("dataset_id", body.dataset_id, hint)
         entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
         known = await asyncio.to_thread(self._claim, entry)
         if known is None:
@@ -299,7 +303,7 @@ class DatasetRegistry:
                 "rows themselves"
             )
             raise InvalidRequest("source.uri", uri, hint)
-        return self._file(uri, Path(unquote(urlsplit(uri).path) if separator else uri))
+        return self._file(uri, Path(unquote(_split(uri).path) if separator else uri))
 
     def _file(self, uri: str, path: Path) -> Readable:
         """Open a file below its root. It is opened once: later changes of the path have no effect."""
@@ -362,8 +366,16 @@ def _content(entry: Entry) -> tuple[Any, ...]:
     return source.type, what, entry.dataset.purpose, entry.dataset.metadata
 
 
+def _split(uri: str) -> SplitResult:
+    """The parts of a uri. Raises InvalidRequest."""
+    try:
+        return urlsplit(uri)
+    except ValueError as error:  # brackets that are no IPv6 address
+        raise InvalidRequest("source.uri", uri, f"it is no uri ({error}): correct it") from error
+
+
 def _hub(uri: str) -> str:
-    parts = urlsplit(uri)
+    parts = _split(uri)
     options = dict(parse_qsl(parts.query))
     name = parts.path.strip("/")
     if parts.netloc != "datasets" or not 0 < name.count("/") + 1 <= 2 or not name or set(options) - {*_HUB_OPTIONS}:
