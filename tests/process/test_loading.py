@@ -13,9 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import build
 from llama_stack_provider_trl.recipes.model import deferred, files, loading, merging, quantization
 from llama_stack_provider_trl.recipes.model.deferred import DeferredWeights
@@ -24,6 +32,7 @@ from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_c
 from llama_stack_provider_trl.recipes.model.packing_check import check_isolation
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from tests.loading_peak import loading_peaks
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
@@ -421,3 +430,13 @@ def test_a_base_in_4_bits_is_quantized_on_the_device_that_it_is_used_on(
     assert policy.deferred is not None
     policy.deferred.fully_shard(policy.model)
     assert packed == [(torch.bfloat16, gpu)] * 14
+
+
+def test_a_reward_model_is_no_causal_language_model_although_no_weight_is_missing(tmp_path: Path) -> None:
+    trained = AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1)
+    trained.save_pretrained(tmp_path)
+    storage = WeightStorage(
+        dtype=torch.float32, compute_dtype="fp32", in_4_bits=False, is_quantized=False, is_sharded=False
+    )
+    with pytest.raises(JobFailure, match="is a LlamaForSequenceClassification, such as a reward model"):
+        loading.load_model(ModelSource(model=str(tmp_path)), storage, torch.device("cpu"))

@@ -133,6 +133,7 @@ def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Se
         ("job:a/merged", {}, "model: job 'a' writes no checkpoint 'merged': it has final"),
         ("job:a", {"adapter": "continue"}, "provider_options.adapter: job:a is a whole model and no adapter"),
         ("org/base", {"adapter": "merge"}, "provider_options.adapter: model is a model and no adapter"),
+        ("job:r", {}, "model: job 'r' trains a reward model, which writes no text"),
         ("job:l", {}, "model: job 'l' trains an adapter: set the provider option adapter"),
         ("job:l", {"adapter": "continue", "use_rslora": True}, "provider_options.use_rslora: the adapter that is"),
         (
@@ -153,6 +154,7 @@ def test_what_cannot_be_begun_with_is_refused_by_name(
 ) -> None:
     add(store, "a", tmp_path)
     add(store, "l", tmp_path, lora=LORA)
+    add(store, "r", tmp_path, algorithm="reward")
     settings = settings.model_copy(update={"max_nodes": 4, "sharding": ShardingSpec()})
     algorithm = "dpo" if "reference_model" in options else "sft"
     assert refused(request(model, algorithm), store, settings, **options).startswith(why)
