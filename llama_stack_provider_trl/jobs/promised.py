@@ -41,6 +41,12 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)
 
 
+def maker_of(dataset_id: str, store: Store) -> str | None:
+    """A job that has not ended and is to make a dataset of this name; None: there is none."""
+    rows = store.database.select("select_maker", {"dataset_id": dataset_id})
+    return rows[0]["job_uuid"] if rows else None
+
+
 def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     """The specification with the rows that another job has made.
 

@@ -54,11 +54,6 @@ class JobReader:
         """All reads of this thread in the block see the same state of the database."""
         return self.database.snapshot()
 
-    def maker_of(self, dataset_id: str) -> str | None:
-        """A job that has not ended and is to make a dataset of this name; None: there is none."""
-        rows = self.database.select("select_maker", {"dataset_id": dataset_id})
-        return rows[0]["job_uuid"] if rows else None
-
     def state_of(self, job_uuid: str) -> JobState | None:
         """The state of a job, without the rest of its record; None: there is no such job."""
         rows = self.database.select("select_state", {"job_uuid": job_uuid})

@@ -18,7 +18,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.merges import merged_bases, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
+from llama_stack_provider_trl.jobs.promised import maker_of, promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
@@ -278,7 +278,7 @@ class Service(StoredJobs):
         if self.datasets.holds(dataset_id):
             hint = "a dataset of this name is registered already: choose another one"
             raise InvalidRequest("output.dataset_id", dataset_id, hint)
-        if (maker := self.store.maker_of(dataset_id)) is not None:
+        if (maker := maker_of(dataset_id, self.store)) is not None:
             hint = f"job {maker!r} is to make a dataset of this name: choose another one"
             raise InvalidRequest("output.dataset_id", dataset_id, hint)
 
