@@ -8,6 +8,7 @@ over the pairs and the tokens of a whole optimizer step: TRL's numbers in one pr
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ class ReferenceFreeRecipe(PairRecipe):
     """Of the log-probabilities that are reported as rewards."""
     _chosen_tokens_of_step: torch.Tensor | None = None
 
+    @abstractmethod
     def pair_losses(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss of each pair, shape (pairs,), and further metrics of each."""
-        raise NotImplementedError
 
     def chosen_log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the tokens that `chosen_tokens` counts, per pair, shape (pairs,)."""
