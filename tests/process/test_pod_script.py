@@ -31,8 +31,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Starts the script with the words of an agent."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def run(*words: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([request.param, "-c", SCRIPT, "trl-node", *words], start_new_session=True)
+    def run(*words: str, script: str = SCRIPT) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([request.param, "-c", script, "trl-node", *words], start_new_session=True)
         started.append(process)
         return process
 
@@ -53,10 +53,17 @@ def test_an_agent_leaves_when_its_pod_is_evicted(start: Start, tmp_path: Path, n
     assert place.read_text() == "left"
 
 
-def test_an_agent_that_has_not_begun_has_left(start: Start, tmp_path: Path) -> None:
-    place = tmp_path / "begun"
-    pod = start("sh", "-c", f"touch {place}; exec sleep 600")
-    poll(place.exists, "the agent is started", timeout=20)
+LINES = ["trap leave TERM USR1", '"$@" &', "agent=$!", '[ -z "$caught" ] || leave', "    caught="]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_agent_that_has_not_begun_has_left(start: Start, tmp_path: Path, line: str) -> None:
+    """The signal arrives while process 1 is after that line: before it starts the agent, or before it waits for it."""
+    place = tmp_path / "reached"
+    before, line, after = SCRIPT.partition(f"{line}\n")
+    assert line, "the script has another line"
+    pod = start("sleep", "600", script=f"{before}{line}: > {place}; sleep 0.2\n{after}")
+    poll(place.exists, "process 1 is there", timeout=20)
     pod.terminate()
     assert pod.wait(20) == 0
 

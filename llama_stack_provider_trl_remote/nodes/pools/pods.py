@@ -23,13 +23,24 @@ _KEPT_SECONDS = 600
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _MIB = 1 << 20
 
-SCRIPT = """"$@" &
+SCRIPT = """agent= caught= status=127
+leave() {
+    caught=1
+    [ -n "$agent" ] || return
+    kill -USR1 "$agent"
+    sleep 1
+    kill -USR1 "$agent"  # a child of the shell that was not yet the agent has lost the first one
+} 2>/dev/null
+trap leave TERM USR1
+"$@" &
 agent=$!
-trap 'kill -USR1 "$agent" 2>/dev/null' TERM USR1
+[ -z "$caught" ] || leave
 while :; do
+    caught=
     wait "$agent"
-    status=$?
-    kill -0 "$agent" 2>/dev/null || break  # a signal ends the wait, not the agent
+    ended=$?
+    [ "$ended" = 127 ] || status=$ended  # 127: the shell has reported its status before
+    [ -n "$caught" ] || break  # a signal ends the wait, not the agent
 done
 [ "$status" != 138 ] || status=0  # it was to leave before it had begun
 exit "$status"
