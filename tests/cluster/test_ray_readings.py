@@ -6,12 +6,14 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+import requests
 from pyarrow import parquet
 
 from tests.cluster import ray_cluster as clusters
@@ -115,6 +117,51 @@ def test_files_of_a_ray_cluster_are_read_there_and_a_job_trains_on_them(bed: Bed
     assert upload is not None
     answer = bed.session.put(f"{bed.url}/{upload[1]}/{'0' * 64}", data=b"", timeout=30)
     assert (answer.status_code, answer.json()["detail"][:20]) == (404, "no request waits for")
+
+
+def test_a_service_that_is_killed_while_ray_reads_leaves_nothing_and_the_job_is_sent_again(
+    bed: Bed, ray: RayCluster
+) -> None:
+    """At three points of a reading; its client sees a broken connection."""
+    (ray.root / "data" / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS))
+    before = set(Path(tempfile.gettempdir()).glob("trl-rows-*"))
+    serve(bed, ray)
+    assert register(bed, "lines", f"ray://{ray.root}/data/pairs.jsonl").ok
+
+    def states() -> set[str]:
+        found = ray.get("/api/jobs/")
+        assert isinstance(found, list)
+        return {one["status"] for one in found if one["submission_id"] in ray.jobs()}
+
+    def makes_rows() -> bool:
+        return bool(set(Path(tempfile.gettempdir()).glob("trl-rows-*")) - before)
+
+    points: list[Callable[[], bool]] = [lambda: bool(states()), lambda: states() == {"RUNNING"}, makes_rows]
+    for reached in points:
+        lost: list[Exception] = []
+        asking = threading.Thread(target=lambda lost=lost: lost.append(_lost(bed, job("lines"))))
+        asking.start()
+        bed.wait(reached, "Ray reads", 60)
+        ray.head.process.kill()  # type: ignore[union-attr]
+        ray.head.reap()
+        asking.join(60)
+        assert isinstance(lost[0], requests.ConnectionError), lost
+        serve(bed, ray)
+        bed.wait(lambda: not ray.jobs(), "the Ray job of the lost request ends", 120)
+        assert set(Path(tempfile.gettempdir()).glob("trl-rows-*")) == before
+        assert bed.get("/post-training/jobs")["data"] == []
+    submit(bed, job("lines"))
+    assert rows_of(bed, "lines") == PAIRS
+    assert bed.wait_for_end("job")["status"] == "completed", ray.logs()
+    assert ray.jobs() == []
+
+
+def _lost(bed: Bed, body: dict[str, Any]) -> Any:
+    """What a client gets: the exception, or the answer."""
+    try:
+        return post(bed, body)
+    except requests.RequestException as error:
+        return error
 
 
 def test_what_ray_cannot_read_is_one_sentence_and_no_job_is_left(bed: Bed, ray: RayCluster) -> None:
