@@ -39,6 +39,14 @@ def client(service: FakeService) -> TrlClient:
     return TrlClient(service.url)
 
 
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a process that a shell starts in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_package_exports_the_clients_without_importing_them_for_everything_else() -> None:
     script = """
 import sys
@@ -132,6 +140,7 @@ def test_wait_ends_after_its_timeout_and_the_job_is_left_alone(client: TrlClient
     assert not service.posted
 
 
+@pytest.mark.usefixtures("default_interrupt")
 def test_an_interrupted_wait_ends_and_leaves_no_thread(client: TrlClient, service: FakeService) -> None:
     service.jobs["one"] = [status("one")]
     seen: list[object] = []
@@ -185,6 +194,7 @@ def test_events_that_are_not_read_to_their_end_leave_nothing(client: TrlClient, 
     assert not [thread for thread in threading.enumerate() if thread.name == "TrlClient"]
 
 
+@pytest.mark.usefixtures("default_interrupt")
 def test_a_stream_that_is_interrupted_between_two_events_leaves_nothing(
     client: TrlClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
