@@ -11,10 +11,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from llama_stack_provider_trl.system.process import RUN_DIR_MARK, tasks_below
+from llama_stack_provider_trl.system.process import RUN_DIR_MARK, identify, tasks_below
 from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -120,7 +119,7 @@ def test_a_check_at_its_limit_is_killed_with_its_children_and_counts_as_timed_ou
     assert found["right"].status == "passed"
     assert time.monotonic() - began < 30
     for pid in (work / "pids").read_text().split():
-        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        assert identify(int(pid)) is None
 
 
 def test_what_the_total_time_cuts_off_gets_no_line_and_is_repeated(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

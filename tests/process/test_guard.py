@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llama_stack_provider_trl.system.process import identify
 from llama_stack_provider_trl_remote.nodes.pools.guard import LOCK, remove_left
 from tests.contract.stack import poll
 
@@ -48,7 +49,7 @@ class Starter:
 
     def alive(self) -> list[int]:
         found = [int(pid) for pid in self.pids.read_text().split()]
-        return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [pid for pid in found if identify(pid)]
 
     def report(self) -> dict[str, object]:
         assert self.guard.stdout is not None

@@ -140,9 +140,9 @@ def test_it_ends_with_its_launcher(is_importing: bool, tmp_path: Path) -> None:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         until(mark.exists)
-        assert psutil.pid_exists(pid)
+        assert process.identify(pid) is not None
         launcher.kill()
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: process.identify(pid) is None)
 
 
 def test_one_that_is_stopped_or_killed_is_replaced(empty: WarmProcesses, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_one_that_is_stopped_or_killed_is_replaced(empty: WarmProcesses, tmp_pat
     (replaced,) = until(empty.pids)
     assert replaced != stopped
     os.kill(replaced, signal.SIGKILL)
-    until(lambda: psutil.Process(replaced).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: process.identify(replaced) is None)
     empty.replace_ended()
     (last,) = until(empty.pids)
     assert last != replaced
