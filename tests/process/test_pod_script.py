@@ -53,7 +53,7 @@ def test_an_agent_leaves_when_its_pod_is_evicted(start: Start, tmp_path: Path, n
     assert place.read_text() == "left"
 
 
-LINES = ["trap leave TERM USR1", '"$@" &', "agent=$!", '[ -z "$caught" ] || leave', "    caught="]
+LINES = ["trap leave TERM USR1", '"$@" &', "agent=$!", '[ -z "$caught" ] || leave']
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -66,6 +66,21 @@ def test_an_agent_that_has_not_begun_has_left(start: Start, tmp_path: Path, line
     poll(place.exists, "process 1 is there", timeout=20)
     pod.terminate()
     assert pod.wait(20) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.4])
+def test_a_pod_ends_however_often_it_is_evicted(start: Start, tmp_path: Path, seconds: float) -> None:
+    place = tmp_path / "agent"
+    pod = start(sys.executable, "-c", AGENT, str(place))
+    poll(lambda: place.exists() and place.read_text() == "ready", "the agent runs", timeout=20)
+
+    def ended() -> bool:
+        pod.send_signal(signal.SIGTERM)
+        return pod.poll() is not None
+
+    poll(ended, "the pod has ended", timeout=20, pause=seconds)
+    assert pod.returncode == 0
+    assert place.read_text() == "left"
 
 
 @pytest.mark.parametrize(("words", "status"), [(("sh", "-c", "exit 3"), 3), (("sh", "-c", "kill -KILL $$"), 137)])

@@ -23,10 +23,11 @@ _KEPT_SECONDS = 600
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _MIB = 1 << 20
 
-SCRIPT = """agent= caught= status=127
+SCRIPT = """agent= caught=
 leave() {
     caught=1
     [ -n "$agent" ] || return
+    trap '' TERM USR1  # repeated signals would interrupt this, and the wait, again and again
     kill -USR1 "$agent"
     sleep 1
     kill -USR1 "$agent"  # a child of the shell that was not yet the agent has lost the first one
@@ -35,13 +36,13 @@ trap leave TERM USR1
 "$@" &
 agent=$!
 [ -z "$caught" ] || leave
-while :; do
-    caught=
-    wait "$agent"
+wait "$agent"
+status=$?
+if [ -n "$caught" ]; then
+    wait "$agent"  # a signal has ended the first wait, not the agent
     ended=$?
     [ "$ended" = 127 ] || status=$ended  # 127: the shell has reported its status before
-    [ -n "$caught" ] || break  # a signal ends the wait, not the agent
-done
+fi
 [ "$status" != 138 ] || status=0  # it was to leave before it had begun
 exit "$status"
 """
