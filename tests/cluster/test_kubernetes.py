@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.system.files import RunDir
 from tests.cluster.bed import NODE_TOKEN, Bed
 from tests.cluster.jobs import IN_FULL, dpo, ready, resources_of, submit
 from tests.cluster.kubelet import Kubelet
@@ -72,6 +73,9 @@ def test_a_pod_that_is_evicted_saves_its_job_which_continues_in_another_one(bed:
     name = next(node["node"] for node in bed.get("/nodes")["data"] if node["node"] != "head")
     cluster.evict(pod)
     bed.wait(lambda: bed.get(f"/nodes/{name}")["state"] == "draining", "the agent has left", 60)
+    # Its last 8 steps take less time than the order to save needs, on a machine with other work.
+    directory = cluster.placed[pod].root
+    bed.wait(lambda: any(directory.rglob(RunDir(directory).control.name)), "the training is to save", 60)
     release()
     status = bed.wait_for_end("one")
     assert status["status"] == "completed", (status, logs(cluster))
