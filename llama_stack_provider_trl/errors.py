@@ -9,6 +9,7 @@
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
+    |-- MethodUnavailable (ImportError)     a package's training method cannot be used here      -> never sent
     |-- MissingExtra (ImportError)         a library is needed that an extra installs         -> never sent
     `-- JobFailure (RuntimeError)          raised in a training process; becomes the job's failure reason
 
@@ -135,6 +136,11 @@ class MissingExtra(TrlError, ImportError):
         super().__init__(
             f"{what} needs {library}, which is not installed: pip install 'llama_stack_provider_trl[{extra}]'"
         )
+
+
+class MethodUnavailable(TrlError, ImportError):
+    """Raised when a training method of a package is not installed, or cannot be used, in the process at hand; its text
+    becomes a refusal of the request, or the failure of the job."""
 
 
 class JobFailure(TrlError, RuntimeError):

@@ -22,6 +22,7 @@ from .launch.runner import Limits
 from .launch.warm_processes import WarmProcesses
 from .requests.options import ProviderOptions
 from .requests.settings import Request
+from .specs.custom import log_unusable_methods
 from .specs.job import DataFormat, DatasetRef, RowUse
 from .stack.compat import read_rows
 from .stack.protocol import SubmittingCalls, answers_clearly
@@ -66,6 +67,7 @@ class TrlPostTraining(SubmittingCalls):
 
     async def initialize(self) -> None:
         """Start to supervise, in a thread: the event loop of this call is closed before the first request."""
+        await asyncio.to_thread(log_unusable_methods)
         self.supervisor.start()
         if self.supervisor.supervising:
             await asyncio.to_thread(self.launcher.warm_up, self.python)

@@ -49,7 +49,7 @@ ORDER BY age LIMIT :limit;
 
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm')) END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
@@ -71,7 +71,7 @@ WITH page AS (
     ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
              CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
     LIMIT :limit OFFSET :offset)
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm')) END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from ..errors import InvalidRequest, InvalidRows, StoreError
+from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base
 from ..requests.kinds import for_work, reads_prompts, with_work
 from ..requests.options import ProviderOptions
-from ..requests.resolve import resolve
+from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
+from ..specs.custom import check_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import Work
+from ..specs.methods import MethodSpec
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
@@ -195,9 +197,11 @@ async def resolved(
     use: RowUse = "prompts" if reads_prompts(work) else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    await _check_custom(resolution, dataset, use)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
+        await _check_custom(resolution, validation, use)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     elif resolution.train_share < 1.0:
         refuse_split(dataset, resolution.train_share)
@@ -213,6 +217,17 @@ async def resolved(
         spec = after_all(spec, merged)
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
+
+
+async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse) -> None:
+    """Have a custom method check the rows that are known. Raises InvalidRequest."""
+    method: MethodSpec | None = resolution.fields.get("method")
+    if dataset.of_job is not None:
+        return  # the training checks them
+    try:
+        await asyncio.to_thread(check_custom_rows, method, dataset, use, resolution.fields["data_format"])
+    except MethodUnavailable as error:
+        raise InvalidRequest("algorithm_config.type", getattr(method, "type", None), str(error)) from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
 from ..specs.job import Dtype, JobSpec
+from ..specs.methods import CustomSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.lengths import num_rows
@@ -41,7 +42,8 @@ from .model.loading import (
 from .model.packing_check import check_isolation
 from .preflight import before_training, choose_gradient_sync
 from .trainer.base import RecipeTrainer
-from .trainer.methods import TRAINERS
+from .trainer.custom import check_rows_of_jobs, other_version, used_method
+from .trainer.methods import trainer_of
 from .trainer.reference import check_vocabulary
 from .trainer.trl_patches import choose_head_kernels
 
@@ -122,6 +124,8 @@ class BuiltTrainer:
             },
             "data": _counts(data.report),
         }
+        if isinstance(self.trainer.spec.method, CustomSpec):
+            found["method"] = used_method(self.trainer.spec.method)
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:
@@ -165,6 +169,7 @@ def build_trainer(
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
+    recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
     tokenizer = load_tokenizer(spec.source)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
@@ -174,14 +179,13 @@ def build_trainer(
     requested = spec
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
-    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton]):
+    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton, other_version(spec)]):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer, requested)
     chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
     policy = load_policy(spec, device)
-    recipe, arguments = TRAINERS[spec.algorithm]
     trainer = recipe(
         spec=spec,
         batch_plan=batch_plan,
@@ -202,6 +206,7 @@ def build_trainer(
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:
     """Tokenize the job's datasets, and pack them where the job does."""
+    check_rows_of_jobs(spec)
     preparation = Preparation(spec, tokenizer, writer, spec.dataset, spec.validation)
     train, validation = preparation.rows(spec.dataset), None
     sources = {"train_dataset": train.source}

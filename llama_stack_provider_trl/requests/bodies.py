@@ -14,10 +14,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..documented import Documented
-from ..specs.methods import METHODS, Call
+from ..specs.methods import Call
 
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
+SFT_TYPES = ("lora", "qat")
+"""Values of `algorithm_config.type` in the call supervised-fine-tune, in small letters."""
 JOB_UUID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
@@ -220,6 +222,7 @@ def algorithm_of(given: Mapping[str, Any]) -> Call:
     an `algorithm_config` of another type than LoRA and QAT, or the provider option `method`."""
     config, options = given.get("algorithm_config") or {}, given.get("provider_options") or {}
     kind = config.get("type") or "dpo" if isinstance(config, Mapping) and config else None
-    named = [name for name, method in METHODS.items() if method.call == "dpo"]
+    # Any other type may be a method of a package that is installed where the request is checked.
+    is_preference = kind is not None and str(kind).lower() not in SFT_TYPES
     has_method = isinstance(options, Mapping) and options.get("method") is not None
-    return "dpo" if "finetuned_model" in given or has_method or str(kind).lower() in named else "sft"
+    return "dpo" if "finetuned_model" in given or has_method or is_preference else "sft"

@@ -77,11 +77,16 @@ def parse_fields[Model: BaseModel](model: type[Model], value: Any, where: str) -
     try:
         parsed = model.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join([where, *map(str, first["loc"])])
-        raise InvalidRequest(path, first["input"], first["msg"]) from error
+        raise refusal_of(error, where) from error
     refuse_infinite(parsed, f"{where}.")
     return parsed
+
+
+def refusal_of(error: ValidationError, where: str) -> InvalidRequest:
+    """The refusal of the first field that a model does not accept."""
+    first = error.errors()[0]
+    path = ".".join([where, *map(str, first["loc"])])
+    return InvalidRequest(path, first["input"], first["msg"])
 
 
 def nearest_choice(value: str, choices: Sequence[str]) -> str:

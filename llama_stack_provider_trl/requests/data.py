@@ -42,7 +42,7 @@ def resolve_data(
     algorithm: Algorithm,
     warnings: list[str],
 ) -> dict[str, Any]:
-    is_sft = algorithm == "sft"
+    is_sft = METHODS[algorithm].rows == "sft"
     return {
         "data_format": resolve_data_format(data, is_sft, warnings),
         "n_epochs": training.n_epochs,
@@ -82,14 +82,14 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
 
 
 def resolve_train_on_input(data: DataConfig, algorithm: Algorithm) -> bool:
-    if data.train_on_input and algorithm != "sft":
+    if data.train_on_input and METHODS[algorithm].rows != "sft":
         hint = f"{METHODS[algorithm].title} compares completions only; set false"
         raise InvalidRequest("training_config.data_config.train_on_input", True, hint)
     return bool(data.train_on_input)
 
 
 def resolve_packed(data: DataConfig, algorithm: Algorithm) -> bool:
-    if data.packed and algorithm != "sft":
+    if data.packed and METHODS[algorithm].rows != "sft":
         method = METHODS[algorithm]
         hint = (
             f"{method.title} scores each {method.unit} on its own; set false: {method.unit}s are padded to the longest"

@@ -24,6 +24,7 @@ from .bodies import (
     SupervisedFineTuneRequest,
 )
 from .checks import nearest_choice, parse_fields, unknown_fields
+from .custom import unknown_method
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .preference import method_names, resolve_preference
@@ -192,7 +193,7 @@ def resolve_dpo(
     for path, name, value, known in unknown_fields(config, "algorithm_config."):
         raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
     if config.type not in (None, "dpo"):
-        raise InvalidRequest("algorithm_config.type", config.type, nearest_choice(config.type, method_names()))
+        raise InvalidRequest("algorithm_config.type", config.type, unknown_method(config.type, method_names()))
     loss = config.loss_type or "sigmoid"
     if loss not in get_args(DpoLoss):
         raise InvalidRequest("algorithm_config.loss_type", loss, nearest_choice(loss, get_args(DpoLoss)))

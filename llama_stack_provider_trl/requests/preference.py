@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..errors import InvalidRequest
-from ..specs.methods import METHODS, CpoSpec, MethodSpec, OrpoSpec, RewardSpec
+from ..specs.custom import custom_names
+from ..specs.methods import CpoSpec, MethodSpec, OrpoSpec, RewardSpec
 from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
 from .checks import nearest_choice, parse_fields, unknown_fields
+from .custom import resolve_custom, unknown_method
 from .options import ProviderOptions
 
 CPO_LOSSES = ("sigmoid", "hinge", "ipo")
@@ -41,11 +43,15 @@ def resolve_preference(
         _note_unread(given, options.method.get("type"), warnings)
         where, given = "provider_options.method", options.method
     name = given.get("type")
+    if isinstance(name, str) and name not in REQUESTED and name in custom_names():
+        custom, fields = resolve_custom(name, given, where)
+        _refuse_smoothing(options, custom.method.title)
+        return fields
     if not isinstance(name, str) or name not in REQUESTED:
         if options.method is None:
             return None  # `resolve_dpo` refuses other types
         hint = "DPO has its fields in algorithm_config; " if name == "dpo" else ""
-        raise InvalidRequest(f"{where}.type", name, hint + nearest_choice(str(name), [*REQUESTED]))
+        raise InvalidRequest(f"{where}.type", name, hint + unknown_method(name, [*REQUESTED]))
     config = parse_fields(REQUESTED[name].fields, given, where)
     for path, field, value, known in unknown_fields(config, f"{where}."):
         hint = f"{REQUESTED[name].title} has no such field; its fields are: {', '.join(known)}"
@@ -54,8 +60,8 @@ def resolve_preference(
 
 
 def method_names() -> list[str]:
-    """Values of `algorithm_config.type` in the call preference-optimize."""
-    return [name for name, method in METHODS.items() if method.call == "dpo"]
+    """Values of `algorithm_config.type` in the call preference-optimize, without those of installed packages."""
+    return ["dpo", *REQUESTED]
 
 
 def _note_unread(given: dict[str, Any], name: Any, warnings: list[str]) -> None:

@@ -1,7 +1,7 @@
 """The training methods: the call that requests each, the rows that it reads, its parameters, its metrics.
 
 A new method is an entry of `METHODS` with a spec of its parameters here, a request model in `requests.preference`, and
-a trainer in `recipes.trainer.methods`.
+a trainer in `recipes.trainer.methods`. Installed packages add methods without one (`specs.custom`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from .beginnings import Frozen
 from .model_source import ReferenceSpec
 
-Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward"]
+Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "custom_pairs", "custom_rows"]
+"""The last two: methods of installed packages, by the rows that they read."""
 RowUse = Literal[Algorithm, "prompts"]
 """What rows are read for: training by an algorithm, or prompts to answer."""
 Call = Literal["sft", "dpo"]
@@ -75,7 +76,21 @@ class RewardSpec(Frozen):
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
 
 
-MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec, Field(discriminator="name")]
+class CustomSpec(Frozen):
+    """A method of an installed package. It has all that processes need to know which lack that package."""
+
+    name: Literal["custom"] = "custom"
+    type: str
+    """Name of its entry point, which the request has in `algorithm_config.type`."""
+    package: str
+    """Distribution that has it, where the request was checked."""
+    version: str
+    """Of that distribution."""
+    parameters: dict[str, JsonValue] = Field(default={})
+    """Its fields, as its own model has read them, defaults included."""
+
+
+MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | CustomSpec, Field(discriminator="name")]
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
@@ -118,5 +133,9 @@ METHODS: dict[Algorithm, Method] = {
     "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
     "reward": Method(
         "a reward model", "dpo", "dpo", (1e-4, 1e-3), _PAIR_METRICS, "a reward is read at the end of a row", True
+    ),
+    "custom_pairs": Method("a custom method on pairs", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "custom_rows": Method(
+        "a custom method on conversations", "dpo", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")
     ),
 }

@@ -546,7 +546,7 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         warnings.append(f"columns never read: {_listed(unread)}")
     if notes.message_keys:
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
-    if use == "sft" and data_format is not None:
+    if _rows_of(use) == "sft" and data_format is not None:
         warnings += _format_warnings(seen, data_format)
     if notes.scalars:
         counts = _listed(f"{column} ({count})" for column, count in notes.scalars.items())

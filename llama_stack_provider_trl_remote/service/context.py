@@ -40,6 +40,7 @@ from llama_stack_provider_trl.requests.bodies import (
 )
 from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
@@ -166,6 +167,7 @@ class Service(StoredJobs):
         self.datasets.prepare()
         self.preflights.prepare()
         self.pools.start()
+        log_unusable_methods()
         self.supervisor.start()
         if self.supervisor.supervising:
             self.local.warm_up(self.python)

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.preference import REQUESTED
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.custom import ALGORITHMS
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.rows import check_rows
@@ -165,7 +166,7 @@ def test_a_preflight_names_the_call_and_no_method(algorithm: str) -> None:
 
 
 def test_every_method_has_its_entries() -> None:
-    assert set(METHODS) == set(get_args(Algorithm)) == {"sft", "dpo", *REQUESTED}
+    assert set(METHODS) == set(get_args(Algorithm)) == {"sft", "dpo", *REQUESTED, *ALGORITHMS.values()}
     for name, requested in REQUESTED.items():
         assert requested.title == METHODS[name].title  # type: ignore[index]
 

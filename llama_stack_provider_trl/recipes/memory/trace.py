@@ -410,7 +410,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if spec.padding_free:
                 use_rows(model)
             if not spec.trains_reward:
-                fuse_head(model, ("log_probs", "is_top1") if spec.algorithm == "sft" else ("log_probs",))
+                fuse_head(model, ("log_probs",) if spec.has_pairs else ("log_probs", "is_top1"))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
             if spec.qat:

@@ -8,14 +8,32 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
+from ...specs.methods import METHODS, CustomSpec
 from .arguments import pair_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
+from .custom import custom_trainer
 from .dpo import DpoRecipe
 from .preference import CpoRecipe, OrpoRecipe
 from .reward import RewardRecipe
 from .sft import SftRecipe
 
-TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], Callable[[JobSpec, torch.device], Any]]] = {
+_Arguments = Callable[[JobSpec, torch.device], Any]
+_CUSTOM: dict[str, _Arguments] = {"sft": sft_arguments, "dpo": pair_arguments}
+"""By the rows of a custom method."""
+
+
+def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
+    """The trainer of a job, and the arguments that it gets.
+
+    Raises:
+        JobFailure: the job's method is that of a package that cannot be used here.
+    """
+    if isinstance(spec.method, CustomSpec):
+        return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
+    return TRAINERS[spec.algorithm]
+
+
+TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], _Arguments]] = {
     "sft": (SftRecipe, sft_arguments),
     "dpo": (DpoRecipe, pair_arguments),
     "orpo": (OrpoRecipe, pair_arguments),
@@ -23,3 +41,4 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], Callable[[JobSpec, torch.de
     "simpo": (CpoRecipe, pair_arguments),
     "reward": (RewardRecipe, reward_arguments),
 }
+"""Those of this project; `trainer_of` has the methods of packages, too."""

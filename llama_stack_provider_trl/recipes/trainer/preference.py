@@ -71,8 +71,20 @@ class ReferenceFreeRecipe(PairRecipe):
     _chosen_tokens_of_step: torch.Tensor | None = None
 
     @abstractmethod
-    def pair_losses(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss of each pair, shape (pairs,), and further metrics of each."""
+    def pair_losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of each pair, shape (pairs,), and further metrics of each.
+
+        Args:
+            log_probs: of the answers, chosen then rejected, below 0, shape (2 * pairs,).
+            lengths: their tokens, at least 1, same shape.
+        """
+
+    def _checked_losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.pair_losses(log_probs, lengths)
 
     def chosen_log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the tokens that `chosen_tokens` counts, per pair, shape (pairs,)."""
@@ -99,7 +111,7 @@ class ReferenceFreeRecipe(PairRecipe):
         if self.averages:
             logps = logps / lengths.clamp(min=1)
         # A filler has no answers: any log-probability below 0 keeps its gradient, which counts 0 times, finite.
-        losses, found = self.pair_losses(logps.where(real.repeat(2) > 0, -1.0))
+        losses, found = self._checked_losses(logps.where(real.repeat(2) > 0, -1.0), lengths.clamp(min=1))
         losses = losses * real
         chosen_loss, chosen_tokens = -self.chosen_log_probs(outputs, inputs).sum(), self.chosen_tokens(inputs).sum()
         num_pairs, all_tokens = self.accelerator.reduce(torch.stack([real.sum(), chosen_tokens.float()]))
@@ -164,7 +176,9 @@ class OrpoRecipe(ReferenceFreeRecipe):
         tokens = inputs["attention_mask"][:, 1:].sum(dim=1).chunk(2)[0]
         return tokens * real_pairs(self._batches.lengths(inputs)).long()
 
-    def pair_losses(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def pair_losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return odds_ratio_loss(log_probs, self._orpo)
 
 
@@ -178,5 +192,7 @@ class CpoRecipe(ReferenceFreeRecipe):
         self.averages = spec.method.loss_type in ("ipo", "simpo")
         super().__init__(spec=spec, **arguments)
 
-    def pair_losses(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def pair_losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return contrastive_loss(log_probs, self._cpo), {}

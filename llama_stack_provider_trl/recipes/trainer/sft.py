@@ -54,15 +54,21 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             outputs = model(**self._arguments(inputs), **router)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
-        loss = -outputs.log_probs.sum() / torch.as_tensor(count).clamp(min=1)
+        summed = self.summed_loss(outputs)
+        loss = summed / torch.as_tensor(count).clamp(min=1)
         if num_items_in_batch is not None:
             loss = loss * self.workers.size  # the count is over all ranks whose gradients are averaged
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not self.model.training:
-            self.add_evaluation(-outputs.log_probs.sum(), trained)
+            self.add_evaluation(summed, trained)
         self._note(torch.stack([outputs.is_top1.sum(), trained, self._num_tokens(inputs, outputs)]))
+        return loss
+
+    def summed_loss(self, outputs: Any) -> torch.Tensor:
+        """Sum of the losses of a batch's trained tokens."""
+        loss: torch.Tensor = -outputs.log_probs.sum()
         return loss
 
     def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:

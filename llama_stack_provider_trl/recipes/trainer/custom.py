@@ -1,0 +1,159 @@
+"""Trainers of methods that installed packages add (`specs.custom`), and the classes that they are made from.
+
+A package subclasses `CustomPairTrainer` or `CustomRowTrainer` and writes a loss per pair, or per token. The means over
+an optimizer step, ranks, checkpoints, resume and exports are those of every method.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+
+from ...errors import JobFailure, MethodUnavailable
+from ...specs.custom import ALGORITHMS, InstalledMethod, check_custom_rows, find_method
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from ...specs.methods import CustomSpec
+from .base import RecipeTrainer
+from .preference import ReferenceFreeRecipe
+from .sft import SftRecipe
+
+
+class CustomPairTrainer(ReferenceFreeRecipe):
+    """A loss of preference pairs. Override `pair_losses`; the attributes may be set in `__init__`, after super's."""
+
+    averages = False
+    chosen_weight = 0.0
+    reward_factor = 1.0
+    parameters: Any
+    """The request's fields, an object of the method's own model."""
+
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        self.parameters = parameters_of(spec)
+        super().__init__(spec=spec, **arguments)
+
+    def _checked_losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        losses, found = super()._checked_losses(log_probs, lengths)
+        shape = (len(log_probs) // 2,)
+        for name, values in {"loss": losses, **found}.items():
+            _check_shape(self, name, values, shape)
+        return losses, found
+
+
+class CustomRowTrainer(SftRecipe):
+    """A loss of the trained tokens of rows. Override `token_losses`."""
+
+    parameters: Any
+    """The request's fields, an object of the method's own model."""
+
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        self.parameters = parameters_of(spec)
+        super().__init__(spec=spec, **arguments)
+
+    @abstractmethod
+    def token_losses(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """Loss of each token.
+
+        Args:
+            log_probs: of the tokens, given those before them; 0 where the loss covers none, whose result is not used.
+        """
+
+    def summed_loss(self, outputs: Any) -> torch.Tensor:
+        losses = self.token_losses(outputs.log_probs)
+        _check_shape(self, "loss", losses, tuple(outputs.log_probs.shape))
+        return losses.where(outputs.label_mask, 0.0).sum()
+
+
+def custom_trainer(spec: JobSpec, method: CustomSpec) -> type[RecipeTrainer]:
+    """The trainer of a job whose method is that of a package.
+
+    Raises:
+        JobFailure: the package is not installed here, cannot be imported, or has another method of this name.
+    """
+    found = _find(method)
+    if ALGORITHMS[found.method.rows] != spec.algorithm:
+        raise _failure(method, f"{found.package} {found.version} reads {found.method.rows} here")
+    module, _, name = found.method.trainer.partition(":")
+    try:
+        trainer = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise _failure(method, f"{found.method.trainer} cannot be imported: {type(error).__name__}: {text}") from error
+    if not (isinstance(trainer, type) and issubclass(trainer, RecipeTrainer)):
+        raise _failure(method, f"{found.method.trainer} is not a subclass of CustomPairTrainer or CustomRowTrainer")
+    return trainer
+
+
+def parameters_of(spec: JobSpec) -> BaseModel:
+    """The fields of a job's custom method. Raises JobFailure: the version here does not accept them."""
+    if not isinstance(spec.method, CustomSpec):
+        raise AssertionError("a custom trainer without a CustomSpec")
+    try:
+        return _find(spec.method).parameters(spec.method.parameters)
+    except (MethodUnavailable, ValidationError) as error:
+        raise _failure(spec.method, f"it does not accept the fields of the request: {error}") from error
+
+
+def used_method(method: CustomSpec) -> dict[str, str]:
+    """What trains a job, for its record."""
+    found = _find(method)
+    return {"type": found.name, "package": found.package, "version": found.version, "trainer": found.method.trainer}
+
+
+def other_version(spec: JobSpec) -> str:
+    """The warning of a job that another version of its package trains than has checked its request; empty: none."""
+    method = spec.method
+    if not isinstance(method, CustomSpec):
+        return ""
+    found = _find(method)
+    if (found.package, found.version) == (method.package, method.version):
+        return ""
+    checked, used = f"{method.package} {method.version}", f"{found.package} {found.version}"
+    return f"{checked} has checked this request, and {used} trains it: install the same version in both environments"
+
+
+def check_rows_of_jobs(spec: JobSpec) -> None:
+    """Have a custom method check rows that another job has made, which were not known when the job was submitted.
+
+    Raises:
+        InvalidRows: it refuses a row.
+        JobFailure: it cannot be used here.
+    """
+    if spec.dataset.of_job is None or not isinstance(spec.method, CustomSpec):
+        return
+    try:
+        check_custom_rows(spec.method, spec.dataset, spec.algorithm, spec.data_format)
+    except MethodUnavailable as error:
+        raise _failure(spec.method, str(error)) from error
+
+
+def _find(method: CustomSpec) -> InstalledMethod:
+    try:
+        return find_method(method.type)
+    except MethodUnavailable as error:
+        raise _failure(method, str(error)) from error
+
+
+def _failure(method: CustomSpec, found: str) -> JobFailure:
+    return JobFailure(
+        Reason.launch_failed,
+        f"the method {method.type!r} cannot be used by the environment that trains ({sys.executable}): {found}. "
+        f"Install {method.package} {method.version} there, as where the request was checked.",
+    )
+
+
+def _check_shape(trainer: RecipeTrainer, name: str, values: Any, expected: tuple[int, ...]) -> None:
+    shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    if shape != expected:
+        raise JobFailure(
+            Reason.rank_failed,
+            f"{type(trainer).__module__}.{type(trainer).__name__} returned {name!r} as {shape}, expected a tensor of "
+            f"shape {expected}: one value for each, which the trainer averages itself. Its author has to correct it.",
+        )

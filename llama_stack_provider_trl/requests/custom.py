@@ -1,0 +1,53 @@
+"""Resolves the methods that installed packages add (`specs.custom`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import InvalidRequest, MethodUnavailable
+from ..specs.custom import ALGORITHMS, InstalledMethod, custom_names, find_method
+from ..specs.methods import CustomSpec
+from .checks import nearest_choice, refusal_of, refuse_infinite
+
+
+def resolve_custom(name: str, given: dict[str, Any], where: str) -> tuple[InstalledMethod, dict[str, Any]]:
+    """The method of an installed package, and the algorithm and spec of a job that it trains.
+
+    Args:
+        given: the fields of the request, `type` among them.
+        where: the path of these fields.
+
+    Raises:
+        InvalidRequest: it cannot be used here, or has no such field or value.
+    """
+    try:
+        found = find_method(name)
+        parameters = _parameters(found, given, where)
+    except MethodUnavailable as error:
+        raise InvalidRequest(f"{where}.type", name, str(error)) from error
+    spec = CustomSpec(type=name, package=found.package, version=found.version, parameters=parameters)
+    return found, {"algorithm": ALGORITHMS[found.method.rows], "method": spec}
+
+
+def unknown_method(name: Any, built_in: list[str]) -> str:
+    """The hint for a type that no method has: the ones there are, of installed packages too."""
+    installed = custom_names()
+    added = f"installed packages add {', '.join(installed)}" if installed else "no installed package adds a method"
+    return f"{nearest_choice(str(name), [*built_in, *installed])}; {added} (docs/how-to/custom-trainers.md)"
+
+
+def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> dict[str, Any]:
+    known = list(found.method.fields.model_fields)
+    sent = {name: value for name, value in given.items() if name != "type" and value is not None}
+    for name, value in sent.items():
+        if name not in known:
+            hint = f"{found.method.title} has no such field; its fields are: {', '.join(['type', *known])}"
+            raise InvalidRequest(f"{where}.{name}", value, hint)
+    try:
+        parsed = found.parameters(sent)
+    except ValidationError as error:
+        raise refusal_of(error, where) from error
+    refuse_infinite(parsed, f"{where}.")
+    return found.written(parsed)

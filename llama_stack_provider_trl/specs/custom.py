@@ -1,0 +1,237 @@
+"""Training methods of installed packages: entry points of the group `llama_stack_provider_trl.trainers`.
+
+An entry point names a `CustomMethod`: the model of its request fields, the rows that it reads, and its trainer by name.
+The processes that serve requests import the first part and no torch; `recipes.trainer.custom` imports the trainer.
+docs/how-to/custom-trainers.md is for the authors of such packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import InvalidRows, MethodUnavailable
+from .job import DataFormat, DatasetRef, RowUse
+from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
+from .rows import Example, parse_row
+
+log = logging.getLogger(__name__)
+GROUP = "llama_stack_provider_trl.trainers"
+Rows = Literal["pairs", "conversations"]
+ALGORITHMS: dict[Rows, Algorithm] = {"pairs": "custom_pairs", "conversations": "custom_rows"}
+"""The algorithm of the jobs whose method reads these rows."""
+TRAINING_LIBRARIES = ("torch", "trl", "transformers", "peft", "accelerate", "datasets")
+"""What the request part of a method may not import."""
+_RESERVED = {*METHODS, "lora", "qat"}
+"""Names with a meaning of their own in `algorithm_config.type`."""
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_TRAINER = re.compile(r"[\w.]+:\w+")
+
+
+@dataclass(frozen=True)
+class CustomMethod:
+    """What an entry point names. The module that makes it imports none of `TRAINING_LIBRARIES`."""
+
+    title: str
+    """Its name in messages."""
+    rows: Rows
+    """pairs: preference pairs, as DPO reads them. conversations: conversations and texts, as SFT reads them."""
+    fields: type[BaseModel]
+    """Its fields in `algorithm_config`, beside `type`, with their defaults and bounds."""
+    trainer: str
+    """`package.module:Class`, a subclass of one in `recipes.trainer.custom`; imported where a job is trained."""
+    check_row: Callable[[Any, Any], str | None] | None = None
+    """From an example (`specs.rows`) and the fields, why the row cannot be trained on; None: it can. For what the shape
+    of a row does not show."""
+
+
+@dataclass(frozen=True)
+class InstalledMethod:
+    """A method that can be used in this process."""
+
+    name: str
+    package: str
+    version: str
+    """Of the package when its module was imported."""
+    method: CustomMethod
+
+    def parameters(self, given: Mapping[str, Any]) -> BaseModel:
+        """Its fields. Raises ValidationError, or MethodUnavailable where its model fails otherwise."""
+        with _reported(f"method {self.name!r} of {self.package} {self.version} failed on its fields"):
+            return self.method.fields.model_validate(dict(given))
+
+    def written(self, parameters: BaseModel) -> dict[str, Any]:
+        """The fields as JSON values, which `parameters` reads again. Raises MethodUnavailable."""
+        with _reported(f"method {self.name!r} of {self.package} {self.version} cannot write its fields as JSON"):
+            return parameters.model_dump(mode="json")
+
+
+_imported: dict[tuple[str, str], InstalledMethod] = {}
+"""By name and value of the entry point: a module is imported once per process."""
+
+
+def custom_names() -> list[str]:
+    """Names of the methods that installed packages add, usable or not; none of those of this project."""
+    return sorted(_found().keys() - _RESERVED)
+
+
+def find_method(name: str) -> InstalledMethod:
+    """The method of an installed package.
+
+    Raises:
+        MethodUnavailable: there is none of this name, or its package cannot be used: one sentence.
+    """
+    points = _found().get(name, [])
+    if not points:
+        raise MethodUnavailable(f"no installed package adds the method {name!r}; {_those_installed()}")
+    packages = ", ".join(map(_package, points))
+    if name in _RESERVED or _NAME.fullmatch(name) is None:
+        why = "is taken by this project" if name in _RESERVED else f"does not match {_NAME.pattern}"
+        raise MethodUnavailable(f"{packages}: the name {name!r} of its method {why}; its author has to choose another")
+    if len(points) > 1:
+        raise MethodUnavailable(f"several packages add a method {name!r}: {packages}; uninstall all but one")
+    key = name, points[0].value
+    if key not in _imported:
+        _imported[key] = _import(points[0])
+    return _imported[key]
+
+
+def log_unusable_methods() -> None:
+    """Log why installed methods cannot be used, when a server starts."""
+    for problem in problems():
+        log.warning("%s", problem)
+
+
+def problems() -> list[str]:
+    """Why installed methods cannot be used, one sentence each. Imports all of them."""
+    found = []
+    for name in sorted(_found()):
+        try:
+            find_method(name)
+        except MethodUnavailable as error:
+            found.append(str(error))
+    return found
+
+
+def check_custom_rows(
+    method: MethodSpec | None, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
+) -> None:
+    """Have a custom method check each row of a dataset whose shape is checked already.
+
+    Raises:
+        InvalidRows: it refuses a row.
+        MethodUnavailable: it is not installed here, or fails.
+    """
+    if not isinstance(method, CustomSpec):
+        return
+    found = find_method(method.type)
+    check = found.method.check_row
+    if check is None:
+        return
+    parameters = found.parameters(method.parameters)
+    with open(dataset.path, encoding="utf-8") as file:
+        for index, line in enumerate(file):
+            example = parse_row(json.loads(line), index, use, data_format)
+            if (problem := _problem_of(found, check, example, parameters, index)) is not None:
+                raise InvalidRows(f"dataset {dataset.dataset_id!r}, row {index}: {problem}")
+
+
+def _problem_of(
+    found: InstalledMethod, check: Callable[[Any, Any], str | None], example: Example, fields: Any, index: int
+) -> str | None:
+    with _reported(f"method {found.name!r} of {found.package} {found.version} failed on row {index}"):
+        problem = check(example, fields)
+        return None if problem is None else str(problem)
+
+
+def _found() -> dict[str, list[EntryPoint]]:
+    """The entry points by name. Read at each call, so that a package is found which was installed meanwhile."""
+    importlib.invalidate_caches()
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        if point not in found.setdefault(point.name, []):  # one distribution may be on two entries of sys.path
+            found[point.name].append(point)
+    return found
+
+
+def _those_installed() -> str:
+    names = [f"{name} ({_package(points[0])})" for name, points in sorted(_found().items()) if name not in _RESERVED]
+    return f"installed packages add: {', '.join(names)}" if names else "no installed package adds any"
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+
+
+def _import(point: EntryPoint) -> InstalledMethod:
+    package = _package(point)
+    with _reported(f"method {point.name!r} of {package} cannot be imported"), _without_training_libraries():
+        method = point.load()
+    if problem := _wrong(method):
+        raise MethodUnavailable(
+            f"method {point.name!r} of {package}: {problem}; its author has to correct {point.value}"
+        )
+    name, _, version = package.rpartition(" ")
+    return InstalledMethod(point.name, name, version, method)
+
+
+def _wrong(method: Any) -> str:
+    """What is wrong about the object of an entry point; empty: nothing is."""
+    if not isinstance(method, CustomMethod):
+        return f"found an object of type {type(method).__name__}, expected a CustomMethod"
+    if method.rows not in ALGORITHMS:
+        return f"its rows are {method.rows!r}, expected one of {', '.join(ALGORITHMS)}"
+    if not (isinstance(method.fields, type) and issubclass(method.fields, BaseModel)):
+        return "its fields are not a pydantic model"
+    if "type" in method.fields.model_fields:
+        return "it has a field 'type', which names the method itself"
+    if any(field.alias or field.validation_alias for field in method.fields.model_fields.values()):
+        return "one of its fields has an alias"
+    if not (isinstance(method.trainer, str) and _TRAINER.fullmatch(method.trainer)):
+        return f"its trainer is {method.trainer!r}, expected 'package.module:Class'"
+    return ""
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Turn what a package's own code raises into one sentence. A pydantic error is the caller's: it names fields."""
+    try:
+        yield
+    except (MethodUnavailable, ValidationError):
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())[:300]
+        raise MethodUnavailable(f"{what}: {type(error).__name__}{f': {text}' if text else ''}") from error
+
+
+@contextmanager
+def _without_training_libraries() -> Iterator[None]:
+    """Refuse the first import of training libraries in this thread: a service would hold 0.5 GiB more."""
+    finder = _Refusing(threading.get_ident())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Refusing:
+    """A finder of the import system that finds nothing."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname in TRAINING_LIBRARIES and threading.get_ident() == self._thread:
+            raise ImportError(f"it imports {fullname}, which only its trainer's module may", name=fullname)

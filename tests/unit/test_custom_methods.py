@@ -1,0 +1,150 @@
+"""Methods that installed packages add: how they are requested, and what a broken package does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, MethodUnavailable
+from llama_stack_provider_trl.requests.bodies import algorithm_of
+from llama_stack_provider_trl.specs import custom
+from llama_stack_provider_trl.specs.custom import check_custom_rows, find_method, problems
+from llama_stack_provider_trl.specs.methods import CustomSpec
+from tests.plugins import install, install_example
+from tests.training import dataset
+from tests.unit.test_preference_methods import resolved, spec_of
+
+METHOD = """
+from pydantic import BaseModel, Field
+from llama_stack_provider_trl.specs.custom import CustomMethod
+class Inner(BaseModel):
+    x: float = 1.0
+class Fields(BaseModel):
+    weight: float = Field(1.0, gt=0)
+    inner: Inner = Inner()
+def check(example, fields):
+    return example.missing
+def make(**changes):
+    return CustomMethod(**{"title": "Mine", "rows": "pairs", "fields": Fields, "trainer": "gone:Trainer", **changes})
+"""
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of sys.path with the example; what tests import from it is forgotten afterwards."""
+    monkeypatch.setattr(custom, "_imported", {})
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    before = set(sys.modules)
+    install_example(tmp_path / "site")
+    yield tmp_path / "site"
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_a_request_names_a_method_of_a_package_and_the_job_records_its_version_and_fields() -> None:
+    spec = spec_of({"type": "robust", "flip_rate": 0.2, "beta": None})
+    expected = CustomSpec(
+        type="robust",
+        package="custom-trainer-example",
+        version="1.0.0",
+        parameters={"beta": 2.0, "flip_rate": 0.2},
+    )
+    assert (spec.algorithm, spec.method, spec.has_pairs, spec.dpo) == ("custom_pairs", expected, True, None)
+    assert spec_of(None, method={"type": "robust", "flip_rate": 0.2}).method == expected
+    assert spec.optimizer.learning_rate == 1e-6
+    focal = spec_of({"type": "focal"}, lora={"rank": 4})
+    assert (focal.algorithm, focal.has_pairs, focal.optimizer.learning_rate) == ("custom_rows", False, 2e-4)
+    for body in ({"algorithm_config": {"type": "robust"}}, {"provider_options": {"method": {"type": "robust"}}}):
+        assert algorithm_of(body) == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "field", "words"),
+    [
+        ({"type": "robust", "gamma": 1}, {}, "algorithm_config.gamma", "no such field; its fields are: type, beta, fl"),
+        ({"type": "robust", "beta": 0}, {}, "algorithm_config.beta", "greater than 0"),
+        ({"type": "robust", "beta": float("inf")}, {}, "algorithm_config.beta", "finite"),
+        ({"type": "robust", "beta": "much"}, {}, "algorithm_config.beta", "valid number"),
+        ({"type": "robust"}, {"label_smoothing": 0.1}, "provider_options.label_smoothing", "Robust preferences has no"),
+        ({"type": "robust"}, {"reference_model": "org/b"}, "provider_options.reference_model", "no reference model"),
+        ({"type": "robst"}, {}, "algorithm_config.type", "the nearest is 'robust'; installed packages add focal, rob"),
+        (None, {"method": {"type": "gone"}}, "provider_options.method.type", "installed packages add focal, robust"),
+        (None, {"method": {"type": "focal", "g": 1}}, "provider_options.method.g", "Focal loss has no such field"),
+    ],
+)
+def test_what_a_package_does_not_have_is_refused_by_name(config: Any, options: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        resolved(config, **options)
+    assert refused.value.field == field
+    assert words in str(refused.value)
+
+
+BROKEN = {
+    "missing": ("", "method 'missing' of broken 1.0 cannot be imported: ModuleNotFoundError"),
+    "raises": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    "leaves": ("raise SystemExit('bye')", "cannot be imported: SystemExit: bye"),
+    "heavy": ("import ijson_of_torch", "ImportError: it imports torch, which only its trainer's module may"),
+    "other": ("method = 3", "found an object of type int, expected a CustomMethod"),
+    "rows": (METHOD + "method = make(rows='images')", "its rows are 'images', expected one of pairs, conversations"),
+    "trainer": (METHOD + "method = make(trainer='no name')", "its trainer is 'no name', expected 'package.module"),
+    "typed": (
+        METHOD + "class T(Fields):\n    type: str = ''\nmethod = make(fields=T)",
+        "it has a field 'type', which names the method itself",
+    ),
+    "orpo": (METHOD + "method = make()", "broken 1.0: the name 'orpo' of its method is taken by this project"),
+    "robust": (METHOD + "method = make()", "several packages add a method 'robust': "),
+    "Upper": (METHOD + "method = make()", "the name 'Upper' of its method does not match"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_package_is_one_sentence_and_disturbs_nothing_else(
+    site: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source, words = BROKEN[name]
+    for library in ("torch", *(each for each in sys.modules if each.startswith("torch."))):
+        if name == "heavy":
+            monkeypatch.delitem(sys.modules, library, raising=False)
+    (site / "ijson_of_torch.py").write_text("import torch")
+    install(site, "broken", {name: f"broken_{name}:method"}, {f"broken_{name}": source} if source else {})
+    (sentence,) = problems()
+    assert words in sentence
+    assert "\n" not in sentence
+    assert find_method("focal").package == "custom-trainer-example"
+    if name == "orpo":
+        assert spec_of({"type": "orpo"}).algorithm == "orpo"
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        spec_of({"type": name})
+    assert refused.value.field == "algorithm_config.type"
+    assert words in str(refused.value)
+
+
+def test_a_package_is_found_when_it_is_installed_and_gone_when_it_is_removed(site: Path) -> None:
+    with pytest.raises(InvalidRequest, match="expected one of dpo, orpo"):
+        spec_of({"type": "later"})
+    install(site, "later", {"later": "later_module:method"}, {"later_module": METHOD + "method = make()"})
+    assert spec_of({"type": "later"}).method == CustomSpec(
+        type="later", package="later", version="1.0", parameters={"weight": 1.0, "inner": {"x": 1.0}}
+    )
+    with pytest.raises(InvalidRequest, match=r"inner\.x='far' is not supported"):
+        spec_of({"type": "later", "inner": {"x": "far"}})
+    (site / "later-1.0.dist-info" / "entry_points.txt").unlink()
+    with pytest.raises(MethodUnavailable, match="no installed package adds the method 'later'; installed packages add"):
+        find_method("later")
+
+
+def test_a_method_checks_rows_and_a_refused_one_is_named(site: Path, tmp_path: Path) -> None:
+    method = spec_of({"type": "robust"}).method
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "b"}]
+    check_custom_rows(method, dataset(tmp_path, pairs[:1]), "custom_pairs", None)
+    with pytest.raises(InvalidRows, match="dataset 'rows', row 1: chosen and rejected are the same answer"):
+        check_custom_rows(method, dataset(tmp_path, pairs), "custom_pairs", None)
+    install(site, "bad", {"bad": "bad_check:method"}, {"bad_check": METHOD + "method = make(check_row=check)"})
+    with pytest.raises(MethodUnavailable, match=r"method 'bad' of bad 1\.0 failed on row 0: AttributeError"):
+        check_custom_rows(spec_of({"type": "bad"}).method, dataset(tmp_path, pairs), "custom_pairs", None)
